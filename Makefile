@@ -1,0 +1,60 @@
+# make demo | test | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Index of PyTorch's CPU wheels, used if it answers. `make setup TORCH_INDEX=` takes the default wheels (CUDA on Linux).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Arguments for pytest: make test ARGS="tests/unit -k newton"
+ARGS ?=
+PIP_FLAGS ?= --quiet --disable-pip-version-check
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test check format setup venv clean
+
+help:
+	@echo "make demo    train the T5 recipe on 4 CPU processes (about 4 minutes)"
+	@echo "make test    run the test suite"
+	@echo "make check   run the linters, the type checks and the size limits"
+	@echo "make format  let ruff format and mend what it can"
+	@echo "make setup   create $(VENV) and install everything"
+	@echo "make clean   remove $(VENV) and all caches"
+
+demo: $(STAMP)
+	$(BIN)/python -m recipes.t5_summarization.demo
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	@echo "make test: all tests passed"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	PYTHONPATH=. $(BIN)/lint-imports
+	$(BIN)/python -m scripts.check_imports
+	$(BIN)/python -m scripts.check_sizes
+	$(BIN)/python -m scripts.check_test_pairs
+	$(BIN)/python -m scripts.check_ascii
+	@echo "make check: no complaints"
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time this takes a few minutes."
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt \
+		$$($(BIN)/python -m scripts.torch_index "$(TORCH_INDEX)") torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Distributed Muon for PyTorch, Lightning and Accelerate.
+
+``import lightning_muon`` registers the strategy ``"parallel_muon"`` with ``lightning.pytorch`` and
+``pytorch_lightning``; neither is imported before the program itself does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.optim.parallel_muon import ParallelMuon
+
+if TYPE_CHECKING:
+    from lightning_muon.integrations.lightning import ParallelMuonStrategy
+
+__version__ = "0.1.0"
+__all__ = ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ParallelMuonStrategy":
+        from lightning_muon.integrations.lightning import ParallelMuonStrategy  # Lightning is an optional extra.
+
+        return ParallelMuonStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

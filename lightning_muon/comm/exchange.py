@@ -1,0 +1,87 @@
+"""Move parts of tensors between the ranks that hold them and the ranks that own them.
+
+A part is a flat range of a packed buffer. The exchange knows no matrices: the caller says how many elements each pair
+of ranks exchanges, fills views of the send buffer, and reads views of the receive buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon.comm.mesh import AxisGroup
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Sizes and peers of the parts of one buffer, in buffer order (all parts of peer 0, then of peer 1, ...)."""
+
+    peers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    splits: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.splits)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """One view per part, in its own shape."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        flat = buffer[: self.numel].split(sizes)
+        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
+
+
+def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Parts:
+    """Describe a buffer whose parts are already in the order of their ``peers``."""
+    assert list(peers) == sorted(peers), "parts must be grouped by peer, in rank order"
+    splits = [0] * num_ranks
+    for peer, shape in zip(peers, shapes, strict=True):
+        splits[peer] += torch.Size(shape).numel()
+    return Parts(tuple(peers), tuple(shapes), tuple(splits))
+
+
+class BufferPool:
+    """Flat buffers by name, grown on demand and kept, so that a step allocates nothing after the first one."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int) -> Tensor:
+        """A buffer of at least ``numel`` elements; the same name is the same memory."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer
+
+
+def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> dist.Work | None:
+    """Begin an uneven all-to-all of two packed buffers.
+
+    Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
+
+    Returns:
+        Handle to wait for before the buffers are read or filled again.
+    """
+    return dist.all_to_all_single(
+        receive[: source.numel], send[: to.numel], list(source.splits), list(to.splits), group=group.group, async_op=True
+    )
+
+
+def start_broadcasts(buffers: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:
+    """Begin one broadcast per rank of ``group`` that has anything to tell; ``buffers[rank]`` is what it tells.
+
+    Collective over ``group``; every rank of it must call it.
+    """
+    works: list[dist.Work] = []
+    for rank, buffer in enumerate(buffers):
+        if buffer.numel():
+            work = dist.broadcast(buffer, group_src=rank, group=group.group, async_op=True)
+            works.append(work)  # type: ignore[arg-type]
+    return works

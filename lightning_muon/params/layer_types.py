@@ -1,0 +1,153 @@
+"""What the layer that holds a parameter says about it: a matrix, a convolution, a stack of matrices, or no matrix."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from lightning_muon.params.uses import Use
+
+Kind = Literal["matrix", "convolution", "stack", "elementwise"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+# `Norm` in a class name, but neither a normal distribution nor a layer that norms and multiplies (LayerNormLinear).
+_NORM_CLASS = re.compile(r"Norm(?!al(?!i[sz]))")
+_NOT_NORM_CLASS = re.compile(r"linear|mlp|conv|attention|block", re.IGNORECASE)
+_EMBEDDING_CLASS = re.compile(r"embedding|positional", re.IGNORECASE)
+
+# Words of a raw parameter's name that say: rows are looked up or added, never multiplied as one matrix.
+_TABLE_WORDS = frozenset(
+    "pos posemb position positions positional pe wpe wte emb embed embeds embedding embeddings token tokens table "
+    "codebook centers centroids prototypes prompt prompts latent latents".split()
+)
+_BIAS_WORDS = frozenset(("bias", "biases"))
+# What torch.nn.utils.weight_norm and spectral_norm call the weight that they replace.
+_REPARAMETRIZED_WEIGHT = ("weight_v", "weight_orig")
+
+# A word that outweighs a table word: `token_proj` and `token_mixer` are multiplied.
+_MATRIX_WORDS = frozenset("proj projection projector mix mixer mixing kernel".split())
+
+
+def layer_kind(use: Use) -> tuple[Kind, str]:
+    """Return kind and reason for one use of a parameter, from the type of its layer.
+
+    Type first: embeddings, norms, ``Linear``, convolutions, recurrent layers, attention, ``Bilinear`` and the
+    ``Conv1D`` of transformers. A layer of another type is judged by its class name (``Norm``, ``Embedding``), then
+    by the parameter's shape and name.
+    """
+    parameter, owner, attribute = use.parameter, use.owner, use.attribute
+    if isinstance(owner, ParametrizationList) and len(use.path) > 2:
+        # parametrizations.weight.original0 stands for `weight` of the layer two levels up.
+        attribute = use.path[-1][0].rsplit(".", 1)[-1]
+        owner = use.path[-3][1]
+    elif attribute in _REPARAMETRIZED_WEIGHT:
+        attribute = "weight"
+    if is_embedding(owner):
+        return "elementwise", "embedding"
+    if parameter.ndim < 2:
+        return "elementwise", f"{parameter.ndim}-D"
+    if not parameter.is_floating_point():
+        return "elementwise", f"dtype {str(parameter.dtype).removeprefix('torch.')}"
+    if is_norm(owner):
+        return "elementwise", "norm"
+    if attribute == "weight" and (reason := _direct_kind(owner, parameter.ndim)) is not None and not _is_magnitude(use):
+        return reason
+    if isinstance(owner, _RECURRENT) and parameter.ndim == 2:
+        return "matrix", f"{_layer_name(owner)} weight"
+    if isinstance(owner, nn.MultiheadAttention) and parameter.ndim == 2:
+        return "matrix", "attention projection"
+    return _raw_kind(use)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a look-up table by type, or a raw-parameter layer whose class name says so."""
+    if isinstance(module, _EMBEDDINGS):
+        return True
+    if _direct_kind(module, 2) is not None or isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
+        return False
+    return any(_EMBEDDING_CLASS.search(name) for name in _class_names(module)) and hasattr(module, "weight")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a normalization layer, by type or by a class name such as ``T5LayerNorm``."""
+    if isinstance(module, _NORMS):
+        return True
+    return any(_NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in _class_names(module))
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Tell whether ``module`` is the ``Conv1D`` of transformers: a linear layer with a weight of (inputs, outputs)."""
+    return "Conv1D" in _class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
+
+
+def _direct_kind(module: nn.Module, ndim: int) -> tuple[Kind, str] | None:
+    """Return kind and reason of the ``weight`` of a layer of torch or of a subclass, None for any other layer."""
+    if isinstance(module, nn.Linear) and ndim == 2:
+        return "matrix", "Linear weight"
+    if isinstance(module, _CONVOLUTIONS) and ndim > 2:
+        return "convolution", f"{_layer_name(module)} weight"
+    if isinstance(module, nn.Bilinear):
+        return "stack", "Bilinear weight"
+    if is_transposed_linear(module) and ndim == 2:
+        return "matrix", "Conv1D (linear) weight"
+    return None
+
+
+def _is_magnitude(use: Use) -> bool:
+    """Tell whether a parametrization holds one number per row or column of the weight (weight_norm)."""
+    return isinstance(use.owner, ParametrizationList) and sum(size > 1 for size in use.parameter.shape) < 2
+
+
+def _raw_kind(use: Use) -> tuple[Kind, str]:
+    """Judge a parameter that no known layer holds, by its shape and by the words of its name."""
+    shape = tuple(use.parameter.shape)
+    if shape[0] == 1:
+        return "elementwise", "leading size 1"
+    if sum(size > 1 for size in shape) < 2 or (len(shape) == 3 and 1 in shape):
+        return "elementwise", "vector"
+    words = _words(use)
+    if words & _BIAS_WORDS:
+        return "elementwise", "bias"
+    class_is_table = any(_EMBEDDING_CLASS.search(name) for name in _class_names(use.owner))
+    if (words & _TABLE_WORDS or class_is_table) and not words & _MATRIX_WORDS:
+        return "elementwise", "learned table"
+    if len(shape) == 2:
+        return "matrix", "raw 2-D parameter"
+    return ("stack", f"stack of {shape[0]} matrices") if len(shape) == 3 else ("convolution", f"raw {len(shape)}-D")
+
+
+def _words(use: Use) -> set[str]:
+    """Split the attribute name into lower-case words; entries of a ParameterList are named by the list."""
+    name = use.attribute
+    if isinstance(use.owner, nn.ParameterList | nn.ParameterDict):
+        name = f"{use.path[-1][0].rsplit('.', 1)[-1]}_{name}"
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """Names of the classes of ``module`` below ``nn.Module``."""
+    return [base.__name__ for base in type(module).__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
+
+
+def _layer_name(module: nn.Module) -> str:
+    """Name of the torch class that a layer is or derives from (LSTM, Conv2d)."""
+    bases = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules."))
+    return next(bases, type(module).__name__)

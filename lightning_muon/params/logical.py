@@ -1,0 +1,88 @@
+"""Boxes of a parameter, and the matrices that Newton-Schulz sees in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_muon.params.routing import Route
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: ``start[d] <= index < stop[d]`` in every dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box:
+        """Common part; an empty one has ``numel == 0``."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(max, start, map(min, self.stop, other.stop)))
+        return Box(start, stop)
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds just ``outer``."""
+        return tuple(
+            slice(start - origin, stop - origin)
+            for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of all elements."""
+    return Box((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class LogicalMatrix:
+    """One matrix for Newton-Schulz: a box of a parameter, read as ``rows x cols`` in row-major order."""
+
+    name: str
+    box: Box
+    rows: int
+    cols: int
+
+
+def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatrix, ...]:
+    """The matrices of a parameter of global ``shape``, by the kind of its route.
+
+    ``matrix``: the weight, or its parts along ``split_dim`` where it is fused. ``convolution``: ``(out, everything
+    else)``. ``stack``: one matrix for every index of the leading dimensions.
+    """
+    if route.kind == "elementwise" or 0 in shape:
+        return ()
+    if route.kind == "stack":
+        return _stack(shape, route.name)
+    sizes = route.splits or (shape[route.split_dim],)
+    parts: list[LogicalMatrix] = []
+    offset = 0
+    for index, size in enumerate(sizes):
+        start, stop = [0] * len(shape), list(shape)
+        start[route.split_dim], stop[route.split_dim] = offset, offset + size
+        box = Box(tuple(start), tuple(stop))
+        name = f"{route.name}[{index}]" if len(sizes) > 1 else route.name
+        parts.append(LogicalMatrix(name, box, box.shape[0], box.numel // box.shape[0]))
+        offset += size
+    return tuple(parts)
+
+
+def _stack(shape: tuple[int, ...], name: str) -> tuple[LogicalMatrix, ...]:
+    *leading, rows, cols = shape
+    matrices: list[LogicalMatrix] = []
+    for flat in range(math.prod(leading)):
+        index: list[int] = []
+        for size in reversed(leading):
+            flat, position = divmod(flat, size)
+            index.insert(0, position)
+        box = Box((*index, 0, 0), (*(position + 1 for position in index), rows, cols))
+        matrices.append(LogicalMatrix(f"{name}{index}", box, rows, cols))
+    return tuple(matrices)

@@ -1,0 +1,88 @@
+"""Which modules hold which parameter: every place of every parameter, ties and shared modules included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+# Wrappers put these into qualified names: torch.compile and torch's activation checkpointing.
+_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One place where a parameter is registered.
+
+    Args:
+        name: Qualified name without the parts that wrappers add.
+        attribute: Name of the parameter inside ``owner``.
+        owner: The module that holds the parameter.
+        path: Qualified names and modules from the root down to ``owner``.
+        parameter: The parameter.
+    """
+
+    name: str
+    attribute: str
+    owner: nn.Module
+    path: tuple[tuple[str, nn.Module], ...]
+    parameter: nn.Parameter
+
+
+def clean_name(name: str) -> str:
+    """Return ``name`` without the parts that ``torch.compile`` and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def parameter_uses(module: nn.Module) -> list[tuple[Use, ...]]:
+    """Return the places of each distinct parameter, in the order of ``module.named_parameters()``.
+
+    Raises:
+        ValueError: If a parameter of a lazy module has no shape yet.
+    """
+    uses: dict[int, list[Use]] = {}
+    for path in walk(module):
+        prefix, owner = path[-1]
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(
+                    f"{name} of lazy module {type(owner).__name__} has no shape yet; "
+                    "run one forward pass on a small batch before the optimizer or the strategy sees the model"
+                )
+            use = Use(name=name, attribute=attribute, owner=owner, path=path, parameter=parameter)
+            uses.setdefault(id(parameter), []).append(use)
+    return [tuple(places) for places in uses.values()]
+
+
+def walk(module: nn.Module, name: str = "") -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    """Yield the path to every module, parents first; a shared module is yielded once for each of its names."""
+    yield from _walk(((name, module),))
+
+
+def _walk(path: tuple[tuple[str, nn.Module], ...]) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    yield path
+    prefix, module = path[-1]
+    # A module that contains itself through an attribute would be walked forever.
+    ancestors = {id(ancestor) for _, ancestor in path}
+    for attribute, child in module._modules.items():
+        if child is not None and id(child) not in ancestors:
+            yield from _walk((*path, (f"{prefix}.{attribute}" if prefix else attribute, child)))
+
+
+def inside_repeated_block(path: tuple[tuple[str, nn.Module], ...]) -> bool:
+    """Tell whether a module lies in a composite that is repeated, such as one layer of a transformer.
+
+    A composite child of a ``ModuleList`` counts also when it is alone (a transformer with one layer); in a ``Sequential``
+    it needs a sibling of its class.
+    """
+    for (_, parent), (_, child) in zip(path, path[1:], strict=False):
+        if next(iter(child.children()), None) is None:
+            continue
+        if isinstance(parent, nn.ModuleList):
+            return True
+        if isinstance(parent, nn.Sequential) and sum(type(sibling) is type(child) for sibling in parent) > 1:
+            return True
+    return False

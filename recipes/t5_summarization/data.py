@@ -1,0 +1,168 @@
+"""The data module of the recipe: any source of rows, tokenized once per rank, padded per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from recipes.t5_summarization.sources import DOCSTRINGS, Row, Split, load_rows
+from recipes.t5_summarization.tokenization import load_tokenizer
+
+IGNORED_LABEL = -100  # torch's default ignore_index
+
+
+class Example(TypedDict):
+    """Token ids of one row, ``</s>`` included, without padding."""
+
+    source: list[int]
+    target: list[int]
+
+
+class Batch(TypedDict):
+    """What the model gets; all tensors are (rows, tokens), int64."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+
+def encode(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_source_tokens: int, max_target_tokens: int
+) -> list[Example]:
+    """Token ids of all rows, cut to the given lengths with ``</s>`` kept."""
+    if not rows:
+        return []
+    sources = tokenizer([row.source for row in rows], truncation=True, max_length=max_source_tokens)["input_ids"]
+    targets = tokenizer([row.target for row in rows], truncation=True, max_length=max_target_tokens)["input_ids"]
+    return [Example(source=source, target=target) for source, target in zip(sources, targets, strict=True)]
+
+
+def pad(sequences: Sequence[list[int]], value: int, length: int | None) -> Tensor:
+    """A (rows, length) tensor, filled up on the right; ``length=None`` takes the longest sequence."""
+    padded = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True, padding_value=value)
+    missing = 0 if length is None else length - padded.shape[1]
+    return torch.nn.functional.pad(padded, (0, missing), value=value)
+
+
+def collate(examples: Sequence[Example], *, pad_id: int, lengths: tuple[int | None, int | None]) -> Batch:
+    """Pad a batch: sources with the pad token and a mask, labels with -100, which the loss leaves out.
+
+    Args:
+        examples: Rows of the batch.
+        pad_id: Id of the pad token.
+        lengths: (source, target) to pad to; None is the longest of the batch.
+    """
+    sources = [example["source"] for example in examples]
+    return Batch(
+        input_ids=pad(sources, pad_id, lengths[0]),
+        attention_mask=pad([[1] * len(ids) for ids in sources], 0, lengths[0]),
+        labels=pad([example["target"] for example in examples], IGNORED_LABEL, lengths[1]),
+    )
+
+
+class SummarizationData(LightningDataModule):
+    """Source -> target rows for a T5 model.
+
+    Args:
+        source: ``"docstrings"`` (needs no network), a ``.csv`` / ``.parquet`` path with the columns title, text and
+            summary, or a data set of that schema on the Hugging Face hub, e.g. ``"gursi26/wikihow-cleaned"``.
+        target: Column to predict from ``text``: ``"title"`` or ``"summary"``. Docstrings ignore it.
+        tokenizer: ``"bpe"`` (trained on the training rows), ``"byt5"``, or a tokenizer on the hub.
+        vocab_size: Of the BPE.
+        max_source_tokens: Longer sources are cut.
+        max_target_tokens: Longer targets are cut.
+        train_rows: Use the first rows of the shuffled training part.
+        validation_rows: Use the first rows of the shuffled validation part. A multiple of the number of ranks, or the
+            sampler counts some rows twice.
+        batch_size: Rows per rank.
+        validation_share: Share of the rows (of the files, for docstrings) that is held out.
+        pad_to_max_length: Pad to the maximal lengths, as ``paper_loss`` needs, not to the longest row of the batch.
+        num_workers: Of each DataLoader.
+        seed: Of the split and the order.
+        cache_dir: Harvested docstrings and trained tokenizers.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = DOCSTRINGS,
+        target: str = "title",
+        tokenizer: str = "bpe",
+        vocab_size: int = 4096,
+        max_source_tokens: int = 512,
+        max_target_tokens: int = 150,
+        train_rows: int = 15_000,
+        validation_rows: int = 3_000,
+        batch_size: int = 32,
+        validation_share: float = 0.2,
+        pad_to_max_length: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str = "~/.cache/lightning_muon",
+    ) -> None:
+        super().__init__()
+        if not 0 < validation_share < 1:
+            raise ValueError(f"validation_share must be in (0, 1), got {validation_share}")
+        self.save_hyperparameters()
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.rows = Split([], [])
+        self.train: list[Example] = []
+        self.validation: list[Example] = []
+
+    def _load(self) -> tuple[Split, PreTrainedTokenizerBase]:
+        options, cache_dir = self.hparams, Path(self.hparams.cache_dir).expanduser()
+        rows = load_rows(
+            options.source,
+            target=options.target,
+            cache_dir=cache_dir,
+            validation_share=options.validation_share,
+            seed=options.seed,
+        ).first(options.train_rows, options.validation_rows)
+        if not rows.train or not rows.validation:
+            raise ValueError(
+                f"{options.source!r} has {len(rows.train)} training and {len(rows.validation)} validation rows after "
+                "dropping nulls; both must be at least 1"
+            )
+        return rows, load_tokenizer(options.tokenizer, rows.train, vocab_size=options.vocab_size, cache_dir=cache_dir)
+
+    def prepare_data(self) -> None:
+        """Harvest or download, and train the tokenizer. Lightning calls it on one rank while the others wait."""
+        self._load()
+
+    def setup(self, stage: str) -> None:
+        """Read the caches and tokenize, on every rank."""
+        if self.train:
+            return
+        self.rows, tokenizer = self._load()
+        self.tokenizer = tokenizer
+        lengths = {name: self.hparams[name] for name in ("max_source_tokens", "max_target_tokens")}
+        self.train = encode(self.rows.train, tokenizer, **lengths)
+        self.validation = encode(self.rows.validation, tokenizer, **lengths)
+
+    def _loader(self, examples: list[Example], *, shuffle: bool) -> DataLoader[Example]:
+        options = self.hparams
+        lengths = (options.max_source_tokens, options.max_target_tokens) if options.pad_to_max_length else (None, None)
+        return DataLoader(
+            examples,  # type: ignore[arg-type]
+            batch_size=options.batch_size,
+            shuffle=shuffle,
+            num_workers=options.num_workers,
+            collate_fn=partial(collate, pad_id=self.tokenizer.pad_token_id, lengths=lengths),
+        )
+
+    def train_dataloader(self) -> DataLoader[Example]:
+        """Shuffled training rows."""
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Example]:
+        """Validation rows in their fixed order."""
+        return self._loader(self.validation, shuffle=False)

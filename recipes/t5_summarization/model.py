@@ -1,0 +1,145 @@
+"""T5 as an ordinary LightningModule; nothing in it knows of Muon, FSDP2 or the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from transformers import T5Config, T5ForConditionalGeneration
+
+from recipes.t5_summarization.data import IGNORED_LABEL, Batch
+from recipes.t5_summarization.metrics import rouge
+
+# https://huggingface.co/google-t5/t5-small/blob/main/config.json and t5-base: what differs from T5Config's defaults.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
+    "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128},
+}
+
+
+class Summary(NamedTuple):
+    """One generated summary.
+
+    Args:
+        target: The reference.
+        text: What the model wrote.
+    """
+
+    target: str
+    text: str
+
+
+def build_t5(architecture: str | Mapping[str, Any], *, pretrained: bool) -> T5ForConditionalGeneration:
+    """The network.
+
+    Args:
+        architecture: ``"t5-small"``, ``"t5-base"``, or arguments of ``transformers.T5Config``.
+        pretrained: Load the weights of that name from the hub.
+    """
+    if not isinstance(architecture, str):
+        if pretrained:
+            raise ValueError(f"pretrained=True needs the name of a model on the hub, got architecture={architecture}")
+        return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **architecture))
+    if pretrained:
+        return T5ForConditionalGeneration.from_pretrained(architecture)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture must be one of {sorted(ARCHITECTURES)} or a mapping, got {architecture!r}")
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **ARCHITECTURES[architecture]))
+
+
+def warmup_then_linear_decay(step: int, *, warmup_steps: int, total_steps: int) -> float:
+    """Factor of the learning rate: up to 1 over the warm-up, then down to 0 at the last step."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+
+class T5Summarizer(LightningModule):
+    """Trains T5 to write the target from the source.
+
+    Args:
+        architecture: See :func:`build_t5`.
+        pretrained: Start from the weights on the hub.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Decoupled weight decay.
+        warmup_share: Share of all steps for the linear warm-up.
+        paper_loss: Average the loss over padding too, as the code of the FlexDeMo paper does, not over tokens only.
+            The data must be padded to its maximal length for the same numbers.
+        rouge_batches: Validation batches per rank whose summaries are generated and scored, the first ones.
+        max_new_tokens: Of a generated summary.
+    """
+
+    def __init__(
+        self,
+        *,
+        architecture: str | dict[str, Any] = "t5-base",
+        pretrained: bool = False,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        warmup_share: float = 0.05,
+        paper_loss: bool = False,
+        rouge_batches: int = 2,
+        max_new_tokens: int = 32,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = build_t5(architecture, pretrained=pretrained)
+        self.summaries: list[Summary] = []
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """Mean loss and the number of positions that it is the mean of."""
+        labels = batch["labels"]
+        if self.hparams.paper_loss:
+            labels = labels.masked_fill(labels == IGNORED_LABEL, self.model.config.pad_token_id)
+        output = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
+        return output.loss, int((labels != IGNORED_LABEL).sum())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        loss, num_positions = self._loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=num_positions)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the summaries of the last epoch."""
+        self.summaries = []
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mean over all tokens of all ranks, and ROUGE on the first batches."""
+        loss, num_positions = self._loss(batch)
+        self.log("val_loss", loss, prog_bar=True, batch_size=num_positions, sync_dist=True)
+        if batch_idx < self.hparams.rouge_batches and not self.trainer.sanity_checking:
+            summaries = self._summarize(batch)
+            scores = rouge([summary.target for summary in summaries], [summary.text for summary in summaries])
+            self.log_dict(scores, batch_size=len(summaries), sync_dist=True)
+            self.summaries += summaries
+
+    def _summarize(self, batch: Batch) -> list[Summary]:
+        """Greedy summaries. Collective over all ranks when the weights are sharded; every rank must call it."""
+        tokenizer = self.trainer.datamodule.tokenizer
+        ids = self.model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=self.hparams.max_new_tokens,
+            do_sample=False,
+            # A rank that is done goes on until all are, because each step gathers the shards of the weights.
+            synced_gpus=self.trainer.world_size > 1,
+        )
+        labels = batch["labels"].masked_fill(batch["labels"] == IGNORED_LABEL, tokenizer.pad_token_id)
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        targets = tokenizer.batch_decode(labels, skip_special_tokens=True)
+        return [Summary(target.strip(), text.strip()) for target, text in zip(targets, texts, strict=True)]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW for everything; the strategy moves the matrices to Muon at the same learning rate."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=self.hparams.weight_decay)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        warmup_steps = max(1, round(self.hparams.warmup_share * total_steps))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: warmup_then_linear_decay(step, warmup_steps=warmup_steps, total_steps=total_steps),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

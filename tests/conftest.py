@@ -1,0 +1,30 @@
+"""Fixtures of the whole suite, one thread per process, and type checks of ``lightning_muon.math``."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: the pool runs up to four processes, often on two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in the annotations of the maths are checked by beartype, in tests only.
+install_import_hook("lightning_muon.math", "beartype.beartype")
+
+from tests.support import processes
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[processes.ProcessPool]:
+    """The pool of gloo workers of this session; see ``tests/support/processes.py``."""
+    yield processes.POOL
+    processes.POOL.close()

@@ -1,0 +1,64 @@
+"""Muon and AdamW on full tensors in one process, written for reading: what every distributed path is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Newton-Schulz as in https://kellerjordan.github.io/posts/muon, in ``dtype``."""
+    a, b, c = COEFFICIENTS
+    x = matrix.to(dtype)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class ReferenceMuon:
+    """State and step of Muon for named full tensors, all in one process."""
+
+    def __init__(
+        self,
+        matrices: Mapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "match_rms_adamw",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
+        self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
+        self.lr, self.weight_decay, self.momentum, self.nesterov = lr, weight_decay, momentum, nesterov
+        self.adjust_lr_fn, self.dtype = adjust_lr_fn, dtype
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
+        for name, grad in grads.items():
+            self.buffers[name].lerp_(grad, 1 - self.momentum)
+            ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
+            tensor = self.matrices[name]
+            tensor.mul_(1 - self.lr * self.weight_decay)
+            if tensor.ndim == 3:
+                for matrix, target in zip(ahead, tensor, strict=True):
+                    self._add(target, matrix)
+            else:
+                self._add(tensor, ahead.flatten(1))
+
+    def _add(self, target: Tensor, ahead: Tensor) -> None:
+        rows, cols = ahead.shape
+        scale = 0.2 * math.sqrt(max(rows, cols))
+        if self.adjust_lr_fn == "original":
+            scale = math.sqrt(max(1, rows / cols))
+        update = orthogonalized(ahead, dtype=self.dtype)
+        target.add_(update.reshape(target.shape), alpha=-self.lr * scale)

@@ -1,0 +1,307 @@
+"""Run a function on several gloo processes, with a hard time limit: the base of every distributed test.
+
+The function is a module-level function of an importable module (``tests/distributed/test_x.py``), is called on each
+rank inside a fresh default process group, sets its own seeds, and returns something picklable (plain tensors, no
+DTensors)::
+
+    def _sum(value: int) -> int:
+        total = torch.tensor(value + dist.get_rank())
+        dist.all_reduce(total)
+        return int(total)
+
+    def test_the_ranks_are_summed(gloo: ProcessPool) -> None:
+        assert gloo.run(_sum, 1, world_size=3) == [6, 6, 6]
+
+The workers are kept between calls, so that torch and what a test imports is paid for once per session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.support.worker import Call, RankFailure, free_port, qualified_name, serve
+
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
+_LOG_CHARACTERS = 6000
+
+
+class RanksFailedError(Exception):
+    """Not every rank returned. The message has the traceback or the stack of each rank that did not."""
+
+    def __init__(self, message: str, outcome: Outcome) -> None:
+        super().__init__(message)
+        self.results = outcome.results
+        self.failures = outcome.failures
+        self.exit_codes = outcome.exit_codes
+        self.running = outcome.running
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of the ranks of one call."""
+
+    running: list[int]
+    results: dict[int, Any] = field(default_factory=dict[int, Any])
+    failures: dict[int, RankFailure] = field(default_factory=dict[int, RankFailure])
+    exit_codes: dict[int, int | None] = field(default_factory=dict[int, "int | None"])
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """One child process, its pipe and its log."""
+
+    process: BaseProcess
+    connection: Connection
+    log: Path
+    log_start: int = 0
+
+    def log_tail(self) -> str:
+        """What the worker printed in this call."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace") if self.log.exists() else ""
+        return text[-_LOG_CHARACTERS:]
+
+    def kill(self) -> None:
+        """End the process and its own children (each worker leads a process group)."""
+        if self.process.is_alive():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid or 0, signal.SIGKILL) if _leads_group(self.process.pid) else None
+            self.process.kill()
+        self.process.join(10.0)
+        self.connection.close()
+
+
+def _leads_group(pid: int | None) -> bool:
+    """Whether ``pid`` has started its process group, which a worker does first of all."""
+    return pid is not None and os.getpgid(pid) == pid
+
+
+class ProcessPool:
+    """Up to four (or more, if asked for) worker processes that are started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._workers: list[_Worker] = []
+        self._directory: Path | None = None
+        self._num_calls = 0
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids of the workers, in the order of their ranks."""
+        return [worker.process.pid for worker in self._workers]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 4,
+        timeout: float = 60.0,
+        grace: float = 10.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on ``world_size`` ranks.
+
+        Args:
+            function: Module-level function of an importable module.
+            *args: Passed on; the same on all ranks.
+            world_size: Number of ranks; ``dist.get_rank()`` tells them apart.
+            timeout: Seconds for the call. Collectives time out after 3/4 of it.
+            grace: Seconds that the other ranks get once a rank has failed or died.
+            **kwargs: Passed on.
+
+        Returns:
+            The results, in the order of the ranks.
+
+        Raises:
+            RanksFailedError: A rank raised, died or did not return in time.
+        """
+        payload = pickle.dumps((function, args, kwargs))
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        self._send(workers, payload, timeout)
+        outcome = _collect(workers, timeout=timeout, grace=grace)
+        if outcome.running or outcome.exit_codes:
+            message = _describe(outcome, workers, function, timeout)
+            self.close()
+            raise RanksFailedError(message, outcome)
+        message = _describe(outcome, workers, function, timeout) if outcome.failures else ""
+        self._release(workers)
+        if outcome.failures:
+            raise RanksFailedError(message, outcome)
+        return [outcome.results[rank] for rank in range(world_size)]
+
+    def run_fresh(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As :meth:`run`, in processes that end with the call: for functions that kill, hang or change globals."""
+        pool = ProcessPool()
+        try:
+            return pool.run(function, *args, **kwargs)
+        finally:
+            pool.close()
+
+    def expect_error_on_all_ranks(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        match: str,
+        exception: type[BaseException] = ValueError,
+        world_size: int = 4,
+        **kwargs: Any,
+    ) -> dict[int, RankFailure]:
+        """Assert that every rank raises the same type of error, and that each message matches.
+
+        Args:
+            function: As in :meth:`run`.
+            *args: Passed on.
+            match: Regular expression, searched for in the message of every rank.
+            exception: The type, or a base class of it.
+            world_size: Number of ranks.
+            **kwargs: ``timeout`` and ``grace`` of :meth:`run`; the rest is passed on.
+
+        Returns:
+            The failure of each rank, for further checks.
+        """
+        try:
+            results = self.run(function, *args, world_size=world_size, **kwargs)
+        except RanksFailedError as error:
+            failed = error
+        else:
+            raise AssertionError(f"expected {exception.__name__} on every rank, but all returned: {results}")
+        wanted = qualified_name(exception)
+        for rank in range(world_size):
+            failure = failed.failures.get(rank)
+            if failure is None:
+                raise AssertionError(f"rank {rank} did not raise {exception.__name__}\n{failed}")
+            if wanted not in failure.type_names or not re.search(match, failure.message):
+                raise AssertionError(f"rank {rank}: expected {exception.__name__} that matches {match!r}\n{failed}")
+        kinds = {failure.type_names[0] for failure in failed.failures.values()}
+        assert len(kinds) == 1, f"the ranks raised different types: {sorted(kinds)}\n{failed}"
+        return failed.failures
+
+    def close(self) -> None:
+        """End the workers; the next call starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+        atexit.unregister(self.close)
+
+    def _start(self, world_size: int) -> None:
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self.close()
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
+            # multiprocessing joins its children at exit; ours wait for calls until they are ended.
+            atexit.register(self.close)
+        self._context.set_forkserver_preload(_PRELOAD)
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            log = self._directory / f"worker{len(self._workers)}.log"
+            process = self._context.Process(target=serve, args=(theirs, str(log)))
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process=process, connection=ours, log=log))
+
+    def _send(self, workers: list[_Worker], payload: bytes, timeout: float) -> None:
+        self._num_calls += 1
+        port = free_port()
+        for rank, worker in enumerate(workers):
+            call = Call(
+                payload=payload,
+                rank=rank,
+                world_size=len(workers),
+                timeout=timeout,
+                store_path=f"{self._directory}/store{self._num_calls}",
+                port=port,
+                environ=dict(os.environ),
+                sys_path=list(sys.path),
+            )
+            worker.log_start = worker.log.stat().st_size if worker.log.exists() else 0
+            worker.connection.send_bytes(pickle.dumps(call))
+
+    def _release(self, workers: list[_Worker], limit: float = 10.0) -> None:
+        """Let the ranks end their process group; a rank that cannot costs the pool."""
+        try:
+            for worker in workers:
+                worker.connection.send_bytes(b"release")
+            deadline = time.monotonic() + limit
+            for worker in workers:
+                if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                    self.close()
+                    return
+                worker.connection.recv_bytes()
+        except (EOFError, OSError):
+            self.close()
+
+
+def _collect(workers: list[_Worker], *, timeout: float, grace: float) -> Outcome:
+    """Wait for the answers, until all are in or time is up."""
+    outcome = Outcome(running=list(range(len(workers))))
+    deadline = time.monotonic() + timeout
+    while outcome.running:
+        ranks = {workers[rank].connection: rank for rank in outcome.running}
+        ready = wait(list(ranks), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in sorted(ranks[connection] for connection in ready):
+            outcome.running.remove(rank)
+            try:
+                answer = pickle.loads(workers[rank].connection.recv_bytes())
+            except (EOFError, OSError):
+                workers[rank].process.join(1.0)
+                outcome.exit_codes[rank] = workers[rank].process.exitcode
+            else:
+                if isinstance(answer, RankFailure):
+                    outcome.failures[rank] = answer
+                else:
+                    outcome.results[rank] = pickle.loads(answer)
+                    continue
+            deadline = min(deadline, time.monotonic() + grace)
+    return outcome
+
+
+def _describe(outcome: Outcome, workers: list[_Worker], function: Callable[..., Any], timeout: float) -> str:
+    """The message of :class:`RanksFailedError`: first who failed, then how, in the order in which it was seen."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    parts = [f"{name} failed on {len(workers)} ranks (time limit {timeout:g} s)."]
+    for rank, failure in outcome.failures.items():
+        parts.append(f"--- rank {rank} raised {failure.type_names[0]}: {failure.message}\n{failure.traceback}")
+    for rank, code in outcome.exit_codes.items():
+        parts.append(f"--- rank {rank} died, exit code {code} (negative: a signal)\n{workers[rank].log_tail()}")
+    if outcome.running:
+        _dump_stacks([workers[rank] for rank in outcome.running])
+    for rank in outcome.running:
+        parts.append(f"--- rank {rank} was still running; stack and output:\n{workers[rank].log_tail()}")
+    if outcome.results:
+        parts.append(f"--- ranks that returned: {sorted(outcome.results)}")
+    return "\n".join(parts)
+
+
+def _dump_stacks(workers: list[_Worker], pause: float = 0.5) -> None:
+    """Ask live workers for the stacks of their threads, which ``faulthandler`` writes into their logs."""
+    for worker in workers:
+        if worker.process.is_alive() and worker.process.pid is not None:
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(pause)
+
+
+POOL = ProcessPool()
+run = POOL.run
+run_fresh = POOL.run_fresh
+expect_error_on_all_ranks = POOL.expect_error_on_all_ranks

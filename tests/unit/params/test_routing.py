@@ -1,0 +1,161 @@
+"""Routes of whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon.params.routing import Route, require_muon, route_by_shape, route_module
+
+
+def _muon(module: nn.Module, **options: object) -> set[str]:
+    routes = route_module(module, **options)  # type: ignore[arg-type]
+    return {name for name, route in routes.items() if route.algorithm == "muon"}
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
+
+
+class TiedModel(nn.Module):
+    def __init__(self, head_first: bool) -> None:
+        super().__init__()
+        head, table = nn.Linear(4, 9, bias=False), nn.Embedding(9, 4)
+        table.weight = head.weight
+        if head_first:
+            self.projection = head
+        self.table = table
+        if not head_first:
+            self.projection = head
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+
+def test_one_route_per_parameter_in_the_order_of_named_parameters_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Transformer(8, 2, 2, 2, 16)
+    routes = route_module(model)
+    assert list(routes) == [name for name, _ in model.named_parameters()]
+    assert {route.kind for name, route in routes.items() if "norm" in name or "bias" in name} == {"elementwise"}
+    assert all(
+        routes[name].kind == "matrix" for name, p in model.named_parameters() if p.ndim == 2 and "norm" not in name
+    )
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_weight_that_an_embedding_shares_is_elementwise_whatever_comes_first(head_first: bool) -> None:
+    route = next(iter(route_module(TiedModel(head_first)).values()))
+    assert route.kind == "elementwise"
+    other = "table.weight" if head_first else "projection.weight"
+    assert f"tied to {other}" in route.reason
+    assert _muon(TiedModel(head_first)) == {"body.weight"}
+
+
+def test_two_linear_layers_that_share_a_weight_stay_on_muon() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    assert _muon(model) == {"0.weight"}
+
+
+def test_the_last_linear_layer_is_the_head_and_goes_to_adamw() -> None:
+    routes = route_module(_mlp())
+    assert _muon(_mlp()) == {"0.weight", "2.weight"}
+    assert routes["3.weight"].reason == "output head (last layer)"
+
+
+def test_a_model_of_one_linear_layer_is_a_matrix_and_not_a_head() -> None:
+    assert _muon(nn.Linear(32, 2)) == {"weight"}
+    assert _muon(nn.Sequential(nn.Embedding(5, 32), nn.LayerNorm(32), nn.Linear(32, 2))) == {"2.weight"}
+
+
+def test_a_language_model_of_tables_and_head_has_nothing_for_muon() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9))
+    routes = route_module(model)
+    with pytest.raises(ValueError, match=r"None of the 5 parameters is routed to Muon") as error:
+        require_muon(routes)
+    for name, route in routes.items():
+        assert f"{name}: {route.reason}" in str(error.value)
+    require_muon(route_module(_mlp()).values())
+
+
+def test_frozen_parameters_are_routed_like_others() -> None:
+    model = _mlp().requires_grad_(False)
+    assert _muon(model) == {"0.weight", "2.weight"}
+
+
+def test_compiled_and_wrapped_models_get_clean_names_and_the_same_routes() -> None:
+    wrapper = nn.Module()
+    wrapper.model = torch.compile(_mlp())
+    assert _muon(wrapper) == {"model.0.weight", "model.2.weight"}
+
+
+def test_patterns_override_the_type_also_through_an_alias() -> None:
+    assert _muon(_mlp(), adamw_patterns=["0.*"], muon_patterns=["3.weight"]) == {"2.weight", "3.weight"}
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
+    model[1].weight = model[0].weight
+    assert _muon(model, muon_patterns=["1.weight"]) == {"0.weight"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"muon_patterns": ["2.*"]},
+            r"2\.bias \(6,\) matches muon_patterns '2\.\*', but Muon takes matrices only .* 1-D",
+        ),
+        ({"muon_patterns": ["2.wieght"]}, r"muon_patterns: pattern '2\.wieght' matches no parameter; .* 2\.weight"),
+        ({"adamw_patterns": ["nothing"]}, r"adamw_patterns: pattern 'nothing' matches no parameter"),
+        ({"fused": {"nothing": 3}}, r"fused: pattern 'nothing' matches no parameter"),
+        ({"adamw_patterns": "0.weight"}, r"adamw_patterns must be a sequence of patterns, got the string '0\.weight'"),
+        ({"adamw_patterns": ["0.weight"], "muon_patterns": ["*.weight"]}, r"0\.weight matches both"),
+        ({"fused": {"0.weight": 4}}, r"0\.weight \(6, 4\) cannot be divided into 4 equal parts along dim 0 of size 6"),
+        ({"fused": {"0.weight": (4, 1)}}, r"size 6 along dim 0, but the parts \(4, 1\) sum to 5"),
+        ({"fused": {"*.bias": 2}}, r"fused pattern '\*\.bias' matches only parameters that are not on Muon: 0\.bias"),
+        ({"fused": {"0.weight": 2, "0.*": 3}}, r"0\.weight is matched by two patterns of fused"),
+    ],
+)
+def test_a_wrong_pattern_is_an_error_that_names_it(options: Mapping[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route_module(_mlp(), **options)  # type: ignore[arg-type]
+
+
+def test_fused_weights_are_divided_and_their_biases_are_left_alone() -> None:
+    routes = route_module(_mlp(), fused={"0.*": 3, "2.weight": (4, 2)})
+    assert (routes["0.weight"].splits, routes["2.weight"].splits, routes["0.bias"].splits) == ((2, 2, 2), (4, 2), ())
+
+
+def test_a_stack_cannot_be_declared_fused() -> None:
+    with pytest.raises(ValueError, match="stack of matrices already"):
+        route_module(nn.Bilinear(3, 4, 6), fused={"weight": 3})
+
+
+def test_routes_by_shape_need_no_module() -> None:
+    shapes = ((), (3,), (1, 9), (3, 4, 5), (2, 3, 4, 5))
+    kinds = [route_by_shape("p", shape).kind for shape in shapes]
+    assert kinds == ["elementwise", "elementwise", "matrix", "stack", "convolution"]
+
+
+def test_t5_gives_its_tied_table_and_its_relative_positions_to_adamw() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(num_layers=2, d_model=16, d_kv=4, num_heads=4, d_ff=32, vocab_size=32)
+    routes = route_module(transformers.T5ForConditionalGeneration(config))
+    assert routes["shared.weight"] == Route(
+        name="shared.weight", kind="elementwise", reason="embedding, tied to lm_head.weight"
+    )
+    adamw = {name for name, route in routes.items() if route.algorithm == "adamw"}
+    assert {name for name in adamw if "norm" not in name} == {
+        "shared.weight",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    }
+
+
+def test_gpt2_is_divided_along_the_outputs_of_its_transposed_layers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    route = route_module(model, fused={"*.c_attn.weight": 3})["transformer.h.0.attn.c_attn.weight"]
+    assert (route.kind, route.splits, route.split_dim) == ("matrix", (8, 8, 8), 1)
