@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.source_files import ROOT, report
+from scripts.source_files import CODE_FOLDERS, ROOT, report
 
 SUFFIXES = {".cfg", ".csv", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+OTHER_FOLDERS = ("tests", "docs", ".ci")
 NAMES = {"Makefile", "run", ".gitignore"}
 
 
@@ -25,13 +25,11 @@ def check(name: str, content: bytes) -> Iterator[str]:
 
 
 def text_files() -> Iterator[Path]:
-    """Text files that git tracks or would track, relative to the root."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in sorted(set(listing.split("\0")) - {""}):
-        path = Path(name)
-        if (path.suffix in SUFFIXES or path.name in NAMES) and (ROOT / path).is_file():
-            yield path
+    """Text files of the project, relative to its root: those in the root itself and in the folders it owns."""
+    inside = (path for folder in (*CODE_FOLDERS, *OTHER_FOLDERS) for path in (ROOT / folder).rglob("*"))
+    for path in sorted((*ROOT.iterdir(), *inside)):
+        if (path.suffix in SUFFIXES or path.name in NAMES) and path.is_file():
+            yield path.relative_to(ROOT)
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Every module of the package that defines a function has a test file of the same name.
 
-``lightning_muon/a/b.py`` is tested by ``tests/unit/a/test_b.py``, or by the same path below ``tests/distributed`` or
-``tests/integration`` if it cannot run in one process.
+``lightning_muon/a/b.py`` is tested by ``tests/unit/a/test_b.py``. What needs several processes or a Trainer is tested
+in ``tests/distributed`` or ``tests/integration``, by the same path or by ``test_b.py`` in the folder itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from scripts.source_files import ROOT, functions, python_files, report
 
 PACKAGE = "lightning_muon"
-KINDS = ("unit", "distributed", "integration")
+FLAT_KINDS = ("distributed", "integration")
 
 # Module -> why it has no test file of its own. An entry that is not needed any more is a complaint.
 EXCEPTIONS: dict[str, str] = {}
@@ -24,7 +24,8 @@ def candidates(module: Path) -> list[Path]:
     """Where the tests of ``module`` (relative to the package) may be."""
     parts = module.with_suffix("")
     stem = (parts.parent.name or PACKAGE) if parts.name == "__init__" else parts.name
-    return [Path("tests", kind, parts.parent, f"test_{stem}.py") for kind in KINDS]
+    mirrored = [Path("tests", kind, parts.parent, f"test_{stem}.py") for kind in ("unit", *FLAT_KINDS)]
+    return mirrored + [Path("tests", kind, f"test_{stem}.py") for kind in FLAT_KINDS]
 
 
 def check(root: Path, exceptions: Mapping[str, str]) -> Iterator[str]:

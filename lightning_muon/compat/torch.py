@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
 
 
@@ -14,6 +15,14 @@ def cpu_multiplies_bfloat16_fast() -> bool:
     Uses ``torch.cpu._is_avx512_bf16_supported`` and ``torch.cpu._is_amx_tile_supported`` (2.11 to 2.13).
     """
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def init_fsdp_root(root: FSDPModule) -> None:
+    """Make ``root`` the root of the FSDP2 units inside it, as its first forward would; a no-op if it is one.
+
+    Uses ``FSDPModule._get_fsdp_state`` and ``FSDPState._lazy_init`` (2.11 to 2.13).
+    """
+    root._get_fsdp_state()._lazy_init()
 
 
 def local_shape_and_offset(

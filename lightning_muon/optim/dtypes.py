@@ -10,10 +10,17 @@ from lightning_muon.config import DtypeName
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def check_dtypes(compute_dtype: str, wire_dtype: str) -> None:
+    """Raise ``ValueError`` for a name that is neither ``"auto"`` nor a dtype that Newton-Schulz runs in."""
+    for option, name in (("compute_dtype", compute_dtype), ("wire_dtype", wire_dtype)):
+        if name != "auto" and name not in _DTYPES:
+            raise ValueError(f"{option} must be 'auto', 'float32' or 'bfloat16', got {name!r}")
+
+
 def resolve_compute_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     """Dtype of Newton-Schulz; ``"auto"`` is bfloat16 where ``device`` multiplies it faster than float32."""
     if name != "auto":
-        return _named(name, "compute_dtype")
+        return _DTYPES[name]
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -23,10 +30,4 @@ def resolve_compute_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 def resolve_wire_dtype(name: DtypeName, compute_dtype: torch.dtype) -> torch.dtype:
     """Dtype of what travels; ``"auto"`` is the compute dtype, which loses nothing that Newton-Schulz would keep."""
-    return compute_dtype if name == "auto" else _named(name, "wire_dtype")
-
-
-def _named(name: str, option: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"{option} must be 'auto', 'float32' or 'bfloat16', got {name!r}")
-    return _DTYPES[name]
+    return compute_dtype if name == "auto" else _DTYPES[name]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.config import AdjustLr, Algorithm, DtypeName, MuonConfig, check_hyperparameters
 from lightning_muon.optim.binding import Binding, BoundParameter, bind, local_tensor
-from lightning_muon.optim.dtypes import resolve_compute_dtype, resolve_wire_dtype
+from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
 from lightning_muon.optim.gradients import local_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
@@ -97,6 +97,9 @@ class ParallelMuon(torch.optim.Optimizer):
         error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
     ) -> None:
         values = locals()
+        check_dtypes(compute_dtype, wire_dtype)
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
         defaults = {key: values[key] for key in _GROUP_KEYS} | {"algorithm": algorithm}
         self._mesh = mesh
         self._dtype_names = (compute_dtype, wire_dtype)

@@ -1,6 +1,6 @@
 """Text that every machine has: (body -> summary line) pairs of the docstrings of installed Python packages.
 
-Standard library only and quick to import, because the worker processes of the harvest import this file.
+Standard library only: the processes of the harvest import this file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -92,7 +94,8 @@ def split_docstring(docstring: str, rules: PairFilter) -> tuple[str, str] | None
     if not rules.min_target_words <= num_words <= rules.max_target_words or len(source) < rules.min_source_chars:
         return None
     # Generated signatures ("f(x, y) -> z"), field lists and doctests are no sentences.
-    is_sentence = target.isascii() and target[0].isalpha() and sum(c.isalpha() or c == " " for c in target) > 0.85 * len(target)
+    num_plain = sum(letter.isalpha() or letter == " " for letter in target)
+    is_sentence = target.isascii() and target[0].isalpha() and num_plain > 0.85 * len(target)
     return (source, target) if is_sentence else None
 
 
@@ -171,7 +174,6 @@ def harvest(roots: Sequence[Path], rules: PairFilter, num_workers: int = 2) -> l
         num_workers: Processes; 1 stays in this one.
     """
     files = find_files(roots)
-    log.info("Reading the docstrings of %d Python files.", len(files))
     if num_workers == 1:
         return remove_duplicates(read_file(location, rules) for location in files)
     # spawn: a fork of a process with gloo or OpenMP threads can inherit a locked lock.
@@ -197,14 +199,38 @@ def load_pairs(cache_dir: Path, roots: Sequence[Path] | None = None, rules: Pair
     roots, rules = roots or default_roots(), rules or PairFilter()
     path = cache_file(cache_dir, roots, rules)
     if not path.exists():
-        pairs = harvest(roots, rules)
-        write_atomically(path, "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
-        log.info("%d docstrings from %d files are in %s.", len(pairs), len({p.module for p in pairs}), path)
+        log.info("Harvesting the docstrings of the installed packages into %s; it takes about half a minute.", path)
+        _harvest_in_fresh_process(path, roots, rules)
     with path.open(encoding="utf-8") as lines:
         return [Pair(**json.loads(line)) for line in lines]
+
+
+def _harvest_in_fresh_process(path: Path, roots: Sequence[Path], rules: PairFilter) -> None:
+    """Write the pairs to ``path``.
+
+    Worker processes import the main module again. In a process of its own that is this light file, not a training
+    script, which takes seconds to import and may start a training.
+    """
+    order = {"path": str(path), "roots": [str(root) for root in roots], "rules": asdict(rules)}
+    search_path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-m", "recipes.t5_summarization.docstrings", json.dumps(order)],
+        env={**os.environ, "PYTHONPATH": search_path.rstrip(os.pathsep)},
+        check=True,
+    )
 
 
 def in_validation(module: str, share: float, seed: int) -> bool:
     """Whether a file belongs to the validation split: a hash of its name, so other packages do not matter."""
     digest = hashlib.sha256(f"{seed}:{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _main(order: str) -> None:
+    request = json.loads(order)
+    pairs = harvest([Path(root) for root in request["roots"]], PairFilter(**request["rules"]))
+    write_atomically(Path(request["path"]), "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -24,10 +24,12 @@ class Summary(NamedTuple):
     """One generated summary.
 
     Args:
+        source: What the encoder read.
         target: The reference.
         text: What the model wrote.
     """
 
+    source: str
     target: str
     text: str
 
@@ -100,7 +102,7 @@ class T5Summarizer(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
         loss, num_positions = self._loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=num_positions)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=num_positions, sync_dist=True)
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -129,9 +131,11 @@ class T5Summarizer(LightningModule):
             synced_gpus=self.trainer.world_size > 1,
         )
         labels = batch["labels"].masked_fill(batch["labels"] == IGNORED_LABEL, tokenizer.pad_token_id)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        targets = tokenizer.batch_decode(labels, skip_special_tokens=True)
-        return [Summary(target.strip(), text.strip()) for target, text in zip(targets, texts, strict=True)]
+        columns = [
+            [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+            for tokens in (batch["input_ids"], labels, ids)
+        ]
+        return [Summary(*texts) for texts in zip(*columns, strict=True)]
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW for everything; the strategy moves the matrices to Muon at the same learning rate."""

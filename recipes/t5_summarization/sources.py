@@ -108,5 +108,4 @@ def read_hub(name: str) -> pandas.DataFrame:
     """The split ``train`` of a data set on the Hugging Face hub, downloaded once into the hub's own cache."""
     import datasets  # optional extra of the recipe
 
-    frame = datasets.load_dataset(name, split="train").to_pandas()
-    return frame
+    return datasets.load_dataset(name, split="train").to_pandas()

@@ -23,72 +23,17 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.outcome import RanksFailedError, Worker, collect, describe
 from tests.support.worker import Call, RankFailure, free_port, qualified_name, serve
 
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
-_LOG_CHARACTERS = 6000
-
-
-class RanksFailedError(Exception):
-    """Not every rank returned. The message has the traceback or the stack of each rank that did not."""
-
-    def __init__(self, message: str, outcome: Outcome) -> None:
-        super().__init__(message)
-        self.results = outcome.results
-        self.failures = outcome.failures
-        self.exit_codes = outcome.exit_codes
-        self.running = outcome.running
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What became of the ranks of one call."""
-
-    running: list[int]
-    results: dict[int, Any] = field(default_factory=dict[int, Any])
-    failures: dict[int, RankFailure] = field(default_factory=dict[int, RankFailure])
-    exit_codes: dict[int, int | None] = field(default_factory=dict[int, "int | None"])
-
-
-@dataclass(kw_only=True)
-class _Worker:
-    """One child process, its pipe and its log."""
-
-    process: BaseProcess
-    connection: Connection
-    log: Path
-    log_start: int = 0
-
-    def log_tail(self) -> str:
-        """What the worker printed in this call."""
-        text = self.log.read_bytes()[self.log_start :].decode(errors="replace") if self.log.exists() else ""
-        return text[-_LOG_CHARACTERS:]
-
-    def kill(self) -> None:
-        """End the process and its own children (each worker leads a process group)."""
-        if self.process.is_alive():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid or 0, signal.SIGKILL) if _leads_group(self.process.pid) else None
-            self.process.kill()
-        self.process.join(10.0)
-        self.connection.close()
-
-
-def _leads_group(pid: int | None) -> bool:
-    """Whether ``pid`` has started its process group, which a worker does first of all."""
-    return pid is not None and os.getpgid(pid) == pid
 
 
 class ProcessPool:
@@ -96,7 +41,7 @@ class ProcessPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._directory: Path | None = None
         self._num_calls = 0
 
@@ -133,15 +78,20 @@ class ProcessPool:
         payload = pickle.dumps((function, args, kwargs))
         self._start(world_size)
         workers = self._workers[:world_size]
-        self._send(workers, payload, timeout)
-        outcome = _collect(workers, timeout=timeout, grace=grace)
-        if outcome.running or outcome.exit_codes:
-            message = _describe(outcome, workers, function, timeout)
+        try:
+            self._send(workers, payload, timeout)
+            outcome = collect(workers, timeout=timeout, grace=grace)
+        except BaseException:
+            # Ctrl-C, or the time limit of the test: an answer that comes later must not be taken for the next call's.
             self.close()
-            raise RanksFailedError(message, outcome)
-        message = _describe(outcome, workers, function, timeout) if outcome.failures else ""
-        self._release(workers)
-        if outcome.failures:
+            raise
+        failed = len(outcome.results) < world_size
+        message = describe(outcome, workers, function, timeout) if failed else ""
+        if outcome.running or outcome.exit_codes:
+            self.close()
+        else:
+            self._release(workers)
+        if failed:
             raise RanksFailedError(message, outcome)
         return [outcome.results[rank] for rank in range(world_size)]
 
@@ -216,9 +166,9 @@ class ProcessPool:
             process = self._context.Process(target=serve, args=(theirs, str(log)))
             process.start()
             theirs.close()
-            self._workers.append(_Worker(process=process, connection=ours, log=log))
+            self._workers.append(Worker(process=process, connection=ours, log=log))
 
-    def _send(self, workers: list[_Worker], payload: bytes, timeout: float) -> None:
+    def _send(self, workers: list[Worker], payload: bytes, timeout: float) -> None:
         self._num_calls += 1
         port = free_port()
         for rank, worker in enumerate(workers):
@@ -235,7 +185,7 @@ class ProcessPool:
             worker.log_start = worker.log.stat().st_size if worker.log.exists() else 0
             worker.connection.send_bytes(pickle.dumps(call))
 
-    def _release(self, workers: list[_Worker], limit: float = 10.0) -> None:
+    def _release(self, workers: list[Worker], limit: float = 10.0) -> None:
         """Let the ranks end their process group; a rank that cannot costs the pool."""
         try:
             for worker in workers:
@@ -248,57 +198,6 @@ class ProcessPool:
                 worker.connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
-
-
-def _collect(workers: list[_Worker], *, timeout: float, grace: float) -> Outcome:
-    """Wait for the answers, until all are in or time is up."""
-    outcome = Outcome(running=list(range(len(workers))))
-    deadline = time.monotonic() + timeout
-    while outcome.running:
-        ranks = {workers[rank].connection: rank for rank in outcome.running}
-        ready = wait(list(ranks), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for rank in sorted(ranks[connection] for connection in ready):
-            outcome.running.remove(rank)
-            try:
-                answer = pickle.loads(workers[rank].connection.recv_bytes())
-            except (EOFError, OSError):
-                workers[rank].process.join(1.0)
-                outcome.exit_codes[rank] = workers[rank].process.exitcode
-            else:
-                if isinstance(answer, RankFailure):
-                    outcome.failures[rank] = answer
-                else:
-                    outcome.results[rank] = pickle.loads(answer)
-                    continue
-            deadline = min(deadline, time.monotonic() + grace)
-    return outcome
-
-
-def _describe(outcome: Outcome, workers: list[_Worker], function: Callable[..., Any], timeout: float) -> str:
-    """The message of :class:`RanksFailedError`: first who failed, then how, in the order in which it was seen."""
-    name = f"{function.__module__}.{function.__qualname__}"
-    parts = [f"{name} failed on {len(workers)} ranks (time limit {timeout:g} s)."]
-    for rank, failure in outcome.failures.items():
-        parts.append(f"--- rank {rank} raised {failure.type_names[0]}: {failure.message}\n{failure.traceback}")
-    for rank, code in outcome.exit_codes.items():
-        parts.append(f"--- rank {rank} died, exit code {code} (negative: a signal)\n{workers[rank].log_tail()}")
-    if outcome.running:
-        _dump_stacks([workers[rank] for rank in outcome.running])
-    for rank in outcome.running:
-        parts.append(f"--- rank {rank} was still running; stack and output:\n{workers[rank].log_tail()}")
-    if outcome.results:
-        parts.append(f"--- ranks that returned: {sorted(outcome.results)}")
-    return "\n".join(parts)
-
-
-def _dump_stacks(workers: list[_Worker], pause: float = 0.5) -> None:
-    """Ask live workers for the stacks of their threads, which ``faulthandler`` writes into their logs."""
-    for worker in workers:
-        if worker.process.is_alive() and worker.process.pid is not None:
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(pause)
 
 
 POOL = ProcessPool()

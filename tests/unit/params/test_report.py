@@ -29,7 +29,7 @@ def test_different_shapes_kinds_and_frozen_layers_are_separate_rows() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6), nn.LayerNorm(6))
     model[1].requires_grad_(False)
     names = [row[0] for row in _rows(_table(model))]
-    assert names[2:-4] == ["0.weight", "*.bias", "1.weight", "1.bias", "2.weight", "2.bias", "3.weight"]
+    assert names[2:-4] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "*.bias", "3.weight"]
     assert "1.weight  " in _table(model) and "frozen" in next(
         line for line in _table(model).splitlines() if "1.weight" in line
     )
@@ -46,9 +46,9 @@ def test_totals_count_every_parameter_once() -> None:
     model[0].requires_grad_(False)
     lines = _table(model).splitlines()
     assert lines[-3:] == [
-        "Muon: 1 tensors, 36 parameters (43.9%)",
-        "AdamW: 3 tensors, 16 parameters (19.5%)",
-        "frozen: 2 tensors, 30 parameters (36.6%)",
+        "Muon: 1 tensors, 36 parameters (41.9%)",
+        "AdamW: 3 tensors, 20 parameters (23.3%)",
+        "frozen: 2 tensors, 30 parameters (34.9%)",
     ]
 
 

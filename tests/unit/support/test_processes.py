@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -113,7 +114,7 @@ def test_a_fresh_run_has_other_processes_that_end_with_it(pool: ProcessPool) -> 
 
 
 def test_an_error_on_one_rank_is_reported_with_its_traceback(pool: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="rank 2 raised builtins.ValueError: bad value on rank 2") as caught:
+    with pytest.raises(RanksFailedError, match=r"rank 2 raised builtins\.ValueError: bad value on rank 2") as caught:
         pool.run(_raise_on, (2,), world_size=3)
     assert "in _raise_on" in str(caught.value)
     assert caught.value.results == {0: "rank 0 is fine", 1: "rank 1 is fine"}
@@ -157,6 +158,21 @@ def test_a_worker_that_dies_is_named_and_the_next_call_works(pool: ProcessPool) 
 def test_a_worker_that_dies_between_calls_is_replaced(pool: ProcessPool) -> None:
     os.kill(pool.run(_pid, world_size=2)[0], signal.SIGKILL)
     time.sleep(0.2)
+    assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
+
+
+def test_a_call_that_is_interrupted_leaves_no_answer_for_the_next_one(pool: ProcessPool) -> None:
+    def interrupt(*_: object) -> None:
+        raise TimeoutError("interrupted")
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        alarm = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2))
+        alarm.start()
+        with pytest.raises(TimeoutError, match="interrupted"):
+            pool.run(_sleep_on, 0, 2.0, world_size=2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
 
 

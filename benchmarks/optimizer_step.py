@@ -1,0 +1,174 @@
+"""Time of one optimizer step on the same FSDP2-sharded matrices, as ratios in one run.
+
+    python benchmarks/optimizer_step.py --ranks 2 4
+
+Starts gloo processes on this machine (one thread each) and takes turns between
+
+- ParallelMuon,
+- torch.optim.Muon on the same DTensors,
+- the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
+- AdamW, as a floor of what an elementwise optimizer costs.
+
+The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike. The first
+round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_muon import ParallelMuon
+from lightning_muon.math.lr_scale import lr_scale
+from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize
+from lightning_muon.optim.dtypes import resolve_compute_dtype
+
+SHAPES = {
+    # Attention and feed-forward matrices of T5 with 6 + 6 layers; (rows, cols, count).
+    "t5-small": [(512, 512, 72), (2048, 512, 12), (512, 2048, 12)],
+    "t5-mini": [(384, 384, 48), (1536, 384, 8), (384, 1536, 8)],
+    "tiny": [(128, 128, 24), (512, 128, 4), (128, 512, 4)],
+}
+LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
+Step = Callable[[], None]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rows = []
+    for num_ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, args=(num_ranks, arguments, folder), nprocs=num_ranks)
+            rows.append(json.loads(Path(folder, "result.json").read_text()))
+    print(table(rows, arguments.shapes))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--chunk-bytes", type=int, default=ParallelMuon.__init__.__kwdefaults__["chunk_bytes"])
+    return parser.parse_args()
+
+
+def worker(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
+    contenders, weights = make_contenders(mesh, arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_ in range(arguments.rounds + 1):
+        for name, step in contenders.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            dist.barrier()
+            if round_:
+                seconds[name].append(time.perf_counter() - started)
+        if round_ == 0:
+            check_equal(weights["ParallelMuon"], weights["redundant all-gather"])
+    if rank == 0:
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        Path(folder, "result.json").write_text(json.dumps({"ranks": num_ranks, "seconds": medians}))
+    dist.destroy_process_group()
+
+
+def make_contenders(mesh, arguments: argparse.Namespace) -> tuple[dict[str, Step], dict[str, list[nn.Parameter]]]:
+    """One optimizer step per name, each with its own copy of the same weights and gradients."""
+    dtype = resolve_compute_dtype(arguments.compute_dtype, torch.device("cpu"))
+    makers: dict[str, Callable[[list[nn.Parameter]], Step]] = {
+        "ParallelMuon": lambda params: ParallelMuon(
+            params, LR, WEIGHT_DECAY, MOMENTUM, compute_dtype=arguments.compute_dtype, chunk_bytes=arguments.chunk_bytes
+        ).step,
+        "torch.optim.Muon": lambda params: torch.optim.Muon(
+            params, LR, WEIGHT_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw"
+        ).step,
+        "redundant all-gather": lambda params: RedundantMuon(params, dtype).step,
+        "AdamW": lambda params: torch.optim.AdamW(params, LR, fused=True).step,
+    }
+    weights: dict[str, list[nn.Parameter]] = {}
+    steps: dict[str, Step] = {}
+    for name, make in makers.items():
+        generator = torch.Generator().manual_seed(0)
+        draw = partial(torch.randn, generator=generator)
+        weights[name] = [
+            nn.Parameter(distribute_tensor(draw(rows, cols), mesh, [Shard(0)]))
+            for rows, cols, count in SHAPES[arguments.shapes]
+            for _ in range(count)
+        ]
+        for parameter in weights[name]:
+            parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, [Shard(0)])
+        steps[name] = make(weights[name])
+    return steps, weights
+
+
+class RedundantMuon:
+    """All-gather each momentum (the next ones while this one computes), Newton-Schulz on every rank, keep the own shard."""
+
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype) -> None:
+        self.params, self.dtype = params, dtype
+        self.buffers = [torch.zeros_like(param) for param in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        ahead: list[DTensor] = []
+        for param, buffer in zip(self.params, self.buffers, strict=True):
+            buffer.to_local().lerp_(param.grad.to_local(), 1 - MOMENTUM)
+            local = param.grad.to_local().lerp(buffer.to_local(), MOMENTUM).to(self.dtype)
+            ahead.append(DTensor.from_local(local, param.device_mesh, param.placements, run_check=False))
+        following = ahead[0].redistribute(placements=[_replicate()], async_op=True)
+        for index, param in enumerate(self.params):
+            whole = following.to_local()
+            if index + 1 < len(ahead):
+                following = ahead[index + 1].redistribute(placements=[_replicate()], async_op=True)
+            self._update(param, whole)
+
+    def _update(self, param: nn.Parameter, whole: Tensor) -> None:
+        update = orthogonalize(
+            whole, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=self.dtype
+        )
+        mine = update.chunk(dist.get_world_size())[dist.get_rank()]
+        local = param.to_local()
+        local.mul_(1 - LR * WEIGHT_DECAY)
+        local.add_(mine, alpha=-LR * lr_scale(*param.shape, "match_rms_adamw"))
+
+
+def _replicate():
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=1e-6)
+
+
+def table(rows: list[dict], shapes: str) -> str:
+    flops = sum(newton_schulz_flops(r, c, 5) * n for r, c, n in SHAPES[shapes])
+    lines = [f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step", "| ranks | optimizer | ms per step | of torch.optim.Muon |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        base = row["seconds"]["torch.optim.Muon"]
+        lines += [f"| {row['ranks']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |" for name, value in row["seconds"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Shards a whole model with FSDP2: blocks as units, the rest as the root, the same weights on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.sharding.broadcast import broadcast_initial_state, mesh_device
+from lightning_muon.sharding.checks import check_meta, describe_model, dtype_units
+from lightning_muon.sharding.wrap import WrapPolicy, find_units, owners
+
+
+def shard_model(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    wrap_policy: WrapPolicy = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    forward_methods: Sequence[str] = (),
+    shard_root: bool = True,
+) -> None:
+    """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
+
+    Collective over ``mesh``; every rank must call it. The ranks compare their models first, so that different models are
+    the same error everywhere. Then the first rank's weights and buffers are broadcast. Tensors on the meta device stay
+    there: materialize and fill them afterwards, equally on all ranks. Modules that the user sharded are left alone.
+    FSDP2 takes no 0-d parameters: they stay plain and replicated, and
+    :class:`lightning_muon.sharding.gradients.GradientAgreement` averages their gradients.
+
+    Args:
+        module: The model; its parameters are replaced, so create optimizers afterwards.
+        mesh: 1-D (shard) or 2-D (replicate, shard), both axes of any size, named if 2-D.
+        wrap_policy: See :func:`lightning_muon.sharding.wrap.find_units`.
+        mp_policy: Mixed precision. ``output_dtype`` counts for the root only.
+        reshard_after_forward: Free the whole weights of a unit after its forward, or (an ``int``) keep them sharded
+            over that many ranks. With ``True`` the root still keeps its own until the backward pass, as FSDP2 does.
+        offload_policy: For example ``CPUOffloadPolicy()``.
+        forward_methods: Methods of ``module`` beside ``forward`` that are entered from outside, such as
+            ``"training_step"``: the root's weights are whole while they run.
+        shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. For training
+            steps that run several forward and backward passes (manual optimization): after a backward pass the weights of a
+            root are sharded until its next forward.
+
+    Raises:
+        ValueError: If the model cannot be sharded; the message says which parameter and why.
+        RuntimeError: If the ranks hold different models.
+    """
+    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+    units: list[nn.Module] = []
+    error: Exception | None = None
+    try:
+        units = plan_units(module, wrap_policy, shard_root=shard_root)
+    except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
+        error = problem
+    if everyone.group is not None:
+        fail_together(error, everyone.group)
+        require_equal(describe_model(module, units), everyone.group, f"the model {type(module).__name__}")
+    elif error is not None:
+        raise error
+    broadcast_initial_state(module, mesh)
+    policy = mp_policy or MixedPrecisionPolicy()
+    ignored = _prepare_parameters(module, mesh)
+    options = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload_policy or OffloadPolicy()}
+    inner_policy = policy if not shard_root else replace(policy, output_dtype=None)
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=inner_policy, **options)
+    if shard_root and not isinstance(module, FSDPModule):
+        # None, not True: FSDP2 then keeps the root's weights from the end of forward to the start of backward.
+        root_reshard = None if reshard_after_forward is True else reshard_after_forward
+        fully_shard(module, reshard_after_forward=root_reshard, mp_policy=policy, **options)
+    for name in forward_methods:
+        register_fsdp_forward_method(module, name)
+
+
+def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
+    """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local.
+
+    Raises:
+        ValueError: If the model cannot be sharded.
+    """
+    check_meta(module)
+    if isinstance(module, FSDPModule):
+        return []
+    units = find_units(module, wrap_policy)
+    if not shard_root:
+        units = _with_children(module, units)
+    return [*dtype_units(module, units), *units]
+
+
+def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Add the children of ``module`` that hold parameters to the units, and check that nothing is left over."""
+    known = {id(unit) for unit in units}
+    children = [
+        child
+        for child in _callable_children(module)
+        if id(child) not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
+    ]
+    result = [*units, *children]
+    holders = owners(module, result)
+    for name, parameter in module.named_parameters():
+        inside = holders[id(parameter)]
+        if any(holder is module for holder in inside) or len(inside) > 1:
+            raise ValueError(
+                f"{name} is held by {type(module).__name__} itself or shared by several of its children, so these cannot be "
+                "sharded one by one; move it into one child module"
+            )
+    return result
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and in place of a list or a dict without a forward its entries."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from _callable_children(child)
+        else:
+            yield child
+
+
+def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Make parameters contiguous, and return those that FSDP2 cannot take, moved to the device."""
+    ignored: set[nn.Parameter] = set()
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            continue
+        if parameter.ndim == 0:
+            ignored.add(parameter)
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(mesh_device(mesh))
+        elif not parameter.is_contiguous():
+            # channels_last convolutions and transposed weights: FSDP2 shards contiguous tensors only.
+            parameter.data = parameter.data.contiguous()
+    return ignored

@@ -1,0 +1,55 @@
+"""Packed exchanges: uneven, empty, and without new memory from the second use on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_muon.comm.exchange import BufferPool, parts, start_all_to_all, start_broadcasts
+from lightning_muon.comm.mesh import axis_group
+from tests.support.processes import ProcessPool
+
+
+def _exchange() -> list[torch.Tensor]:
+    """Rank r sends ``r`` times a part of shape (r, p + 1) to each peer p."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = axis_group(init_device_mesh("cpu", (size,)), (0,))
+    to = parts(list(range(size)), [(rank, peer + 1) for peer in range(size)], size)
+    source = parts(list(range(size)), [(peer, rank + 1) for peer in range(size)], size)
+    pool = BufferPool(torch.bfloat16, torch.device("cpu"))
+    send, receive = pool.take("send", to.numel), pool.take("receive", source.numel)
+    for peer, view in enumerate(to.views(send)):
+        view.fill_(10 * rank + peer)
+    work = start_all_to_all(send, to, receive, source, group)
+    assert work is not None
+    work.wait()
+    return [view.float() for view in source.views(receive)]
+
+
+def test_uneven_and_empty_parts_arrive_in_their_shape(gloo: ProcessPool) -> None:
+    for rank, received in enumerate(gloo.run(_exchange, world_size=3)):
+        for peer, part in enumerate(received):
+            assert part.shape == (peer, rank + 1)
+            assert (part == 10 * peer + rank).all()
+
+
+def _tell() -> list[list[float]]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = axis_group(init_device_mesh("cpu", (size,)), (0,))
+    buffers = [torch.full((peer,), float(peer) if peer == rank else -1.0) for peer in range(size)]
+    for work in start_broadcasts(buffers, group):
+        work.wait()
+    return [buffer.tolist() for buffer in buffers]
+
+
+def test_every_rank_tells_its_own_buffer(gloo: ProcessPool) -> None:
+    assert gloo.run(_tell, world_size=3) == [[[], [1.0], [2.0, 2.0]]] * 3
+
+
+def test_the_pool_keeps_its_memory() -> None:
+    pool = BufferPool(torch.float32, torch.device("cpu"))
+    first = pool.take("a", 10)
+    assert pool.take("a", 7).data_ptr() == first.data_ptr()
+    assert pool.take("b", 7).data_ptr() != first.data_ptr()
+    assert pool.take("a", 11).numel() == 11

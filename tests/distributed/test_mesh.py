@@ -1,0 +1,48 @@
+"""Process groups over axes of a mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_muon.comm.mesh import axis_group
+from tests.support.processes import ProcessPool
+
+
+def _sum_over(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, tuple[tuple[int, ...], ...]]:
+    mesh = init_device_mesh("cpu", shape)
+    found = axis_group(mesh, axes)
+    total = torch.tensor(dist.get_rank())
+    if found.group is not None:
+        dist.all_reduce(total, group=found.group)
+    assert found.coordinates[found.rank] == tuple(mesh.get_coordinate())  # type: ignore[arg-type]
+    return int(total), found.size, found.coordinates
+
+
+@pytest.mark.parametrize(
+    ("axes", "sums"), [((0,), [2, 4, 2, 4]), ((1,), [1, 1, 5, 5]), ((0, 1), [6] * 4)], ids=["rows", "columns", "all"]
+)
+def test_a_group_spans_its_axes_only(gloo: ProcessPool, axes: tuple[int, ...], sums: list[int]) -> None:
+    assert [total for total, _, _ in gloo.run(_sum_over, (2, 2), axes)] == sums
+
+
+def test_an_axis_of_one_rank_needs_no_group(gloo: ProcessPool) -> None:
+    results = gloo.run(_sum_over, (2, 1), (1,), world_size=2)
+    assert [(total, size) for total, size, _ in results] == [(0, 1), (1, 1)]
+
+
+def _sum_over_half() -> int:
+    """A mesh that is only a part of the world, in another order than the ranks."""
+    mine = [2, 0] if dist.get_rank() in (0, 2) else [3, 1]
+    other = DeviceMesh("cpu", [[mine[0]], [mine[1]]], _init_backend=True)
+    found = axis_group(other, (0, 1))
+    values = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(values, torch.tensor([dist.get_rank()]), group=found.group)
+    assert [int(other.mesh[coordinate]) for coordinate in found.coordinates] == [int(value) for value in values]
+    return int(sum(values))
+
+
+def test_a_mesh_on_a_part_of_the_world_has_its_own_group(gloo: ProcessPool) -> None:
+    assert gloo.run(_sum_over_half) == [2, 4, 2, 4]

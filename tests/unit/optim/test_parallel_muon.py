@@ -1,0 +1,262 @@
+"""ParallelMuon in one process: arguments, groups, state, AdamW part and bit-equality with torch.optim.Muon."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_muon import MuonConfig, NonFiniteGradientError, ParallelMuon
+
+SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]
+
+
+def _parameters(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def _set_grads(parameters: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov: bool, adjust_lr_fn: Any) -> None:
+    if dtype is torch.bfloat16 and not nesterov:
+        pytest.skip("torch.optim.Muon then normalizes its momentum buffer in place: bfloat16() is no copy")
+    mine, theirs = [[nn.Parameter(p.detach().to(dtype)) for p in _parameters()] for _ in range(2)]
+    options = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    ours = ParallelMuon(mine, algorithm="muon", compute_dtype="bfloat16", chunk_bytes=1000, **options)
+    reference = torch.optim.Muon(theirs, **options)
+    for step in range(10):
+        _set_grads(mine, step)
+        _set_grads(theirs, step)
+        ours.step()
+        reference.step()
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_arguments_have_the_names_and_defaults_of_torch_and_of_the_config() -> None:
+    ours = inspect.signature(ParallelMuon.__init__).parameters
+    theirs = inspect.signature(torch.optim.Muon.__init__).parameters
+    for name, parameter in theirs.items():
+        assert name in ours
+        if name != "adjust_lr_fn":  # ours matches AdamW by default
+            assert ours[name].default == parameter.default
+    config = MuonConfig()
+    for name, value in vars(config).items():
+        assert ours[name].default == (None if name == "fused" else value)
+
+
+def test_adamw_takes_the_rest_with_the_results_of_torch() -> None:
+    torch.manual_seed(0)
+    mine = nn.ModuleDict({"embedding": nn.Embedding(9, 5), "linear": nn.Linear(5, 5), "norm": nn.LayerNorm(5)})
+    theirs = copy.deepcopy(mine)
+    ours = ParallelMuon(mine, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), adamw_eps=1e-6)
+    rest = [p for name, p in theirs.named_parameters() if name != "linear.weight"]
+    reference = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-6, foreach=False)
+    for step in range(5):
+        _set_grads(list(mine.parameters()), step)
+        _set_grads(list(theirs.parameters()), step)
+        ours.step()
+        reference.step()
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)) == (name != "linear.weight"), name
+
+
+def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
+    mine = _parameters()
+    optimizer = ParallelMuon(
+        [
+            {"params": mine[:2], "lr": 0.1, "momentum": 0.5},
+            {"params": mine[2:4], "algorithm": "adamw", "weight_decay": 0.0},
+            {"params": mine[4:]},
+        ],
+        compute_dtype="bfloat16",
+    )
+    theirs = _parameters()
+    reference = [
+        torch.optim.Muon(theirs[:2], lr=0.1, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(theirs[2:4], weight_decay=0.0, foreach=False),
+        torch.optim.Muon(theirs[4:], adjust_lr_fn="match_rms_adamw"),
+    ]
+    for step in range(3):
+        _set_grads(mine, step)
+        _set_grads(theirs, step)
+        for each in (optimizer, *reference):
+            each.step()
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert [set(optimizer.state[p]) for p in mine] == [
+        *[{"momentum_buffer"}] * 2, *[{"step", "exp_avg", "exp_avg_sq"}] * 2, {"momentum_buffer"},
+    ]  # fmt: skip
+
+
+def test_a_module_is_routed_by_its_layers_and_attach_does_it_later() -> None:
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    routed = {route.name: route.algorithm for route in ParallelMuon(model).routes}
+    assert routed == {"0.weight": "adamw", "1.weight": "muon", "1.bias": "adamw", "3.weight": "adamw", "3.bias": "adamw"}
+    optimizer = ParallelMuon(model.parameters())
+    assert optimizer.routes[0].algorithm == "muon"
+    optimizer.attach(model)
+    assert {route.name: route.algorithm for route in optimizer.routes} == routed
+    assert len(optimizer.state) == 5
+
+
+def test_convolutions_and_stacks_equal_their_matrices_alone() -> None:
+    torch.manual_seed(0)
+    convolution, stack = nn.Parameter(torch.randn(6, 4, 3, 3)), nn.Parameter(torch.randn(3, 5, 4))
+    alone = [nn.Parameter(convolution.detach().flatten(1).clone()), *[nn.Parameter(m.clone()) for m in stack.detach()]]
+    optimizers = [ParallelMuon([convolution, stack], compute_dtype="float32"), ParallelMuon(alone, compute_dtype="float32")]
+    for step in range(3):
+        _set_grads([convolution, stack], step)
+        alone[0].grad = convolution.grad.flatten(1)  # type: ignore[union-attr]
+        for matrix, grad in zip(alone[1:], stack.grad, strict=True):  # type: ignore[arg-type]
+            matrix.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(convolution.flatten(1), alone[0])
+    assert torch.equal(stack, torch.stack(alone[1:]))
+
+
+@pytest.mark.parametrize("fused", [3, (4, 4, 4)])
+def test_a_fused_weight_equals_its_parts_alone(fused: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"qkv": nn.Linear(5, 12, bias=False), "head": nn.Linear(5, 2)})
+    parts = [nn.Parameter(part.clone()) for part in model["qkv"].weight.detach().split(4)]
+    whole = ParallelMuon(model, compute_dtype="float32", fused={"qkv.weight": fused})
+    separate = ParallelMuon(parts, compute_dtype="float32")
+    for step in range(3):
+        _set_grads([model["qkv"].weight], step)
+        for part, grad in zip(parts, model["qkv"].weight.grad.split(4), strict=True):
+            part.grad = grad.clone()
+        whole.step()
+        separate.step()
+    assert torch.equal(model["qkv"].weight, torch.cat(parts))
+
+
+def test_patterns_need_names_and_work_on_named_parameters() -> None:
+    named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("b.weight", nn.Parameter(torch.ones(4, 4)))]
+    optimizer = ParallelMuon(named, adamw_patterns=("b.*",))
+    assert [route.algorithm for route in optimizer.routes] == ["muon", "adamw"]
+    with pytest.raises(ValueError, match=r"'c\.\*' matches no parameter"):
+        _ = ParallelMuon(named, adamw_patterns=("c.*",)).routes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"ns_steps": 0}, "ns_steps"),
+        ({"adjust_lr_fn": "match"}, "adjust_lr_fn"),
+        ({"algorithm": "sgd"}, "algorithm"),
+        ({"compute_dtype": "float16"}, "compute_dtype"),
+        ({"wire_dtype": "int8"}, "wire_dtype"),
+        ({"chunk_bytes": 0}, "chunk_bytes"),
+    ],
+)
+def test_bad_arguments_are_refused_when_constructed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelMuon([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def test_a_vector_in_a_muon_group_is_an_error_that_names_it() -> None:
+    optimizer = ParallelMuon([("norm.weight", nn.Parameter(torch.ones(3)))], algorithm="muon")
+    with pytest.raises(ValueError, match=r"norm\.weight \(3,\)"):
+        optimizer.step()
+
+
+def test_nothing_for_muon_is_an_error_that_lists_the_parameters() -> None:
+    optimizer = ParallelMuon([("norm.weight", nn.Parameter(torch.ones(3)))])
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        optimizer.step()
+
+
+def test_a_nan_is_named_and_changes_nothing() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon([(f"layer{i}.weight", p) for i, p in enumerate(parameters)])
+    _set_grads(parameters, 0)
+    parameters[3].grad[0, 2] = torch.inf  # type: ignore[index]
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of layer3\.weight\. "):
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(parameters, _parameters(), strict=True))
+    assert not any(optimizer.state[p]["momentum_buffer"].any() for p in parameters)
+
+
+def test_the_nan_check_can_be_turned_off() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon(parameters, error_if_nonfinite=False)
+    _set_grads(parameters, 0)
+    parameters[0].grad[0, 0] = torch.nan  # type: ignore[index]
+    optimizer.step()
+    assert parameters[0].isnan().all() and not parameters[1].isnan().any()
+
+
+def test_state_exists_before_the_first_step_and_resumes_bit_equal() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = ParallelMuon(model, lr=0.01)
+    assert len(optimizer.state_dict()["state"]) == 6
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for step in range(3):
+        _set_grads(trainable, step)
+        optimizer.step()
+    other_model = copy.deepcopy(model)
+    other = ParallelMuon(other_model, lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(3, 6):
+        for each, each_model in ((optimizer, model), (other, other_model)):
+            _set_grads([p for p in each_model.parameters() if p.requires_grad], step)
+            each.step()
+    for one, two in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_group_added_later_is_trained_too() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon(parameters[:2], lr=0.02)
+    _set_grads(parameters, 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": parameters[2:], "lr": 0.1})
+    before = parameters[2].detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, parameters[2])
+
+
+def test_a_closure_is_evaluated_with_gradients() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer = ParallelMuon([weight])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 12.0
+    assert optimizer.step(closure) < 12.0
+
+
+def test_a_learning_rate_tensor_and_a_scheduler_work() -> None:
+    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    for weight, lr in zip(weights, (torch.tensor(0.02), 0.02), strict=True):
+        optimizer = ParallelMuon([weight], lr=lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            _set_grads([weight], step)
+            optimizer.step()
+            scheduler.step()
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)

@@ -1,0 +1,46 @@
+"""Boxes and the matrices inside a parameter."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_muon.params.logical import Box, logical_matrices, whole
+from lightning_muon.params.routing import Route
+
+
+def _route(kind: str, **options: object) -> Route:
+    return Route(name="w", kind=kind, reason="", **options)  # type: ignore[arg-type]
+
+
+def test_boxes_intersect_and_index_the_outer_tensor() -> None:
+    outer, inner = Box((2, 0), (6, 5)), Box((0, 3), (4, 9))
+    common = outer.intersect(inner)
+    assert common == Box((2, 3), (4, 5))
+    tensor = torch.arange(20).view(4, 5)
+    assert torch.equal(tensor[common.slices_in(outer)], tensor[0:2, 3:5])
+    assert outer.intersect(Box((7, 0), (9, 5))).numel == 0
+
+
+def test_a_stack_has_a_matrix_for_every_leading_index() -> None:
+    found = logical_matrices((2, 3, 4, 5), _route("stack"))
+    assert [matrix.name for matrix in found][:4] == ["w[0, 0]", "w[0, 1]", "w[0, 2]", "w[1, 0]"]
+    assert all((matrix.rows, matrix.cols, matrix.box.numel) == (4, 5, 20) for matrix in found)
+    assert sum(matrix.box.numel for matrix in found) == whole((2, 3, 4, 5)).numel
+
+
+def test_a_convolution_is_flattened_and_a_fused_weight_is_split_along_its_dimension() -> None:
+    (convolution,) = logical_matrices((6, 4, 3, 3), _route("convolution"))
+    assert (convolution.rows, convolution.cols) == (6, 36)
+    query, key_value = logical_matrices((12, 5), _route("matrix", splits=(4, 8)))
+    assert (query.rows, query.cols, key_value.box) == (4, 5, Box((4, 0), (12, 5)))
+    parts = logical_matrices((5, 12), _route("matrix", splits=(4, 4, 4), split_dim=1))
+    assert [(part.rows, part.cols, part.box.start) for part in parts] == [
+        (5, 4, (0, 0)),
+        (5, 4, (0, 4)),
+        (5, 4, (0, 8)),
+    ]
+
+
+def test_an_elementwise_or_empty_parameter_has_no_matrix() -> None:
+    assert logical_matrices((4, 5), _route("elementwise")) == ()
+    assert logical_matrices((0, 5), _route("matrix")) == ()

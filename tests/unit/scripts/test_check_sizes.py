@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from scripts.check_sizes import check_file, check_functions
+
+
+def _function(num_lines: int, docstring_lines: int = 0) -> str:
+    """Source of a function with ``num_lines`` lines of code, the first one included, and a docstring."""
+    docstring = ['    """' + "\n    ".join(["text"] * docstring_lines) + '"""'] if docstring_lines else []
+    return "\n".join(["def f() -> None:", *docstring, *["    pass"] * (num_lines - 1)])
+
+
+def test_a_file_may_have_400_lines_and_no_more() -> None:
+    assert not list(check_file("a.py", "x = 1\n" * 400))
+    assert list(check_file("a.py", "x = 1\n" * 401)) == ["a.py: 401 lines, at most 400"]
+
+
+def test_a_function_may_have_60_lines_and_no_more() -> None:
+    assert not list(check_functions("a.py", _function(60)))
+    assert list(check_functions("a.py", _function(61))) == ["a.py:1 f: 61 lines, at most 60"]
+
+
+def test_the_docstring_of_a_function_does_not_count() -> None:
+    assert not list(check_functions("a.py", _function(60, docstring_lines=30)))
+    assert len(list(check_functions("a.py", _function(61, docstring_lines=30)))) == 1
+
+
+def test_methods_are_checked_and_self_is_no_parameter() -> None:
+    template = "class A:\n    def f(self, {}): ...\n"
+    assert not list(check_functions("a.py", template.format("a, b, c, d, e")))
+    (complaint,) = check_functions("a.py", template.format("a, b, c, d, e, f"))
+    assert complaint == "a.py:2 f: 6 positional parameters, at most 5"
+
+
+def test_keyword_only_parameters_and_overrides_are_free() -> None:
+    assert not list(check_functions("a.py", "def f(a, b, c, d, e, *, g, h): ...\n"))
+    assert not list(check_functions("a.py", "class A(B):\n    @override\n    def f(self, a, b, c, d, e, g): ...\n"))

@@ -1,0 +1,129 @@
+"""Choice of FSDP2 units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon.sharding.wrap import find_units, owners
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+
+class Stage(nn.Sequential):
+    """Several blocks, as a stage of a convolutional network."""
+
+
+def _names(model: nn.Module, policy: object = "auto") -> list[str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(unit)] for unit in find_units(model, policy)]  # type: ignore[arg-type]
+
+
+def _blocks(count: int, width: int = 8) -> list[nn.Module]:
+    return [Block(width) for _ in range(count)]
+
+
+def test_every_layer_of_nn_transformer_is_a_unit() -> None:
+    model = nn.Transformer(8, 2, 2, 2, 16)
+    assert sorted(_names(model)) == ["decoder.layers.0", "decoder.layers.1", "encoder.layers.0", "encoder.layers.1"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_transformers_models_are_cut_at_the_classes_that_they_declare(wrapped: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    t5 = transformers.T5Config(num_layers=2, d_model=16, d_kv=4, num_heads=4, d_ff=32, vocab_size=32)
+    gpt2 = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        models = [transformers.T5ForConditionalGeneration(t5), transformers.GPT2LMHeadModel(gpt2)]
+    expected = [
+        ["decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"],
+        ["transformer.h.0", "transformer.h.1"],
+    ]
+    for model, names in zip(models, expected, strict=True):
+        outer = nn.ModuleDict({"model": model}) if wrapped else model
+        prefix = "model." if wrapped else ""
+        assert sorted(_names(outer)) == [prefix + name for name in names]
+
+
+def test_a_plain_cnn_in_a_sequential_has_no_units_but_its_stages_have() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+    assert _names(plain) == []
+    stages = nn.ModuleDict({"one": Stage(*_blocks(2)), "two": Stage(*_blocks(3)), "head": nn.Linear(8, 2)})
+    assert sorted(_names(stages)) == ["one.0", "one.1", "two.0", "two.1", "two.2"]
+
+
+def test_small_repeats_are_left_to_the_root() -> None:
+    model = nn.ModuleDict({"small": Stage(*_blocks(2, 2)), "large": Stage(*_blocks(2, 32))})
+    assert sorted(_names(model)) == ["large.0", "large.1"]
+
+
+def test_of_nested_repeats_the_outer_one_is_taken() -> None:
+    model = nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2)))
+    assert sorted(_names(model)) == ["0", "1"]
+
+
+def test_lists_of_lists_are_entered() -> None:
+    model = nn.ModuleList([nn.ModuleList(_blocks(2)), nn.ModuleList(_blocks(2))])
+    assert sorted(_names(model)) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_policies_choose_by_class_name_or_callable_inner_units_first() -> None:
+    model = nn.ModuleDict({"stage": Stage(*_blocks(2)), "head": Block()})
+    assert sorted(_names(model, [Block])) == ["head", "stage.0", "stage.1"]
+    assert sorted(_names(model, {"Block"})) == ["head", "stage.0", "stage.1"]
+    assert _names(model, lambda name, module: name.startswith("stage") and len(name) < 8) == [
+        "stage.1",
+        "stage.0",
+        "stage",
+    ]
+    assert _names(model, ()) == []
+
+
+def test_modules_without_parameters_are_no_units() -> None:
+    assert _names(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [nn.Linear, nn.ReLU]) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (["Blok"], "wrap_policy: no module is a Blok; the model has Block, .*ModuleList"),
+        ("all", "wrap_policy must be 'auto'"),
+        ([nn.ModuleList], "ModuleList, which has no forward"),
+    ],
+)
+def test_an_impossible_policy_is_an_error(policy: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _names(nn.Sequential(nn.ModuleList(_blocks(2))), policy)
+
+
+def test_units_that_share_a_weight_are_dropped_and_the_others_kept() -> None:
+    model = nn.Sequential(*_blocks(4))
+    model[2].up.weight = model[0].up.weight
+    assert sorted(_names(model)) == ["1", "3"]
+
+
+def test_a_unit_tied_to_the_rest_is_dropped_and_then_an_outer_one_too() -> None:
+    model = nn.ModuleDict({"stages": nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2))), "head": nn.Linear(8, 16)})
+    model["head"].weight = model["stages"][0][0].up.weight
+    policy = [Block, Stage]
+    assert sorted(_names(model, policy)) == ["stages.0.1", "stages.1", "stages.1.0", "stages.1.1"]
+
+
+def test_a_block_that_is_used_again_and_again_is_one_unit() -> None:
+    block = Block()
+    model = nn.ModuleList([block, Block(), block])
+    assert sorted(_names(model)) == ["0", "1"]
+
+
+def test_every_parameter_has_the_innermost_unit_as_owner() -> None:
+    model = nn.Sequential(Stage(*_blocks(2)), nn.Linear(8, 2))
+    holders = owners(model, [model[0], model[0][1]])
+    assert holders[id(model[0][0].up.weight)] == [model[0]]
+    assert holders[id(model[0][1].up.weight)] == [model[0][1]]
+    assert holders[id(model[1].weight)] == [model]
