@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Index of PyTorch's CPU wheels, used if it answers. `make setup TORCH_INDEX=` takes the default wheels (CUDA on Linux).
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# A package index with CPU wheels of torch (see "Start locally" on pytorch.org): it saves the gigabytes of CUDA libraries
+# that the default wheels bring on Linux.
+TORCH_INDEX ?=
 # Arguments for pytest: make test ARGS="tests/unit -k newton"
 ARGS ?=
 PIP_FLAGS ?= --quiet --disable-pip-version-check
@@ -50,8 +51,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time this takes a few minutes."
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt \
-		$$($(BIN)/python -m scripts.torch_index "$(TORCH_INDEX)") torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt $(TORCH_INDEX:%=--extra-index-url %) torch
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 

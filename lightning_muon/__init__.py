@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_muon.config import MuonConfig
 from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.integrations.lightning.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy"]
+
+register_strategies()
 
 
 def __getattr__(name: str) -> Any:

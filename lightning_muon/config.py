@@ -56,7 +56,7 @@ class MuonConfig:
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: DtypeName = "auto"
     wire_dtype: DtypeName = "auto"
-    chunk_bytes: int = 32 * 2**20
+    chunk_bytes: int = 16 * 2**20
     error_if_nonfinite: bool = True
 
     def __post_init__(self) -> None:

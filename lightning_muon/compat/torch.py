@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
 
@@ -15,6 +16,14 @@ def cpu_multiplies_bfloat16_fast() -> bool:
     Uses ``torch.cpu._is_avx512_bf16_supported`` and ``torch.cpu._is_amx_tile_supported`` (2.11 to 2.13).
     """
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def default_store() -> dist.Store:
+    """Key-value store of the default process group.
+
+    Uses ``torch.distributed.distributed_c10d._get_default_store`` (2.11 to 2.13).
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 def init_fsdp_root(root: FSDPModule) -> None:

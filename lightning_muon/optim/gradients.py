@@ -22,8 +22,8 @@ def local_gradients(binding: Binding, *, error_if_nonfinite: bool) -> dict[Tenso
     waits for its result only if a gradient is missing here or must be checked.
 
     Raises:
-        NonFiniteGradientError: On all ranks of the mesh, with the names of the parameters, if a gradient has a NaN or
-            an Inf anywhere and ``error_if_nonfinite`` is set.
+        NonFiniteGradientError: On all ranks of the mesh, with the names of the parameters, if the norm of a gradient is
+            NaN or Inf anywhere and ``error_if_nonfinite`` is set.
     """
     found: dict[Tensor, Tensor] = {}
     pending = [
@@ -58,8 +58,9 @@ def _start_agreement(
     if check:
         filled = [index for index, member in enumerate(members) if member.tensor in found and found[member.tensor].numel()]
         if filled:
-            largest = torch._foreach_norm([found[members[index].tensor] for index in filled], ord=float("inf"))
-            is_finite = torch.stack([norm.float() for norm in largest]).isfinite()
+            # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
+            norms = torch._foreach_norm([found[members[index].tensor] for index in filled])
+            is_finite = torch.stack([norm.float() for norm in norms]).isfinite()
             flags[filled] = torch.where(is_finite, _PRESENT, _NONFINITE)
     work = None
     if axes.group is not None:
@@ -78,7 +79,7 @@ def _local_gradient(member: BoundParameter) -> Tensor:
 def _message(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
-        f"NaN or Inf in the gradient of {', '.join(names[:5])}{more}. The step was not taken: weights and optimizer "
-        "state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad batch; "
+        f"NaN or Inf in the norm of the gradient of {', '.join(names[:5])}{more}. The step was not taken: weights and "
+        "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad batch; "
         "error_if_nonfinite=False turns the check off."
     )

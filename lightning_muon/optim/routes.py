@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_muon.params.routing import Route, route_by_shape, route_module
+from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 
 def routes_of(
@@ -24,17 +24,29 @@ def routes_of(
     Raises:
         ValueError: If a group with ``algorithm="muon"`` has a parameter that is no matrix, or a pattern is wrong.
     """
-    known: dict[Tensor, Route] = {}
+    patterns = {"adamw_patterns": adamw_patterns, "muon_patterns": muon_patterns, "fused": fused}
     if module is not None:
-        by_name = route_module(module, adamw_patterns=adamw_patterns, muon_patterns=muon_patterns, fused=fused)
-        known = dict(zip(module.parameters(), by_name.values(), strict=True))
+        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+    else:
+        named = _named_parameters(groups)
+        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
     routes: dict[Tensor, Route] = {}
     for group in groups:
-        names = group.get("param_names") or [f"parameter {len(routes) + i}" for i in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            route = known.get(parameter) or route_by_shape(name, tuple(parameter.shape))
-            routes[parameter] = _forced(route, group["algorithm"], tuple(parameter.shape))
+        for parameter in group["params"]:
+            shape = tuple(parameter.shape)
+            # A parameter that the module does not have (added by a callback, say) is routed by its shape.
+            route = known.get(parameter) or route_by_shape(f"parameter {len(routes)}", shape)
+            routes[parameter] = _forced(route, group["algorithm"], shape)
     return routes
+
+
+def _named_parameters(groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
+    """Parameters by the names that the user gave, or by their position."""
+    named: dict[str, nn.Parameter] = {}
+    for group in groups:
+        names = group.get("param_names") or [f"parameter {len(named) + i}" for i in range(len(group["params"]))]
+        named.update(zip(names, group["params"], strict=True))
+    return named
 
 
 def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:

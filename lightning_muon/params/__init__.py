@@ -1,0 +1,1 @@
+"""What each parameter is: routing, logical matrices, shard slices."""

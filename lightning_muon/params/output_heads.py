@@ -31,8 +31,8 @@ def find_output_heads(module: nn.Module) -> OutputHeads:
     """Return the output heads of ``module``.
 
     In this order: what ``get_output_embeddings()`` of any submodule returns; linear layers that are as wide as an
-    embedding and have one output per entry of it; otherwise the last layer that has a weight, if it is linear and lies in no
-    repeated block.
+    embedding and have one output per entry of it; otherwise the last layer that has a weight, if it is linear and lies
+    in no repeated block.
     """
     known = dict(_declared_heads(module))
     if not known:
@@ -47,8 +47,8 @@ def _declared_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
             continue
         try:
             head = getter()
-        except (NotImplementedError, AttributeError):
-            # transformers defines the method for every model, heads or not.
+        except (NotImplementedError, AttributeError, TypeError):
+            # transformers defines the method for every model, heads or not; another library may want arguments.
             continue
         weight = _registered_weight(head) if isinstance(head, nn.Module) else None
         if weight is not None:

@@ -14,7 +14,7 @@ from lightning_muon.params.layer_types import Kind, is_transposed_linear, layer_
 from lightning_muon.params.output_heads import OutputHeads, find_output_heads
 from lightning_muon.params.uses import Use, parameter_uses
 
-__all__ = ["Kind", "Route", "require_muon", "route_by_shape", "route_module"]
+__all__ = ["Kind", "Route", "require_muon", "route_by_shape", "route_module", "route_named"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,42 @@ def route_module(
     """
     places = parameter_uses(module)
     routes = _routes_by_use(places, find_output_heads(module))
+    return _apply_patterns(routes, places, adamw=adamw_patterns, muon=muon_patterns, fused=fused or {})
+
+
+def route_named(
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    adamw_patterns: Sequence[str] = (),
+    muon_patterns: Sequence[str] = (),
+    fused: Mapping[str, int | Sequence[int]] | None = None,
+) -> dict[str, Route]:
+    """Return one route for each named parameter when no module is at hand: by shape, then by the patterns.
+
+    Args and errors as in :func:`route_module`.
+    """
+    owner = nn.Module()
+    places = [
+        (Use(name=name, attribute=name.rsplit(".", 1)[-1], owner=owner, path=(("", owner),), parameter=parameter),)
+        for name, parameter in parameters.items()
+    ]
+    routes = [route_by_shape(name, parameter.shape) for name, parameter in parameters.items()]
+    return _apply_patterns(routes, places, adamw=adamw_patterns, muon=muon_patterns, fused=fused or {})
+
+
+def _apply_patterns(
+    routes: list[Route],
+    places: Sequence[tuple[Use, ...]],
+    *,
+    adamw: Sequence[str],
+    muon: Sequence[str],
+    fused: Mapping[str, int | Sequence[int]],
+) -> dict[str, Route]:
     names = [name for uses in places for name in _names(uses)]
-    for key, patterns in (("adamw_patterns", adamw_patterns), ("muon_patterns", muon_patterns), ("fused", fused or ())):
+    for key, patterns in (("adamw_patterns", adamw), ("muon_patterns", muon), ("fused", fused)):
         _check_patterns(key, patterns, names)
-    routes = [_override(route, uses, adamw_patterns, muon_patterns) for route, uses in zip(routes, places, strict=True)]
-    for pattern, parts in (fused or {}).items():
+    routes = [_override(route, uses, adamw, muon) for route, uses in zip(routes, places, strict=True)]
+    for pattern, parts in fused.items():
         routes = _declare_fused(routes, places, pattern, parts)
     return {route.name: route for route in routes}
 
@@ -131,7 +162,7 @@ def _override(route: Route, uses: tuple[Use, ...], adamw: Sequence[str], muon: S
     to_adamw, to_muon = _first_match(adamw, uses), _first_match(muon, uses)
     if to_adamw is not None and to_muon is not None:
         raise ValueError(
-            f"{route.name} matches both adamw_patterns ({to_adamw!r}) and muon_patterns ({to_muon!r}); narrow one of them"
+            f"{route.name} matches both adamw_patterns ({to_adamw!r}) and muon_patterns ({to_muon!r}); narrow one"
         )
     if to_adamw is not None:
         return replace(route, kind="elementwise", reason=f"adamw_patterns {to_adamw!r}")
@@ -140,8 +171,8 @@ def _override(route: Route, uses: tuple[Use, ...], adamw: Sequence[str], muon: S
     shape = tuple(uses[0].parameter.shape)
     if len(shape) < 2:
         raise ValueError(
-            f"{route.name} {shape} matches muon_patterns {to_muon!r}, but Muon takes matrices only and this parameter is "
-            f"{len(shape)}-D; narrow the pattern (for example to '*.weight')"
+            f"{route.name} {shape} matches muon_patterns {to_muon!r}, but Muon takes matrices only and this parameter "
+            f"is {len(shape)}-D; narrow the pattern (for example to '*.weight')"
         )
     kind = route.kind if route.kind != "elementwise" else route_by_shape(route.name, shape).kind
     if isinstance(uses[0].owner, nn.Conv1d | nn.ConvTranspose1d):

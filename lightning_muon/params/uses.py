@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -75,10 +76,10 @@ def _walk(path: tuple[tuple[str, nn.Module], ...]) -> Iterator[tuple[tuple[str, 
 def inside_repeated_block(path: tuple[tuple[str, nn.Module], ...]) -> bool:
     """Tell whether a module lies in a composite that is repeated, such as one layer of a transformer.
 
-    A composite child of a ``ModuleList`` counts also when it is alone (a transformer with one layer); in a ``Sequential``
-    it needs a sibling of its class.
+    A composite child of a ``ModuleList`` counts also when it is alone (a transformer with one layer); in a
+    ``Sequential`` it needs a sibling of its class.
     """
-    for (_, parent), (_, child) in zip(path, path[1:], strict=False):
+    for (_, parent), (_, child) in pairwise(path):
         if next(iter(child.children()), None) is None:
             continue
         if isinstance(parent, nn.ModuleList):

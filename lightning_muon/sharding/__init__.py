@@ -1,0 +1,1 @@
+"""FSDP2: which modules are units, equal initial weights, gradients that all ranks agree on."""

@@ -49,8 +49,8 @@ def check_meta(module: nn.Module) -> None:
 def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
     """Return leaf modules that need units of their own, because the unit around them has another dtype.
 
-    FSDP2 wants one dtype for all trainable parameters of a unit. The largest part stays; every layer of another dtype is
-    split off.
+    FSDP2 wants one dtype for all trainable parameters of a unit. The largest part stays; every layer of another dtype
+    is split off.
 
     Raises:
         ValueError: If a layer of another dtype cannot be split off.
@@ -75,7 +75,7 @@ def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Modu
         if layer is unit or len(dtypes) > 1 or any(use.owner is not layer for use in uses) or layer is module:
             raise ValueError(
                 f"{uses[0].name} is {_name(parameter.dtype)}, but its FSDP2 unit {type(unit).__name__} is "
-                f"{_name(main[id(unit)])} and the parameter cannot be split off; give them one dtype, or freeze one of them"
+                f"{_name(main[id(unit)])} and the parameter cannot be split off; use one dtype, or freeze one of them"
             )
         split[id(layer)] = layer
     return list(split.values())

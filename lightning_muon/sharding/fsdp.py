@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,25 +37,25 @@ def shard_model(
 ) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
-    Collective over ``mesh``; every rank must call it. The ranks compare their models first, so that different models are
-    the same error everywhere. Then the first rank's weights and buffers are broadcast. Tensors on the meta device stay
-    there: materialize and fill them afterwards, equally on all ranks. Modules that the user sharded are left alone.
-    FSDP2 takes no 0-d parameters: they stay plain and replicated, and
+    Collective over ``mesh``; every rank must call it. The ranks compare their models first, so that different models
+    are the same error everywhere. Then the first rank's weights and buffers are broadcast. Tensors on the meta device
+    stay there: materialize and fill them afterwards, equally on all ranks. Modules that the user sharded are left
+    alone. FSDP2 takes no 0-d parameters: they stay plain and replicated, and
     :class:`lightning_muon.sharding.gradients.GradientAgreement` averages their gradients.
 
     Args:
         module: The model; its parameters are replaced, so create optimizers afterwards.
         mesh: 1-D (shard) or 2-D (replicate, shard), both axes of any size, named if 2-D.
         wrap_policy: See :func:`lightning_muon.sharding.wrap.find_units`.
-        mp_policy: Mixed precision. ``output_dtype`` counts for the root only.
+        mp_policy: Mixed precision. ``output_dtype`` counts for roots only.
         reshard_after_forward: Free the whole weights of a unit after its forward, or (an ``int``) keep them sharded
             over that many ranks. With ``True`` the root still keeps its own until the backward pass, as FSDP2 does.
         offload_policy: For example ``CPUOffloadPolicy()``.
         forward_methods: Methods of ``module`` beside ``forward`` that are entered from outside, such as
             ``"training_step"``: the root's weights are whole while they run.
-        shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. For training
-            steps that run several forward and backward passes (manual optimization): after a backward pass the weights of a
-            root are sharded until its next forward.
+        shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. Needed where the
+            backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root
+            only in a backward pass that starts from what its forward returned.
 
     Raises:
         ValueError: If the model cannot be sharded; the message says which parameter and why.
@@ -75,14 +76,17 @@ def shard_model(
     broadcast_initial_state(module, mesh)
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = _prepare_parameters(module, mesh)
-    options = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload_policy or OffloadPolicy()}
-    inner_policy = policy if not shard_root else replace(policy, output_dtype=None)
+    shard = partial(fully_shard, mesh=mesh, ignored_params=ignored, offload_policy=offload_policy or OffloadPolicy())
+    inner_policy = replace(policy, output_dtype=None)
+    outer_units = [module] if shard_root else units
+    inner = {id(child) for outer in outer_units for child in outer.modules() if child is not outer}
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=inner_policy, **options)
+        unit_policy = inner_policy if id(unit) in inner else policy
+        shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy)
     if shard_root and not isinstance(module, FSDPModule):
         # None, not True: FSDP2 then keeps the root's weights from the end of forward to the start of backward.
         root_reshard = None if reshard_after_forward is True else reshard_after_forward
-        fully_shard(module, reshard_after_forward=root_reshard, mp_policy=policy, **options)
+        shard(module, reshard_after_forward=root_reshard, mp_policy=policy)
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
 
@@ -116,8 +120,8 @@ def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]
         inside = holders[id(parameter)]
         if any(holder is module for holder in inside) or len(inside) > 1:
             raise ValueError(
-                f"{name} is held by {type(module).__name__} itself or shared by several of its children, so these cannot be "
-                "sharded one by one; move it into one child module"
+                f"{name} is held by {type(module).__name__} itself or shared by several of its children, so these "
+                "cannot be sharded one by one; move it into one child module"
             )
     return result
 
@@ -137,7 +141,8 @@ def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             continue
-        if parameter.ndim == 0:
+        # FSDP2 refuses 0-d parameters, and its reduce-scatter refuses gradients without elements.
+        if parameter.ndim == 0 or parameter.numel() == 0:
             ignored.add(parameter)
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(mesh_device(mesh))

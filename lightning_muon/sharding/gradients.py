@@ -21,9 +21,9 @@ class GradientAgreement:
     """Makes gradients after the last backward pass of a step equal in meaning on all ranks.
 
     FSDP2 reduces the gradients of a unit together. A parameter that one rank uses and another does not makes their
-    messages differ in size, and the ranks hang. So units fill in zeros, and this class remembers which parameters really
-    were used: a gradient that no rank has computed is removed again, because a zero gradient would still decay the weight.
-    A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner.
+    messages differ in size, and the ranks hang. So units fill in zeros, and this class remembers which parameters
+    really were used: a gradient that no rank has computed is removed again, because a zero gradient would still decay
+    the weight. A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner.
 
     Collective over ``mesh``; every rank must construct it, with weights materialized (each unit is gathered once).
 
@@ -109,8 +109,8 @@ class GradientAgreement:
 def average_scalar_gradients(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by their mean over the ranks.
 
-    Collective over ``group`` (``None``: this process is alone); every rank must call it. A missing gradient counts as zero
-    unless it is missing everywhere. Calling it again changes nothing.
+    Collective over ``group`` (``None``: this process is alone); every rank must call it. A missing gradient counts as
+    zero unless it is missing everywhere. Calling it again changes nothing.
     """
     scalars = [p for p in module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)]
     if not scalars or group is None:

@@ -40,8 +40,8 @@ def free_unsharded(module: nn.Module) -> None:
 def initialize_roots(module: nn.Module) -> None:
     """Make the outermost FSDP2 modules the roots now, once their weights are materialized; local.
 
-    FSDP2 makes the first module that runs forward a root. A block that is called before its root (``generate`` of an inner
-    model, a sanity check) would become one, and the real root's first forward would fail. Units in which every
+    FSDP2 makes the first module that runs forward a root. A block that is called before its root (``generate`` of an
+    inner model, a sanity check) would become one, and the real root's first forward would fail. Units in which every
     parameter is frozen get their dtypes here as well, so that they can be unfrozen later under mixed precision.
     """
     for root in _outermost(module):

@@ -21,9 +21,9 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
     """Return the modules to shard as units of their own, inner ones first; all the rest belongs to ``module``.
 
     ``"auto"`` takes the classes that transformers models declare as ``_no_split_modules``, and elsewhere the outermost
-    ``ModuleList`` or ``Sequential`` children that repeat a class. Modules that are sharded already and all modules inside
-    them are passed over. Units that share a parameter with each other or with the rest are dropped, so that the root
-    holds the tie.
+    ``ModuleList`` or ``Sequential`` children that repeat a class. Modules that are sharded already and all modules
+    inside them are passed over. Units that share a parameter with each other or with the rest are dropped, so that
+    the root holds the tie.
 
     Args:
         module: The root, itself never a unit.
@@ -36,9 +36,7 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
         chosen = [child for name, child in _unsharded(module) if child is not module and wrap_policy(name, child)]
     elif isinstance(wrap_policy, str):
         if wrap_policy != "auto":
-            raise ValueError(
-                f"wrap_policy must be 'auto', a collection of classes or class names, or a callable, got {wrap_policy!r}"
-            )
+            raise ValueError(f"wrap_policy must be 'auto', classes or class names, or a callable, got {wrap_policy!r}")
         chosen = _automatic(module)
     else:
         chosen = _of_classes(module, wrap_policy)

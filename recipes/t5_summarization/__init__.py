@@ -1,0 +1,1 @@
+"""T5 learns to summarize: docstrings of the installed packages, or WikiHow."""

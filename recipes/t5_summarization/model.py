@@ -102,7 +102,9 @@ class T5Summarizer(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
         loss, num_positions = self._loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=num_positions, sync_dist=True)
+        self.log(
+            "train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=num_positions, sync_dist=True
+        )
         return loss
 
     def on_validation_epoch_start(self) -> None:

@@ -76,14 +76,16 @@ def describe_routing(module: nn.Module, optimizers: Sequence[Optimizer]) -> str:
         module: The model, sharded or not.
         optimizers: Of the trainer. Without a ParallelMuon among them the answer is a plain sentence.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
         routes: list[Route] | None = getattr(optimizer, "routes", None)
         if routes is None:
             continue
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return routing_table(
-            [(r, tuple(p.shape), not p.requires_grad) for r, p in zip(routes, parameters, strict=True) if id(p) in names]
+            [
+                (route, tuple(parameter.shape), not parameter.requires_grad)
+                for route, parameter in zip(routes, parameters, strict=True)
+            ]
         )
     used = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     num_matrices = sum(route.algorithm == "muon" for route in route_module(module).values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.params.routing import Route, require_muon, route_by_shape, route_module
+from lightning_muon.params.routing import Route, require_muon, route_by_shape, route_module, route_named
 
 
 def _muon(module: nn.Module, **options: object) -> set[str]:
@@ -159,3 +159,16 @@ def test_gpt2_is_divided_along_the_outputs_of_its_transposed_layers() -> None:
     model = transformers.GPT2LMHeadModel(config)
     route = route_module(model, fused={"*.c_attn.weight": 3})["transformer.h.0.attn.c_attn.weight"]
     assert (route.kind, route.splits, route.split_dim) == ("matrix", (8, 8, 8), 1)
+
+
+def test_named_parameters_without_a_module_are_routed_by_shape_and_patterns() -> None:
+    parameters = {
+        "table": nn.Parameter(torch.ones(4, 3)),
+        "w": nn.Parameter(torch.ones(6, 3)),
+        "b": nn.Parameter(torch.ones(3)),
+    }
+    routes = route_named(parameters, adamw_patterns=["table"], fused={"w": 2})
+    assert [route.algorithm for route in routes.values()] == ["adamw", "muon", "adamw"]
+    assert routes["w"].splits == (3, 3)
+    with pytest.raises(ValueError, match="'head' matches no parameter"):
+        route_named(parameters, muon_patterns=["head"])

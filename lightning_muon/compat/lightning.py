@@ -1,0 +1,85 @@
+"""Every private name of Lightning that the package uses; tests/unit/compat/test_lightning.py fails when one moves.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes of their own. A
+:class:`LightningPackage` stands for one of them, so that everything else is written once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+PackageName = Literal["lightning.pytorch", "pytorch_lightning"]
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+@dataclass(frozen=True)
+class LightningPackage:
+    """One of the two packages of Lightning; importing its modules waits until they are needed."""
+
+    name: PackageName
+
+    def module(self, path: str = "") -> ModuleType:
+        """A module of the package, for example ``module("callbacks")``."""
+        return importlib.import_module(f"{self.name}.{path}" if path else self.name)
+
+    def fabric(self, path: str) -> ModuleType:
+        """A module of the Fabric that belongs to the package."""
+        return importlib.import_module(f"{_FABRIC[self.name]}.{path}")
+
+
+def start_process_group(strategy: Any) -> None:
+    """Set the device, the ranks and the default process group of a ``ModelParallelStrategy``.
+
+    Uses ``ModelParallelStrategy._setup_distributed`` (2.6). Collective over all ranks; every rank must call it.
+    """
+    strategy._setup_distributed()
+
+
+def set_device_mesh(strategy: Any, mesh: DeviceMesh) -> None:
+    """Make ``mesh`` what ``strategy.device_mesh`` and ``LightningModule.device_mesh`` return.
+
+    Uses ``ModelParallelStrategy._device_mesh`` and ``LightningModule._device_mesh`` (2.6).
+    """
+    strategy._device_mesh = mesh
+    strategy.lightning_module._device_mesh = mesh
+
+
+def apply_layer_sync(strategy: Any, module: nn.Module) -> None:
+    """Convert batch norms as ``Trainer(sync_batchnorm=True)`` asks; ``ModelParallelStrategy`` ignores it.
+
+    Uses ``ParallelStrategy._layer_sync`` (2.6).
+    """
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)
+
+
+def materialize_sharded(package: LightningPackage, module: nn.Module, device: torch.device) -> None:
+    """Give DTensors on the meta device memory, and call every ``reset_parameters``.
+
+    Uses ``fabric.utilities.init._materialize_distributed_module`` (2.6).
+    """
+    package.fabric("utilities.init")._materialize_distributed_module(module, device)
+
+
+def metadata_filename(package: LightningPackage) -> str:
+    """File in the directory of a sharded checkpoint that holds all but tensors.
+
+    Uses ``fabric.utilities.load._METADATA_FILENAME`` (2.6).
+    """
+    name: str = package.fabric("utilities.load")._METADATA_FILENAME
+    return name
+
+
+def is_placeholder_optimizer(package: LightningPackage, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``configure_optimizers`` returned ``None`` and Lightning put a stand-in there.
+
+    Uses ``core.optimizer._MockOptimizer`` (2.6).
+    """
+    return isinstance(optimizer, package.module("core.optimizer")._MockOptimizer)

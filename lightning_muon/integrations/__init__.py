@@ -1,0 +1,1 @@
+"""Thin layers between ParallelMuon and the frameworks that train with it."""

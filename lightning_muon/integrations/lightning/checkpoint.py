@@ -1,0 +1,139 @@
+"""Checkpoints of the strategy: directories of shards, and single files in the format of a one-process Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lightning_muon.comm.agreement import fail_together
+from lightning_muon.params.uses import clean_name
+
+
+class Checkpoint:
+    """A checkpoint that is being read: everything but tensors at once, tensors when the model is ready for them.
+
+    Args:
+        path: Directory of shards or single file, the same on all ranks.
+        metadata_name: File that marks a directory of shards and holds all but tensors.
+        weights_only: As in ``torch.load``.
+    """
+
+    def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
+        self.path = path
+        self.is_sharded = (path / metadata_name).is_file()
+        self.weights: Mapping[str, Any] = {}
+        self.strict = True
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
+        if self.is_sharded:
+            self.content: dict[str, Any] = torch.load(path / metadata_name, **options)
+            num_optimizers = _count_optimizers(path)
+            if num_optimizers:  # Lightning asks whether the key is there; the states follow later.
+                self.content["optimizer_states"] = [{} for _ in range(num_optimizers)]
+        elif path.is_file():
+            self.content = torch.load(path, mmap=True, **options)
+        else:
+            raise FileNotFoundError(
+                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must see"
+            )
+
+    def load_weights(self, module: nn.Module) -> None:
+        """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
+        if self.is_sharded:
+            weights = {"state_dict": get_model_state_dict(module)}
+            dcp.load(weights, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=not self.strict))
+            set_model_state_dict(module, weights["state_dict"], options=StateDictOptions(strict=self.strict))
+            return
+        weights = {clean_name(name): value for name, value in self.weights.items()}
+        missing, unexpected = _compare_keys(module, weights)
+        if self.strict and (missing or unexpected):
+            raise RuntimeError(
+                f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
+                f"{unexpected[:8] or 'nothing'}; LightningModule.strict_loading = False loads what fits"
+            )
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(module, {key: weights[key] for key in weights if key not in unexpected}, options=options)
+
+    def load_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        """Fill the state of the ``index``-th optimizer. Collective over all ranks; every rank must call it."""
+        error: Exception | None = None
+        try:
+            if self.is_sharded:
+                key = f"optimizer_{index}"
+                state = {key: get_optimizer_state_dict(module, optimizer)}
+                dcp.load(state, checkpoint_id=self.path)
+                set_optimizer_state_dict(module, optimizer, state[key])
+            else:
+                named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(module, optimizer, named, options=options)
+        except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
+            error = RuntimeError(
+                f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was saved with "
+                "another optimizer, other param groups or another model. To go on with the weights alone, load them into the "
+                f"model and call Trainer.fit without ckpt_path. ({type(problem).__name__}: {problem})"
+            )
+            error.__cause__ = problem
+        fail_together(error, None)
+
+
+def full_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A gathered state dict under the names that the module itself uses, ``_orig_mod`` of compiled modules included."""
+    own = {clean_name(name): name for name in module.state_dict()}
+    return {own.get(name, name): value for name, value in state.items()}
+
+
+def numbered_optimizer_state(
+    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
+    numbers = {name: index for index, name in enumerate(_names_in_groups(module, optimizer))}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+def named_optimizer_state(
+    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is.
+
+    Raises:
+        ValueError: If the param groups have other sizes than those of ``optimizer``.
+    """
+    if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        return dict(state)
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != ours:
+        raise ValueError(f"the checkpoint has param groups of {saved} parameters, the optimizer of {ours}")
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    names = dict(zip(numbers, _names_in_groups(module, optimizer), strict=True))
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _compare_keys(module: nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    own = {clean_name(name) for name in module.state_dict()}
+    return sorted(own - weights.keys()), sorted(weights.keys() - own)
+
+
+def _count_optimizers(path: Path) -> int:
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})

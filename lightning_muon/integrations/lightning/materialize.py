@@ -1,0 +1,122 @@
+"""Shards models whose tensors wait on the meta device, one FSDP2 unit after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.compat.lightning import LightningPackage, materialize_sharded
+from lightning_muon.sharding.fsdp import plan_units, shard_model
+from lightning_muon.sharding.wrap import WrapPolicy
+
+
+def has_meta_tensors(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no memory yet."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def shard_units_from_meta(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    warn: Callable[[str], None],
+    wrap_policy: WrapPolicy,
+    shard_root: bool,
+    **options: Any,
+) -> None:
+    """Materialize, initialize and shard each unit of ``module``, and materialize the rest for ``shard_model``.
+
+    So no rank ever holds more than one whole unit, and the rest. Collective over ``mesh``; every rank must call it.
+
+    Args:
+        module: With plain tensors on the meta device; tensors elsewhere are left as they are.
+        mesh: To shard over.
+        device: Of the new tensors.
+        warn: Takes the message about modules that cannot initialize themselves.
+        wrap_policy: Which modules are units.
+        shard_root: As in ``shard_model``.
+        **options: Of ``shard_model``.
+    """
+    uninitialized: set[str] = set()
+    replaced: dict[Tensor, Tensor] = {}
+    for unit in plan_units(module, wrap_policy, shard_root=shard_root):
+        uninitialized |= materialize(unit, device, replaced)
+        shard_model(unit, mesh, wrap_policy=(), **options)
+    uninitialized |= materialize(module, device, replaced)
+    if uninitialized:
+        warn(
+            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were on the "
+            "meta device are NaN now; load a checkpoint, or create these modules on a real device"
+        )
+
+
+def materialize(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
+    """Replace meta tensors by initialized ones, keeping ties; return the classes that cannot initialize themselves.
+
+    Args:
+        module: Sharded parts of it are left alone.
+        device: Of the new tensors.
+        replaced: Old tensor -> new one; carries ties from call to call.
+    """
+    touched = [child for child in module.modules() if _fill_meta(child, device, replaced)]
+    uninitialized = set[str]()
+    for child in touched:
+        reset = getattr(child, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        else:
+            uninitialized.add(type(child).__name__)
+    return uninitialized
+
+
+def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> bool:
+    """Give the meta tensors of ``module`` itself memory, filled with NaN; whether there were any."""
+    found = False
+    tensors = chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    for name, tensor in list(tensors):
+        if not tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        found = True
+        if tensor not in replaced:
+            empty = torch.empty_like(tensor, device=device)
+            # What nothing initializes must not pass for a weight.
+            if empty.is_floating_point() or empty.is_complex():
+                empty.fill_(float("nan"))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        setattr(module, name, replaced[tensor])
+    return found
+
+
+def materialize_user_sharded(module: nn.Module, device: torch.device, package: LightningPackage) -> None:
+    """Materialize what ``configure_model`` has sharded on the meta device, as ModelParallelStrategy does.
+
+    The shards of replicas may differ afterwards; ``shard_model`` makes them equal.
+    """
+    for root in _outermost_sharded(module):
+        if not has_meta_tensors(root):
+            continue
+        if device.type != "cpu":
+            materialize_sharded(package, root, device)
+            continue
+        # On CPU every rank draws its own shard: with equal seeds all shards of a matrix would be equal, too.
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
+            materialize_sharded(package, root, device)
+
+
+def _outermost_sharded(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _outermost_sharded(child)]

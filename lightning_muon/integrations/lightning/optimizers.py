@@ -1,0 +1,169 @@
+"""Decides what becomes of the optimizers that ``configure_optimizers`` returned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer
+from lightning_muon.config import MuonConfig
+from lightning_muon.optim.adopt import AS_CONFIGURED, Adoption, adopt, has_matrices, repoint_schedulers
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.params.routing import require_muon
+
+OptimizerChoice = Literal["auto", "keep"] | MuonConfig
+
+
+class ReplacedParameters:
+    """Names of the parameters that sharding replaces, for optimizers that were made too early.
+
+    LightningCLI creates optimizers from its own arguments before the strategy sets up the model, and some modules create
+    theirs in ``__init__``. Made before sharding; keeps no parameter alive that nothing else holds.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        plain = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
+        self._references = [(name, weakref.ref(parameter)) for name, parameter in plain]
+        self._replaced: dict[nn.Parameter, str] = {}
+
+    def close(self, module: nn.Module) -> None:
+        """Call after sharding: from now on only parameters that outlived it are known.
+
+        Weak references would make ``Module.to`` fail on those that are still in place.
+        """
+        current = set(module.parameters())
+        alive = ((name, reference()) for name, reference in self._references)
+        self._replaced = {p: name for name, p in alive if p is not None and p not in current}
+        self._references.clear()
+
+    def rebind(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Replace the parameters of ``optimizer`` by what ``module`` holds under the same names now.
+
+        Raises:
+            ValueError: If the optimizer has state for a parameter that was replaced.
+        """
+        current = dict(module.named_parameters())
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                name = self._replaced.get(parameter)
+                if name is None:
+                    continue
+                if parameter in optimizer.state:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the optimizer in "
+                        "configure_optimizers"
+                    )
+                group["params"][index] = current[name]
+
+
+def provide_default_optimizer(module: Any, config: MuonConfig, package: LightningPackage) -> None:
+    """Give a LightningModule without ``configure_optimizers`` one that returns a ParallelMuon.
+
+    Lightning refuses to train without it, before the strategy is asked for anything else.
+    """
+    if is_overridden("configure_optimizers", module, package.module().LightningModule):
+        return
+
+    def configure_optimizers(self: nn.Module) -> ParallelMuon:
+        return ParallelMuon.from_config(self.named_parameters(), config)
+
+    configure_optimizers.is_default = True  # type: ignore[attr-defined]
+    module.configure_optimizers = MethodType(configure_optimizers, module)
+
+
+def remove_default_optimizer(module: Any) -> None:
+    """Undo :func:`provide_default_optimizer`."""
+    if _has_default_optimizer(module):
+        del module.configure_optimizers
+
+
+def choose_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    module: nn.Module,
+    *,
+    choice: OptimizerChoice,
+    package: LightningPackage,
+) -> list[Adoption]:
+    """Return what becomes of each optimizer, in the same order.
+
+    Args:
+        optimizers: With the parameters that ``module`` holds now.
+        schedulers: Follow an optimizer that is replaced.
+        module: Sharded.
+        choice: ``"keep"`` replaces nothing; a config gives what AdamW does not say.
+        package: Whose Trainer it is.
+
+    Raises:
+        ValueError: If an optimizer was to run on Muon, but none of them has a matrix.
+    """
+    adoptions = [_adopt(optimizer, module, choice, package) for optimizer in optimizers]
+    _require_matrices(adoptions)
+    for index, (old, adoption) in enumerate(zip(optimizers, adoptions, strict=True)):
+        new = adoption.optimizer
+        if new is old:
+            continue
+        if isinstance(new, ParallelMuon) and not has_matrices(new):
+            # One of several, such as the AdamW beside a Muon: nothing of it would change.
+            adoptions[index] = Adoption(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
+        else:
+            repoint_schedulers(schedulers, old, new)
+    return adoptions
+
+
+def _adopt(
+    optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice, package: LightningPackage
+) -> Adoption:
+    if is_placeholder_optimizer(package, optimizer):
+        return Adoption(optimizer=optimizer, summary="none")
+    if choice == "keep" and not isinstance(optimizer, ParallelMuon):
+        return Adoption(optimizer=optimizer, summary=f"{type(optimizer).__name__}, kept: optimizer='keep'")
+    return adopt(optimizer, module, choice if isinstance(choice, MuonConfig) else MuonConfig())
+
+
+def _require_matrices(adoptions: Sequence[Adoption]) -> None:
+    ours = [adoption.optimizer for adoption in adoptions if isinstance(adoption.optimizer, ParallelMuon)]
+    if not ours:
+        return
+    try:
+        require_muon([route for optimizer in ours for route in optimizer.routes])
+    except ValueError as error:
+        raise ValueError(f"{error}\nParallelMuonStrategy(optimizer='keep') trains with the optimizer as it is.") from None
+
+
+def describe_optimizers(adoptions: Sequence[Adoption]) -> str:
+    """What runs on Muon, what on AdamW, and what was kept."""
+    lines: list[str] = []
+    for adoption in adoptions:
+        lines.append(f"Optimizer: {adoption.summary}")
+        if isinstance(adoption.optimizer, ParallelMuon):
+            lines.append(adoption.optimizer.summary())
+    return "\n".join(lines)
+
+
+def optimizer_warnings(adoptions: Sequence[Adoption], module: nn.Module, choice: OptimizerChoice) -> list[str]:
+    """What the user may not have meant: optimizers that do not run on Muon, and a config that nothing uses."""
+    warnings = [
+        f"{type(adoption.optimizer).__name__} is kept and does not run on Muon: {adoption.kept_because}. "
+        "ParallelMuonStrategy(optimizer='keep') says that this is meant and silences the warning."
+        for adoption in adoptions
+        if adoption.kept_because
+    ]
+    made_by_user = [adoption.summary == AS_CONFIGURED and not _has_default_optimizer(module) for adoption in adoptions]
+    if isinstance(choice, MuonConfig) and made_by_user and all(made_by_user):
+        warnings.append(
+            "ParallelMuonStrategy(optimizer=MuonConfig(...)) has no effect: configure_optimizers returned a ParallelMuon, "
+            "which is used as it is."
+        )
+    return warnings
+
+
+def _has_default_optimizer(module: nn.Module) -> bool:
+    return getattr(vars(module).get("configure_optimizers"), "is_default", False)

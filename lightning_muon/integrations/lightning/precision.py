@@ -1,0 +1,79 @@
+"""Precision for FSDP2: which settings are possible, the policy of the shards, and clipping of sharded gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.integrations.lightning.clipping import clip_norm_, clip_value_
+
+SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
+# These update running statistics, which stay float32, and take no weights of another dtype.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class ShardedClipping:
+    """The part of a precision plugin that clips gradients, for gradients in shards."""
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all shards. Collective over the meshes of the parameters; every rank must call it."""
+        clip_norm_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip element by element."""
+        clip_value_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+
+def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
+    """The counterpart of Lightning's precision ``plugin`` that clips sharded gradients.
+
+    Raises:
+        ValueError: For a precision that FSDP2 and Muon cannot honour, however the Trainer came to it.
+    """
+    if isinstance(plugin, ShardedClipping):
+        return plugin
+    plugins = package.module("plugins.precision")
+    kind = type(plugin)
+    precision = str(getattr(plugin, "precision", kind.__name__))
+    if kind is plugins.MixedPrecision and precision == "bf16-mixed":
+        return _with_clipping(plugins.MixedPrecision)("bf16-mixed", plugin.device)
+    if kind is plugins.HalfPrecision and precision == "bf16-true":
+        return _with_clipping(plugins.HalfPrecision)("bf16-true")
+    if kind is plugins.Precision:
+        return _with_clipping(plugins.Precision)()
+    if precision in ("16-mixed", "16-true"):
+        raise ValueError(
+            f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, whose "
+            f"skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of {SUPPORTED}"
+        )
+    raise ValueError(
+        f"the strategy 'parallel_muon' supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
+        f"(precision {precision!r}); set Trainer(precision=...) to one of these and pass no precision plugin"
+    )
+
+
+def mixed_precision_policy(plugin: Any, module: nn.Module) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and reduces in.
+
+    With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of the
+    root is float32; Lightning's autocast stays on, so that losses are computed in float32. A model with batch norms
+    gathers float32 weights and leaves bfloat16 to autocast.
+    """
+    if getattr(plugin, "precision", "32-true") != "bf16-mixed":
+        return MixedPrecisionPolicy()
+    has_batch_norm = any(isinstance(child, _BATCH_NORMS) for child in module.modules())
+    return MixedPrecisionPolicy(
+        param_dtype=None if has_batch_norm else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        # Children that are roots of their own (manual optimization) hand bfloat16 to each other.
+        output_dtype=torch.float32 if getattr(module, "automatic_optimization", True) else None,
+    )
+
+
+def _with_clipping(base: type[Any]) -> type[Any]:
+    """A subclass of a precision plugin: Lightning's checks by class (ThroughputMonitor) go on working."""
+    return type(f"Sharded{base.__name__}", (ShardedClipping, base), {})

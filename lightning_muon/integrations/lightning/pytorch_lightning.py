@@ -1,0 +1,14 @@
+"""The strategy for ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import ModelParallelStrategy
+
+from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin
+
+
+class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):
+    __doc__ = ParallelMuonMixin.__doc__
+
+    package = LightningPackage("pytorch_lightning")

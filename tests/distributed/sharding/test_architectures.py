@@ -1,0 +1,157 @@
+"""Common architectures on two or more processes, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_muon.sharding.fsdp import shard_model
+from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.runtime import free_unsharded, fsdp_modules
+from tests.distributed.sharding.models import (
+    assert_close,
+    full,
+    gradients_of,
+    make_mesh,
+)
+from tests.support.processes import ProcessPool
+
+
+def _t5(shape: tuple[int, int]) -> tuple[list[str], dict[str, Tensor | None], dict[str, Tensor | None]]:
+    import transformers
+
+    config = transformers.T5Config(
+        num_layers=2,
+        d_model=12,
+        d_kv=3,
+        num_heads=4,
+        d_ff=20,
+        vocab_size=33,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    tokens = torch.randint(1, 33, (dist.get_world_size(), 6), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    single = transformers.T5ForConditionalGeneration(config)
+    single(input_ids=tokens, labels=tokens).loss.backward()
+    torch.manual_seed(dist.get_rank())
+    model = transformers.T5ForConditionalGeneration(config)
+    shard_model(model, make_mesh(shape), forward_methods=("generate",))
+    mine = tokens[dist.get_rank()][None]
+    model(input_ids=mine, labels=mine).loss.backward()
+    gradients = gradients_of(model)
+    model.generate(input_ids=mine, max_new_tokens=3, min_new_tokens=3, num_beams=2)
+    free_unsharded(model)
+    assert model.shared.weight is model.lm_head.weight
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+    return [type(unit).__name__ for unit in fsdp_modules(model)], gradients, gradients_of(single)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)], ids=str)
+def test_t5_keeps_its_ties_and_generates(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+    pytest.importorskip("transformers")
+    for units, actual, expected in gloo.run(_t5, shape, world_size=shape[0] * shape[1], timeout=100.0):
+        assert units == ["FSDPT5ForConditionalGeneration", *["FSDPT5Block"] * 4]
+        assert_close(actual, expected)
+
+
+class Recurrent(nn.Module):
+    """``nn.LSTM`` keeps a list of its weights beside the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 3, 2, batch_first=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class TransformerOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 2, 2, 12, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transformer(x, x)
+
+
+class Stages(nn.Sequential):
+    """Convolutions in the manner of torchvision."""
+
+    def __init__(self) -> None:
+        def stage(inputs: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(inputs, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU())
+
+        super().__init__(stage(3), stage(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
+
+
+class Compiled(nn.Sequential):
+    """``torch.compile`` around each block, as the user may have done before the model is sharded."""
+
+    def __init__(self) -> None:
+        blocks = (nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        super().__init__(*(torch.compile(block, backend="eager") for block in blocks), nn.Linear(5, 2))
+
+
+class CompiledInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(
+            nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))), backend="eager"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+_KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "recurrent": (Recurrent, (2, 4, 5), 0),
+    "transformer": (TransformerOnly, (2, 4, 8), 4),
+    "stages": (Stages, (2, 3, 6, 6), 2),
+    "compiled": (Compiled, (2, 5), 2),
+    "compiled inside": (CompiledInside, (2, 5), 2),
+}
+
+
+def _train_and_evaluate(kind: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    build, shape, _ = _KINDS[kind]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    batches = torch.randn(dist.get_world_size(), *shape, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    single = build()
+    torch.manual_seed(dist.get_rank())
+    model = build()
+    shard_model(model, mesh)
+    agreement = GradientAgreement(model, mesh)
+    results: list[dict[str, Any]] = []
+    for net, batch in ((model, batches[dist.get_rank()]), (single, batches.flatten(0, 1))):
+        for _ in range(2):
+            net.zero_grad()
+            net(batch).square().mean().backward()
+            if net is model:
+                agreement.finish()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        net.eval()
+        with torch.no_grad():
+            output = net(batches.flatten(0, 1))
+        free_unsharded(net)
+        results.append(
+            {"output": output, **gradients_of(net), **{f"new {n}": full(p.detach()) for n, p in net.named_parameters()}}
+        )
+    return len(list(fsdp_modules(model))) - 1, *results
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_common_architectures_train_as_in_one_process(gloo: ProcessPool, kind: str) -> None:
+    for num_units, actual, expected in gloo.run(_train_and_evaluate, kind, world_size=2, timeout=100.0):
+        assert num_units == _KINDS[kind][2]
+        assert_close(actual, expected)

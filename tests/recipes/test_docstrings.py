@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.t5_summarization.docstrings import (
+    Pair,
+    PairFilter,
+    cache_file,
+    find_files,
+    harvest,
+    in_validation,
+    load_pairs,
+    split_docstring,
+)
+
+BODY = "The body explains at some length what the function does and why."
+
+MODULE = f'''"""Module that holds things.
+
+{BODY} Once.
+"""
+
+
+class Box:
+    """A box that is empty
+    when it is made.
+
+    {BODY} Twice.
+
+    Args:
+        size: Of the box.
+    """
+
+    def open(self):
+        """Open the box again.
+
+        {BODY}   Three
+        times.
+        """
+
+    async def close(self):
+        """Close it.
+
+        {BODY} Two words are too few.
+        """
+
+
+def no_body():
+    """Return nothing at all."""
+'''
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """Two packages; a copied file, a repeated pair, a broken file, and folders that are left out."""
+    root = tmp_path / "packages"
+    files = {
+        "first/module.py": MODULE,
+        "second/copy.py": MODULE,
+        "second/other.py": f'def f():\n    """OPEN the box again.\n\n    {BODY} Other body.\n    """\n'
+        f'def g():\n    """Shut the lid quietly.\n\n    {BODY} Three times.\n    """\n'
+        f'def h():\n    """Keep this other pair.\n\n    {BODY} Four times.\n    """\n',
+        "second/broken.py": "def f(:\n",
+        "second/nul.py": "x = '\0'\n",
+        "second/tests/test_module.py": f'"""A docstring of a test.\n\n{BODY} Five times.\n"""\n',
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "second/latin.py").write_bytes(b'"""A file that is \xe9 no UTF-8.\n\n' + BODY.encode() + b'"""\n')
+    return root
+
+
+EXPECTED = [
+    Pair(module="packages/first/module.py", source=f"{BODY} Once.", target="Module that holds things."),
+    Pair(
+        module="packages/first/module.py",
+        source=f"{BODY} Twice. Args: size: Of the box.",
+        target="A box that is empty when it is made.",
+    ),
+    Pair(module="packages/first/module.py", source=f"{BODY} Three times.", target="Open the box again."),
+    Pair(module="packages/second/other.py", source=f"{BODY} Four times.", target="Keep this other pair."),
+]
+
+
+def test_harvest_finds_each_pair_once_and_skips_files_that_do_not_parse(packages: Path) -> None:
+    # second/other.py repeats a target (case ignored) in f and a source in g.
+    assert harvest([packages], PairFilter(), num_workers=1) == EXPECTED
+
+
+def test_files_are_found_in_a_fixed_order_without_test_folders(packages: Path) -> None:
+    names = [name for _, name in find_files([packages])]
+    assert names == sorted(names)
+    assert "packages/first/module.py" in names
+    assert not any("tests" in name for name in names)
+
+
+def test_two_processes_and_the_cache_give_the_same_pairs_as_one_process(packages: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert load_pairs(cache, [packages]) == EXPECTED
+    path = cache_file(cache, [packages], PairFilter())
+    assert [Pair(**json.loads(line)) for line in path.read_text().splitlines()] == EXPECTED
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert load_pairs(cache, [packages]) == EXPECTED[:1], "the second call must read the cache"
+    assert sorted(cache.iterdir()) == [path], "no temporary file may stay"
+
+
+def test_other_rules_are_another_cache_file(packages: Path, tmp_path: Path) -> None:
+    names = {cache_file(tmp_path, [packages], rules) for rules in (PairFilter(), PairFilter(max_target_words=4))}
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        f"Two words.\n\n{BODY}",
+        f"{'word ' * 26}\n\n{BODY}",
+        "A summary with a short body.\n\nShort.",
+        "A summary with no body, of more than forty characters.",
+        f"f(x, y, *args, **kwargs) -> (z, w)\n\n{BODY}",
+        f":param x: a field list first\n\n{BODY}",
+        f"Une phrase qui a \u00e9t\u00e9 \u00e9crite ailleurs\n\n{BODY}",
+    ],
+)
+def test_docstrings_without_a_proper_summary_or_body_are_rejected(docstring: str) -> None:
+    assert split_docstring(docstring, PairFilter()) is None
+
+
+def test_long_bodies_are_cut() -> None:
+    pair = split_docstring(f"A summary of three.\n\n{BODY}", PairFilter(max_source_chars=45))
+    assert pair == (BODY[:45], "A summary of three.")
+
+
+def test_the_share_of_validation_modules_is_about_the_one_asked_for_and_depends_on_the_seed() -> None:
+    modules = [f"site-packages/package/module_{i}.py" for i in range(2000)]
+    first, second = ([in_validation(module, 0.2, seed) for module in modules] for seed in (0, 1))
+    assert first == [in_validation(module, 0.2, 0) for module in modules]
+    assert first != second
+    # Binomial(2000, 0.2) has a standard deviation of 18; the hash is fixed, so this cannot flicker.
+    assert abs(sum(first) - 400) < 72
+
+
+def test_word_limits_that_exclude_each_other_are_an_error() -> None:
+    with pytest.raises(ValueError, match="min_target_words <= max_target_words, got 5 and 4"):
+        PairFilter(min_target_words=5, max_target_words=4)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from recipes.t5_summarization.data import Batch
+from recipes.t5_summarization.model import T5Summarizer, build_t5, warmup_then_linear_decay
+
+TINY = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, 50, (3, 5), generator=generator)
+    labels[0, 2:] = labels[2, 4:] = -100
+    source = torch.randint(3, 50, (3, 7), generator=generator)
+    return Batch(input_ids=source, attention_mask=torch.ones_like(source), labels=labels)
+
+
+def logits_of(model: T5Summarizer, batch: Batch) -> torch.Tensor:
+    # What the decoder reads: the labels shifted right, with the pad token 0 first and in place of -100.
+    decoder_input = torch.zeros_like(batch["labels"])
+    decoder_input[:, 1:] = batch["labels"][:, :-1].clamp(min=0)
+    return model.model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], decoder_input_ids=decoder_input
+    ).logits
+
+
+def test_the_loss_is_the_mean_over_tokens_without_padding() -> None:
+    torch.manual_seed(0)
+    model, batch = T5Summarizer(architecture=TINY), make_batch()
+    loss, num_positions = model._loss(batch)
+    log_probability = logits_of(model, batch).log_softmax(-1)
+    tokens = [(r, c) for r in range(3) for c in range(5) if batch["labels"][r, c] != -100]
+    expected = -sum(log_probability[r, c, batch["labels"][r, c]] for r, c in tokens) / len(tokens)
+    assert num_positions == len(tokens) == 11
+    # Same numbers summed in another order.
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_paper_loss_is_the_mean_over_all_positions_with_the_pad_token_as_label() -> None:
+    torch.manual_seed(0)
+    model, batch = T5Summarizer(architecture=TINY, paper_loss=True), make_batch()
+    loss, num_positions = model._loss(batch)
+    log_probability = logits_of(model, batch).log_softmax(-1)
+    labels = batch["labels"].clamp(min=0)
+    expected = -sum(log_probability[r, c, labels[r, c]] for r in range(3) for c in range(5)) / 15
+    assert num_positions == 15
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    masked = cross_entropy(logits_of(model, batch).flatten(0, 1), batch["labels"].flatten())
+    assert abs(loss.item() - masked.item()) > 1e-3
+
+
+def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:
+    factors = [warmup_then_linear_decay(step, warmup_steps=4, total_steps=12) for step in range(13)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[8] == 0.5
+    assert factors[12] == 0.0
+
+
+@pytest.mark.parametrize(("name", "num_parameters"), [("t5-small", 60_506_624), ("t5-base", 222_903_552)])
+def test_named_architectures_have_the_size_of_the_published_models(name: str, num_parameters: int) -> None:
+    with torch.device("meta"):
+        model = build_t5(name, pretrained=False)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+def test_an_unknown_architecture_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"one of \['t5-base', 't5-small'\] or a mapping, got 't5-huge'"):
+        build_t5("t5-huge", pretrained=False)
+
+
+def test_pretrained_weights_need_a_name() -> None:
+    with pytest.raises(ValueError, match="pretrained=True needs the name"):
+        build_t5(TINY, pretrained=True)

@@ -1,0 +1,42 @@
+"""The private names of torch that the package leans on still exist and still mean the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, init_fsdp_root, local_shape_and_offset
+
+
+def test_the_flags_of_the_cpu_are_booleans() -> None:
+    assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
+    assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
+    assert isinstance(cpu_multiplies_bfloat16_fast(), bool)
+
+
+def test_the_shard_of_any_rank_can_be_asked_for() -> None:
+    # 13 rows over 4 ranks: 4, 4, 4, 1; a second axis only replicates.
+    found = [local_shape_and_offset((13, 7), (2, 4), (1, rank), [Replicate(), Shard(0)]) for rank in range(4)]
+    assert found == [((4, 7), (0, 0)), ((4, 7), (4, 0)), ((4, 7), (8, 0)), ((1, 7), (12, 0))]
+
+
+def test_a_root_can_be_initialized_before_its_first_forward() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=mesh)
+        root = fully_shard(model, mesh=mesh)
+        model[0](torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match="already been lazily initialized"):
+            init_fsdp_root(root)
+        fresh = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh))
+        init_fsdp_root(fully_shard(fresh, mesh=mesh))
+        fresh[0](torch.ones(1, 2))
+        fresh(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,25 @@
+"""The public face of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lightning_muon
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(lightning_muon.__all__) == ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy"]
+    for name in lightning_muon.__all__:
+        assert getattr(lightning_muon, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Muon'"):
+        _ = lightning_muon.Muon
+
+
+def test_the_import_is_light() -> None:
+    heavy = ("accelerate", "transformers", "matplotlib", "lightning.pytorch", "pytorch_lightning")
+    script = f"import sys, lightning_muon; print([name for name in {heavy} if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
