@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.math.lr_scale import lr_scale
@@ -90,16 +90,25 @@ def worker(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: str
     dist.destroy_process_group()
 
 
-def make_contenders(mesh, arguments: argparse.Namespace) -> tuple[dict[str, Step], dict[str, list[nn.Parameter]]]:
+def make_contenders(
+    mesh: DeviceMesh, arguments: argparse.Namespace
+) -> tuple[dict[str, Step], dict[str, list[nn.Parameter]]]:
     """One optimizer step per name, each with its own copy of the same weights and gradients."""
     dtype = resolve_compute_dtype(arguments.compute_dtype, torch.device("cpu"))
     makers: dict[str, Callable[[list[nn.Parameter]], Step]] = {
-        "ParallelMuon": lambda params: ParallelMuon(
-            params, LR, WEIGHT_DECAY, MOMENTUM, compute_dtype=arguments.compute_dtype, chunk_bytes=arguments.chunk_bytes
-        ).step,
-        "torch.optim.Muon": lambda params: torch.optim.Muon(
-            params, LR, WEIGHT_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw"
-        ).step,
+        "ParallelMuon": lambda params: (
+            ParallelMuon(
+                params,
+                LR,
+                WEIGHT_DECAY,
+                MOMENTUM,
+                compute_dtype=arguments.compute_dtype,
+                chunk_bytes=arguments.chunk_bytes,
+            ).step
+        ),
+        "torch.optim.Muon": lambda params: (
+            torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw").step
+        ),
         "redundant all-gather": lambda params: RedundantMuon(params, dtype).step,
         "AdamW": lambda params: torch.optim.AdamW(params, LR, fused=True).step,
     }
@@ -120,7 +129,7 @@ def make_contenders(mesh, arguments: argparse.Namespace) -> tuple[dict[str, Step
 
 
 class RedundantMuon:
-    """All-gather each momentum (the next ones while this one computes), Newton-Schulz on every rank, keep the own shard."""
+    """All-gather each momentum (the next one while this one computes), Newton-Schulz on every rank."""
 
     def __init__(self, params: list[nn.Parameter], dtype: torch.dtype) -> None:
         self.params, self.dtype = params, dtype
@@ -128,16 +137,17 @@ class RedundantMuon:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Take one step; every rank must call it."""
         ahead: list[DTensor] = []
         for param, buffer in zip(self.params, self.buffers, strict=True):
             buffer.to_local().lerp_(param.grad.to_local(), 1 - MOMENTUM)
             local = param.grad.to_local().lerp(buffer.to_local(), MOMENTUM).to(self.dtype)
             ahead.append(DTensor.from_local(local, param.device_mesh, param.placements, run_check=False))
-        following = ahead[0].redistribute(placements=[_replicate()], async_op=True)
+        following = ahead[0].redistribute(placements=[Replicate()], async_op=True)
         for index, param in enumerate(self.params):
             whole = following.to_local()
             if index + 1 < len(ahead):
-                following = ahead[index + 1].redistribute(placements=[_replicate()], async_op=True)
+                following = ahead[index + 1].redistribute(placements=[Replicate()], async_op=True)
             self._update(param, whole)
 
     def _update(self, param: nn.Parameter, whole: Tensor) -> None:
@@ -150,12 +160,6 @@ class RedundantMuon:
         local.add_(mine, alpha=-LR * lr_scale(*param.shape, "match_rms_adamw"))
 
 
-def _replicate():
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
 def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter]) -> None:
     for one, other in zip(mine, others, strict=True):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=1e-6)
@@ -163,10 +167,17 @@ def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter]) -> None:
 
 def table(rows: list[dict], shapes: str) -> str:
     flops = sum(newton_schulz_flops(r, c, 5) * n for r, c, n in SHAPES[shapes])
-    lines = [f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step", "| ranks | optimizer | ms per step | of torch.optim.Muon |", "| --- | --- | --- | --- |"]
+    lines = [
+        f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
+        "| ranks | optimizer | ms per step | of torch.optim.Muon |",
+        "| --- | --- | --- | --- |",
+    ]
     for row in rows:
         base = row["seconds"]["torch.optim.Muon"]
-        lines += [f"| {row['ranks']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |" for name, value in row["seconds"].items()]
+        lines += [
+            f"| {row['ranks']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |"
+            for name, value in row["seconds"].items()
+        ]
     return "\n".join(lines)
 
 

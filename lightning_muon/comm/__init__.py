@@ -1,0 +1,1 @@
+"""Moves bytes between ranks; knows nothing of Muon."""

@@ -26,6 +26,7 @@ class Parts:
 
     @property
     def numel(self) -> int:
+        """Elements of the buffer."""
         return sum(self.splits)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -70,7 +71,12 @@ def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, gr
         Handle to wait for before the buffers are read or filled again.
     """
     return dist.all_to_all_single(
-        receive[: source.numel], send[: to.numel], list(source.splits), list(to.splits), group=group.group, async_op=True
+        receive[: source.numel],
+        send[: to.numel],
+        list(source.splits),
+        list(to.splits),
+        group=group.group,
+        async_op=True,
     )
 
 

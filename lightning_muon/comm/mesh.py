@@ -25,6 +25,7 @@ class AxisGroup:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.coordinates)
 
 

@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: no process group, no DTensor, no optimizer state."""

@@ -1,0 +1,1 @@
+"""Optimizers: they read a plan and call the rooms below, in order."""

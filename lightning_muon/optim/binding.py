@@ -32,6 +32,7 @@ class BoundParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Global shape."""
         return tuple(self.tensor.shape)
 
 
@@ -131,7 +132,9 @@ def _group_jobs(parameters: Sequence[BoundParameter]) -> list[tuple[AxisGroup, b
             axis_groups[mesh, axes] = ALONE if mesh is None else axis_group(mesh, axes)
         group = axis_groups[mesh, axes]
         boxes = held_boxes(parameter.shape, mesh_shape, placements, group.coordinates)
-        jobs = [_job(parameter, matrix, boxes, group.rank) for matrix in logical_matrices(parameter.shape, parameter.route)]
+        jobs = [
+            _job(parameter, matrix, boxes, group.rank) for matrix in logical_matrices(parameter.shape, parameter.route)
+        ]
         found.setdefault((mesh, axes, is_replicated), []).extend(jobs)
     return [(axis_groups[mesh, axes], is_replicated, jobs) for (mesh, axes, is_replicated), jobs in found.items()]
 

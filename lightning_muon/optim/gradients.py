@@ -56,7 +56,9 @@ def _start_agreement(
     device = local_tensor(members[0].tensor).device
     flags = torch.tensor([_PRESENT if member.tensor in found else _MISSING for member in members], device=device)
     if check:
-        filled = [index for index, member in enumerate(members) if member.tensor in found and found[member.tensor].numel()]
+        filled = [
+            index for index, member in enumerate(members) if member.tensor in found and found[member.tensor].numel()
+        ]
         if filled:
             # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
             norms = torch._foreach_norm([found[members[index].tensor] for index in filled])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,6 +111,8 @@ def _group_by(jobs: Sequence[MatrixJob], *keys: str) -> Iterable[tuple[tuple[Any
     """Jobs by the values that their param groups have for ``keys``."""
     found: dict[tuple[Any, ...], list[MatrixJob]] = {}
     for job in jobs:
-        values = tuple(float(value) if isinstance(value, Tensor) else value for value in map(job.parameter.group.get, keys))
+        values = tuple(
+            float(value) if isinstance(value, Tensor) else value for value in map(job.parameter.group.get, keys)
+        )
         found.setdefault(values, []).append(job)
     return found.items()

@@ -20,8 +20,9 @@ from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
 
 _GROUP_KEYS = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas", "adamw_eps",
-)  # fmt: skip
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    *("betas", "adamw_eps"),
+)
 _ALGORITHMS = ("auto", "muon", "adamw")
 
 
@@ -188,9 +189,7 @@ class ParallelMuon(torch.optim.Optimizer):
             chunk_bytes=self._chunk_bytes,
             settings=f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} chunk_bytes={self._chunk_bytes}",
         )
-        step = MatrixStep(
-            binding.exchange_groups, wire_dtype=wire_dtype, compute_dtype=compute_dtype, device=device
-        )
+        step = MatrixStep(binding.exchange_groups, wire_dtype=wire_dtype, compute_dtype=compute_dtype, device=device)
         self._bound = (key, binding, step)
         return binding, step
 

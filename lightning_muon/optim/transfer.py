@@ -6,43 +6,46 @@ traffic). All tensors of a chunk are in the wire dtype, so that a matrix gives t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_broadcasts
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.optim.binding import ExchangeGroup, MatrixJob
 
 
-class Transfer(Protocol):
+class Transfer(ABC):
     """One chunk on its way; the methods are called once each, in this order, by all ranks of the exchange group."""
 
     jobs: Sequence[MatrixJob]
     owned: Sequence[MatrixJob]
     axes: AxisGroup
 
+    @abstractmethod
     def start_gather(self, pieces: Sequence[Tensor]) -> None:
         """Send the local piece of every job to its owner."""
-        ...
 
+    @abstractmethod
     def matrices(self) -> list[Tensor]:
         """Wait; the whole matrices (box shape) that this rank owns, in job order."""
-        ...
 
+    @abstractmethod
     def start_scatter(self, updates: Sequence[Tensor]) -> None:
         """Send the update of every owned matrix back to the ranks that hold it."""
-        ...
 
+    @abstractmethod
     def updates(self) -> list[Tensor]:
         """Wait; the local piece of the update of every job."""
-        ...
 
 
-def make_transfer(group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slot: int, dtype: torch.dtype) -> Transfer:
+def make_transfer(
+    group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slot: int, dtype: torch.dtype
+) -> Transfer:
     """The way that fits: ``taken`` are the active jobs of one chunk, ``slot`` the rolling buffers to use (0 or 1)."""
     jobs = [group.jobs[index] for index in taken]
     owners = [group.plan.owners[index] for index in taken]
@@ -53,7 +56,7 @@ def make_transfer(group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, 
     return ShardedTransfer(jobs, owners, group.axes, pool, slot)
 
 
-class ResidentTransfer:
+class ResidentTransfer(Transfer):
     """Matrices that lie whole on their owner and nowhere else."""
 
     def __init__(self, jobs: Sequence[MatrixJob], owners: Sequence[int], axes: AxisGroup, dtype: torch.dtype) -> None:
@@ -62,23 +65,28 @@ class ResidentTransfer:
         self._is_mine = [owner == axes.rank for owner in owners]
         self.owned = [job for job, mine in zip(jobs, self._is_mine, strict=True) if mine]
 
+    @override
     def start_gather(self, pieces: Sequence[Tensor]) -> None:
         self._pieces = pieces
 
+    @override
     def matrices(self) -> list[Tensor]:
         return [piece.to(self._dtype) for piece, mine in zip(self._pieces, self._is_mine, strict=True) if mine]
 
+    @override
     def start_scatter(self, updates: Sequence[Tensor]) -> None:
         results = iter(updates)
         self._updates = [
-            next(results).to(self._dtype) if mine else piece for piece, mine in zip(self._pieces, self._is_mine, strict=True)
+            next(results).to(self._dtype) if mine else piece
+            for piece, mine in zip(self._pieces, self._is_mine, strict=True)
         ]
 
+    @override
     def updates(self) -> list[Tensor]:
         return self._updates
 
 
-class ReplicatedTransfer:
+class ReplicatedTransfer(Transfer):
     """Matrices that every rank holds: the owner has all it needs, and tells the update to all."""
 
     def __init__(
@@ -94,25 +102,29 @@ class ReplicatedTransfer:
         self._views = [views[index] for index in range(len(jobs))]
         self._buffers = buffer[: layout.numel].split(list(layout.splits))
 
+    @override
     def start_gather(self, pieces: Sequence[Tensor]) -> None:
         self._mine = [piece for piece, owner in zip(pieces, self._owners, strict=True) if owner == self.axes.rank]
 
+    @override
     def matrices(self) -> list[Tensor]:
         dtype = self._buffers[0].dtype
         return [piece.to(dtype) for piece in self._mine]
 
+    @override
     def start_scatter(self, updates: Sequence[Tensor]) -> None:
         mine = [view for view, owner in zip(self._views, self._owners, strict=True) if owner == self.axes.rank]
         _copy(mine, updates)
         self._works = start_broadcasts(self._buffers, self.axes)
 
+    @override
     def updates(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
         return self._views
 
 
-class ShardedTransfer:
+class ShardedTransfer(Transfer):
     """Matrices in pieces on several ranks: packed uneven all-to-all to the owners, and back the same way."""
 
     def __init__(
@@ -130,13 +142,20 @@ class ShardedTransfer:
             key=owners.__getitem__,
         )
         self._incoming = [
-            (rank, index) for rank in range(axes.size) if rank != me for index in self._owned if jobs[index].pieces[rank].numel
+            (rank, index)
+            for rank in range(axes.size)
+            if rank != me
+            for index in self._owned
+            if jobs[index].pieces[rank].numel
         ]
-        self._held = parts([owners[i] for i in self._outgoing], [jobs[i].pieces[me].shape for i in self._outgoing], axes.size)
+        self._held = parts(
+            [owners[i] for i in self._outgoing], [jobs[i].pieces[me].shape for i in self._outgoing], axes.size
+        )
         self._whole = parts(
             [rank for rank, _ in self._incoming], [jobs[i].pieces[rank].shape for rank, i in self._incoming], axes.size
         )
 
+    @override
     def start_gather(self, pieces: Sequence[Tensor]) -> None:
         send = self._buffer("gather-held", self._held)
         self._received = self._buffer("gather-whole", self._whole)
@@ -144,6 +163,7 @@ class ShardedTransfer:
         self._own_pieces = {index: pieces[index] for index in self._owned}
         self._work = start_all_to_all(send, self._held, self._received, self._whole, self.axes)
 
+    @override
     def matrices(self) -> list[Tensor]:
         _wait(self._work)
         matrices = {index: self._received.new_empty(self.jobs[index].matrix.box.shape) for index in self._owned}
@@ -155,6 +175,7 @@ class ShardedTransfer:
         _copy(targets, sources)
         return list(matrices.values())
 
+    @override
     def start_scatter(self, updates: Sequence[Tensor]) -> None:
         send = self._buffer("scatter-whole", self._whole)
         self._returned = self._buffer("scatter-held", self._held)
@@ -166,6 +187,7 @@ class ShardedTransfer:
         }
         self._work = start_all_to_all(send, self._whole, self._returned, self._held, self.axes)
 
+    @override
     def updates(self) -> list[Tensor]:
         _wait(self._work)
         found = dict(zip(self._outgoing, self._held.views(self._returned), strict=True)) | self._own_updates

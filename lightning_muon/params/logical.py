@@ -17,10 +17,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Size in every dimension."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box:

@@ -1,0 +1,1 @@
+"""Plans in pure Python: numbers in, frozen data out."""

@@ -42,7 +42,9 @@ def test_one_failing_rank_fails_all(gloo: ProcessPool) -> None:
     assert gloo.run(_fail_on, None, world_size=3) == ["passed"] * 3
     results = gloo.run(_fail_on, 1, world_size=3)
     assert results[1] == "ValueError: disk full"
-    assert results[0] == results[2] == "RuntimeError: rank 1 of the group failed, so all ranks stop: ValueError: disk full"
+    assert (
+        results[0] == results[2] == "RuntimeError: rank 1 of the group failed, so all ranks stop: ValueError: disk full"
+    )
 
 
 def test_without_processes_nothing_is_compared_and_an_error_is_raised() -> None:

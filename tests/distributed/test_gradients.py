@@ -174,7 +174,9 @@ def _nan_on_one_rank() -> None:
 
 
 def test_a_nan_on_one_rank_stops_all_ranks_and_changes_nothing(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_nan_on_one_rank, match="gradient of second", exception=NonFiniteGradientError, world_size=3)
+    gloo.expect_error_on_all_ranks(
+        _nan_on_one_rank, match="gradient of second", exception=NonFiniteGradientError, world_size=3
+    )
 
 
 def _different_models() -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from tests.reference.muon import ReferenceMuon, orthogonalized
+from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
 
 # Odd sizes: rows that do not divide, fewer rows than ranks, tall, flat, a stack of experts, a convolution.
@@ -107,7 +106,9 @@ def test_replicas_divide_the_work_and_agree(gloo: ProcessPool, mesh_shape: tuple
             assert _largest_difference(result, expected) <= EXACT
 
 
-@pytest.mark.parametrize("options", [{"nesterov": False}, {"adjust_lr_fn": "original"}, {"momentum": 0.5, "weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"nesterov": False}, {"adjust_lr_fn": "original"}, {"momentum": 0.5, "weight_decay": 0.0}]
+)
 def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool, options: dict[str, object]) -> None:
     result = gloo.run(_train_on_mesh, (3,), 0, FLOAT32 | options, world_size=3)[0]
     assert _largest_difference(result, _reference(**options)) <= EXACT
@@ -144,7 +145,13 @@ def _train_per_shard(mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
         grads = {name: place(grad).to_local() for name, grad in _tensors(1 + step).items()}
         reference.step({name: grad for name, grad in grads.items() if grad.numel()})
     return {
-        name: DTensor.from_local(local, sharded[name].device_mesh, sharded[name].placements, shape=sharded[name].shape, stride=sharded[name].stride()).full_tensor()
+        name: DTensor.from_local(
+            local,
+            sharded[name].device_mesh,
+            sharded[name].placements,
+            shape=sharded[name].shape,
+            stride=sharded[name].stride(),
+        ).full_tensor()
         for name, local in reference.matrices.items()
     }
 

@@ -11,7 +11,9 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalized(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32) -> Tensor:
+def orthogonalized(
+    matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Newton-Schulz as in https://kellerjordan.github.io/posts/muon, in ``dtype``."""
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)

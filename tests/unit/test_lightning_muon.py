@@ -11,7 +11,12 @@ import lightning_muon
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(lightning_muon.__all__) == ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy"]
+    assert sorted(lightning_muon.__all__) == [
+        "MuonConfig",
+        "NonFiniteGradientError",
+        "ParallelMuon",
+        "ParallelMuonStrategy",
+    ]
     for name in lightning_muon.__all__:
         assert getattr(lightning_muon, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Muon'"):

@@ -102,7 +102,13 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
 def test_a_module_is_routed_by_its_layers_and_attach_does_it_later() -> None:
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
     routed = {route.name: route.algorithm for route in ParallelMuon(model).routes}
-    assert routed == {"0.weight": "adamw", "1.weight": "muon", "1.bias": "adamw", "3.weight": "adamw", "3.bias": "adamw"}
+    assert routed == {
+        "0.weight": "adamw",
+        "1.weight": "muon",
+        "1.bias": "adamw",
+        "3.weight": "adamw",
+        "3.bias": "adamw",
+    }
     optimizer = ParallelMuon(model.parameters())
     assert optimizer.routes[0].algorithm == "muon"
     optimizer.attach(model)
@@ -114,7 +120,10 @@ def test_convolutions_and_stacks_equal_their_matrices_alone() -> None:
     torch.manual_seed(0)
     convolution, stack = nn.Parameter(torch.randn(6, 4, 3, 3)), nn.Parameter(torch.randn(3, 5, 4))
     alone = [nn.Parameter(convolution.detach().flatten(1).clone()), *[nn.Parameter(m.clone()) for m in stack.detach()]]
-    optimizers = [ParallelMuon([convolution, stack], compute_dtype="float32"), ParallelMuon(alone, compute_dtype="float32")]
+    optimizers = [
+        ParallelMuon([convolution, stack], compute_dtype="float32"),
+        ParallelMuon(alone, compute_dtype="float32"),
+    ]
     for step in range(3):
         _set_grads([convolution, stack], step)
         alone[0].grad = convolution.grad.flatten(1)  # type: ignore[union-attr]
