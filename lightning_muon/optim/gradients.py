@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.exchange import start_all_reduce_max
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.optim.binding import Binding, BoundParameter, local_tensor
@@ -66,7 +67,7 @@ def _start_agreement(
             flags[filled] = torch.where(is_finite, _PRESENT, _NONFINITE)
     work = None
     if axes.group is not None:
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axes.group, async_op=True)
+        work = start_all_reduce_max(flags, axes)
     return flags, work
 
 

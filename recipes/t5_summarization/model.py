@@ -66,6 +66,8 @@ class T5Summarizer(LightningModule):
         architecture: See :func:`build_t5`.
         pretrained: Start from the weights on the hub.
         lr: Peak learning rate of AdamW.
+        embedding_lr_scale: Learning rate of the token embedding as a multiple of ``lr``. T5 draws it with a standard
+            deviation of 1, ten times that of its matrices, so a short training from random weights needs more than 1.
         weight_decay: Decoupled weight decay.
         warmup_share: Share of all steps for the linear warm-up.
         paper_loss: Average the loss over padding too, as the code of the FlexDeMo paper does, not over tokens only.
@@ -80,6 +82,7 @@ class T5Summarizer(LightningModule):
         architecture: str | dict[str, Any] = "t5-base",
         pretrained: bool = False,
         lr: float = 1e-3,
+        embedding_lr_scale: float = 1.0,
         weight_decay: float = 0.01,
         warmup_share: float = 0.05,
         paper_loss: bool = False,
@@ -141,7 +144,12 @@ class T5Summarizer(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW for everything; the strategy moves the matrices to Muon at the same learning rate."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=self.hparams.weight_decay)
+        lr, embedding = self.hparams.lr, self.model.get_input_embeddings().weight
+        groups = [
+            {"params": [parameter for parameter in self.parameters() if parameter is not embedding]},
+            {"params": [embedding], "lr": lr * self.hparams.embedding_lr_scale},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=self.hparams.weight_decay)
         total_steps = int(self.trainer.estimated_stepping_batches)
         warmup_steps = max(1, round(self.hparams.warmup_share * total_steps))
         scheduler = torch.optim.lr_scheduler.LambdaLR(

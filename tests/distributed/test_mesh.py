@@ -35,8 +35,8 @@ def test_an_axis_of_one_rank_needs_no_group(gloo: ProcessPool) -> None:
 
 def _sum_over_half() -> int:
     """A mesh that is only a part of the world, in another order than the ranks."""
-    mine = [2, 0] if dist.get_rank() in (0, 2) else [3, 1]
-    other = DeviceMesh("cpu", [[mine[0]], [mine[1]]], _init_backend=True)
+    even, odd = (DeviceMesh("cpu", [[last], [first]]) for first, last in ((0, 2), (1, 3)))
+    other = even if dist.get_rank() in (0, 2) else odd
     found = axis_group(other, (0, 1))
     values = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
     dist.all_gather(values, torch.tensor([dist.get_rank()]), group=found.group)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
 
@@ -128,6 +128,13 @@ def trainer(pl: Any, *, strategy: Any = "parallel_muon", world_size: int | None 
 def loader(global_batch: int = 8, *, num_samples: int = 48) -> DataLoader[Any]:
     """The same global batches, in the same order, at every number of ranks."""
     return DataLoader(dataset(num_samples), batch_size=global_batch // int(os.environ["WORLD_SIZE"]))
+
+
+def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) -> DataLoader[Any]:
+    """The global batches of :func:`loader` in one process: Lightning shuffles training data of distributed strategies."""
+    sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
+    sampler.set_epoch(epoch)
+    return DataLoader(dataset(num_samples), batch_size=global_batch, sampler=sampler)
 
 
 def strategy_class(package: str) -> Any:

@@ -1,13 +1,19 @@
-"""The demo from its command line to its report, on one process and a few rows."""
+"""The demo from its command line to its report, on a few rows."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipes.t5_summarization.data import SummarizationData
 from recipes.t5_summarization.demo import CONFIG, run
+from recipes.t5_summarization.model import T5Summarizer
 from recipes.t5_summarization.plot import read_metric
 from tests.recipes.rows import write_csv
 
@@ -62,3 +68,49 @@ def test_the_demo_shards_over_4_processes_and_needs_no_hub() -> None:
     assert config["data"]["init_args"]["tokenizer"] == "bpe"
     assert isinstance(config["model"]["init_args"]["architecture"], dict)
     assert config["model"]["init_args"]["architecture"]["vocab_size"] == config["data"]["init_args"]["vocab_size"]
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_end_with_a_table_of_what_ran_on_muon(tmp_path: Path) -> None:
+    options = [
+        *(
+            option
+            for option in arguments(tmp_path)
+            if not option.startswith(("--trainer.strategy", "--trainer.devices"))
+        ),
+        "--trainer.devices=2",
+        "--trainer.strategy.init_args.replicate_size=1",
+    ]
+    finished = subprocess.run(
+        [sys.executable, "-m", "recipes.t5_summarization.demo", *options],
+        cwd=CONFIG.parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    report = finished.stdout[finished.stdout.index("What ran on which optimizer") :]
+    assert "Muon: 36 tensors" in report
+    assert "embedding, tied to model.lm_head.weight" in report
+    assert report.count("generated  ") == 3
+    checkpoint = next(line.split()[-1] for line in report.splitlines() if line.startswith("checkpoint"))
+    assert (Path(checkpoint) / ".metadata").is_file(), "a folder of shards"
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "wikihow.yaml"])
+def test_the_configurations_name_arguments_that_exist(name: str) -> None:
+    config = yaml.safe_load(CONFIG.with_name(name).read_text())
+    for section, kind in (("model", T5Summarizer), ("data", SummarizationData)):
+        assert config[section]["class_path"] == f"{kind.__module__}.{kind.__name__}"
+        inspect.signature(kind).bind(**config[section]["init_args"])
+
+
+def test_the_wikihow_configuration_is_the_one_of_the_paper() -> None:
+    config = yaml.safe_load(CONFIG.with_name("wikihow.yaml").read_text())
+    data, model = config["data"]["init_args"], config["model"]["init_args"]
+    assert (data["train_rows"], data["validation_rows"], data["validation_share"]) == (15_000, 3_000, 0.2)
+    assert (data["max_source_tokens"], data["max_target_tokens"], data["batch_size"]) == (512, 150, 32)
+    assert (data["source"], data["target"]) == ("gursi26/wikihow-cleaned", "title")
+    assert (model["architecture"], model["lr"], config["trainer"]["max_epochs"]) == ("t5-base", 1e-3, 10)
+    assert config["trainer"]["precision"] == "bf16-mixed"

@@ -77,6 +77,7 @@ class Checkpoint:
                 set_optimizer_state_dict(module, optimizer, state[key])
             else:
                 named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
+                _check_state(named["state"], module, optimizer)
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
                 set_optimizer_state_dict(module, optimizer, named, options=options)
         except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
@@ -122,6 +123,18 @@ def named_optimizer_state(
     names = dict(zip(numbers, _names_in_groups(module, optimizer), strict=True))
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _check_state(saved: Mapping[str, Mapping[str, Any]], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` unless the saved state has the tensors that ``optimizer`` holds.
+
+    torch leaves out what is missing in a full state dict. Optimizers that create state at their first step are not checked.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(_names_in_groups(module, optimizer), parameters, strict=True):
+        ours = set(optimizer.state.get(parameter, ()))
+        if ours and ours != set(saved.get(name, ())):
+            raise ValueError(f"{name} has {sorted(ours)} here, but {sorted(saved.get(name, ()))} in the checkpoint")
 
 
 def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -68,7 +68,8 @@ def materialize(module: nn.Module, device: torch.device, replaced: dict[Tensor, 
     """
     touched = [child for child in module.modules() if _fill_meta(child, device, replaced)]
     uninitialized = set[str]()
-    for child in touched:
+    # The first module that holds a tied weight has the last word, for example the embedding before the head.
+    for child in reversed(touched):
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):
             reset()

@@ -195,7 +195,7 @@ class ParallelMuonMixin(CheckpointStrategy):
             self._rank_zero().rank_zero_warn(message)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a step that skips its backward pass leaves no whole weights behind."""
+        """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
         output = super().training_step(*args, **kwargs)
         if output is None:
             free_unsharded(self.lightning_module)

@@ -1,0 +1,52 @@
+"""``lightning-muon fit|validate|test|predict --config FILE.yaml``: LightningCLI with the strategy as the default."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
+    LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
+    ``--optimizer`` and ``--lr_scheduler``.
+
+    Args:
+        args: In place of those of the process.
+    """
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    make_cli(args)
+
+
+def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
+    """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name.
+
+    Args:
+        args: In place of those of the process.
+        **kwargs: For LightningCLI.
+    """
+    cli = importlib.import_module(f"{_installed_package()}.cli")
+    return cli.LightningCLI(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
+
+
+def _installed_package() -> str:
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            return package
+    raise SystemExit("lightning-muon needs Lightning; pip install 'lightning-muon[lightning]'")
+
+
+if __name__ == "__main__":
+    main()

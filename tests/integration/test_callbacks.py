@@ -1,0 +1,219 @@
+"""Callbacks that ship with Lightning: each works, or is refused with a message that says what to use in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_muon
+from lightning_muon import MuonConfig
+from tests.integration.training import (
+    PACKAGES,
+    Network,
+    adamw,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool, RanksFailedError, run_fresh
+
+_FLOAT32 = MuonConfig(compute_dtype="float32")
+
+
+def _stop_early(package: str) -> tuple[int, float]:
+    pl = load(package)
+    model = language_model(pl)
+    # No epoch can improve by 100, so the second one is the last.
+    stopping = pl.callbacks.EarlyStopping("val", min_delta=100.0, patience=1)
+    fitter = trainer(pl, callbacks=[stopping], max_epochs=9)
+    fitter.fit(model, loader(), loader())
+    return fitter.current_epoch, float(stopping.best_score)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_early_stopping_stops_all_ranks_in_the_same_epoch(gloo: ProcessPool, package: str) -> None:
+    outcomes = gloo.run(_stop_early, package, world_size=3)
+    assert [epoch for epoch, _ in outcomes] == [2, 2, 2]
+    assert len({score for _, score in outcomes}) == 1
+
+
+def _two_groups(module: nn.Module) -> Any:
+    names = dict(module.named_parameters())
+    head = [p for name, p in names.items() if "head" in name]
+    rest = [p for name, p in names.items() if "head" not in name]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-2, "name": "body"}, {"params": head, "lr": 1e-3, "name": "head"}])
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[4])
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _monitor(package: str, strategy: str, directory: str) -> tuple[dict[str, list[float]], list[str]]:
+    import warnings
+
+    pl = load(package)
+    model = language_model(pl, configure=_two_groups)
+    monitor = pl.callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    logger = pl.loggers.CSVLogger(directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(pl, strategy=strategy, callbacks=[monitor], logger=logger, log_every_n_steps=1).fit(model, loader())
+    return monitor.lrs, [str(w.message) for w in caught if "lr_scheduler" in str(w.message)]
+
+
+def test_learning_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, tmp_path: Path) -> None:
+    lrs, warnings = gloo.run(_monitor, PACKAGES[0], "parallel_muon", str(tmp_path), world_size=2)[0]
+    plain, _ = gloo.run(_monitor, PACKAGES[0], "auto", str(tmp_path), world_size=1)[0]
+    assert list(lrs) == ["lr-ParallelMuon/body", "lr-ParallelMuon/head"]
+    assert list(lrs.values()) == list(plain.values())
+    assert len(set(lrs["lr-ParallelMuon/body"])) > 8
+    assert warnings == []
+
+
+def _finetune(
+    package: str, directory: str, *, unfreeze_at: int = 1, resume: str | None = None, sizes: dict[str, int] | None = None
+) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
+    pl = load(package)
+
+    class UnfreezeBlocks(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.network.blocks)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == unfreeze_at:
+                self.unfreeze_and_add_param_group(module.network.blocks, optimizer, lr=5e-3)
+
+    def configure(module: nn.Module) -> Any:
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.03)
+
+    model = language_model(pl, configure=configure)
+    strategy = strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32", muon_patterns=("*.head.weight",)))
+    callbacks = [UnfreezeBlocks(), pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)]
+    fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
+    fitter.fit(model, loader(), loader(), ckpt_path=resume)
+    groups = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in fitter.optimizers[0].param_groups]
+    moved = not torch.equal(
+        full_weights(model).get("network.blocks.0.up.weight", torch.zeros(())),
+        language_model(pl).network.blocks[0].up.weight,
+    )
+    return model.losses, full_weights(model), groups, moved
+
+
+def test_finetuning_adds_a_group_that_trains_as_on_one_rank(gloo: ProcessPool, tmp_path: Path) -> None:
+    losses, weights, groups, moved = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
+    single = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "1"), world_size=1)[0]
+    # The new group has the weight decay of the user's AdamW.
+    assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)]
+    assert moved
+    assert losses == pytest.approx(single[0], abs=1e-4)
+    assert max_difference(weights, single[1]) < 1e-4
+
+
+def test_finetuning_resumes_after_the_group_was_added(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_finetune, PACKAGES[0], str(tmp_path), world_size=2)
+    resumed = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "b"), resume=f"{tmp_path}/epoch=1.ckpt", world_size=2)[0]
+    assert resumed[2] == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)]
+
+
+def _accumulate_by_schedule(package: str) -> tuple[list[float], dict[str, Any], int]:
+    pl = load(package)
+    model = language_model(pl)
+    strategy = strategy_class(package)(optimizer=_FLOAT32)
+    callback = pl.callbacks.GradientAccumulationScheduler({0: 3, 1: 2})
+    fitter = trainer(pl, strategy=strategy, callbacks=[callback])
+    fitter.fit(model, loader())
+    return model.losses, full_weights(model), fitter.global_step
+
+
+def test_a_schedule_of_accumulation_is_as_on_one_rank(gloo: ProcessPool) -> None:
+    losses, weights, steps = gloo.run(_accumulate_by_schedule, PACKAGES[0], world_size=4)[0]
+    single = gloo.run(_accumulate_by_schedule, PACKAGES[0], world_size=1)[0]
+    assert steps == 2 + 3
+    assert losses == pytest.approx(single[0], abs=1e-4)
+    assert max_difference(weights, single[1]) < 1e-4
+
+
+def _with_callback(package: str, name: str, *args: Any) -> None:
+    pl = load(package)
+    trainer(pl, callbacks=[getattr(pl.callbacks, name)(*args)]).fit(language_model(pl), loader())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("name", "args"), [("StochasticWeightAveraging", (1e-3,)), ("EMAWeightAveraging", ()), ("ModelPruning", ("l1_unstructured",))])
+def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool, package: str, name: str, args: Any) -> None:
+    gloo.expect_error_on_all_ranks(_with_callback, package, name, *args, world_size=2, match=f"{name} does not work.*Instead, ")
+
+
+def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
+    import torch.distributed as dist
+
+    pl = load(package)
+
+    class Failing(pl.Callback):
+        def on_train_batch_end(self, fitter: Any, *_: Any) -> None:
+            if fitter.global_step == 3 and dist.get_rank() in ranks:
+                raise ArithmeticError("on purpose")
+
+    callbacks = [Failing(), pl.callbacks.OnExceptionCheckpoint(directory)]
+    model = language_model(pl)
+    fitter = trainer(pl, callbacks=callbacks, enable_checkpointing=True)
+    fitter.fit(model, loader())
+
+
+def test_a_checkpoint_is_saved_when_all_ranks_fail(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.expect_error_on_all_ranks(
+        _fail, PACKAGES[0], str(tmp_path), (0, 1), world_size=2, exception=ArithmeticError, match="on purpose"
+    )
+    saved = torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=False)
+    assert saved["global_step"] == 3
+
+
+def _fail_alone(package: str, directory: str) -> None:
+    import lightning_muon.integrations.lightning.checkpoint_strategy as room
+
+    room._SECONDS_TO_FAIL_TOGETHER = 0.5
+    _fail(package, directory, (1,))
+
+
+def test_a_rank_that_fails_alone_says_that_it_cannot_save(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_fresh(_fail_alone, PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
+    assert "only 1 failed" in caught.value.failures[1].message
+    assert not (tmp_path / "on_exception.ckpt").exists()
+
+
+def _throughput(package: str, directory: str) -> list[str]:
+    pl = load(package)
+    model = language_model(pl)
+    model.flops_per_batch = 1000
+    monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+    logger = pl.loggers.CSVLogger(directory, name="", version="")
+    trainer(pl, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision="bf16-mixed", max_epochs=3).fit(model, loader())
+    return (Path(directory) / "metrics.csv").read_text().splitlines()[0].split(",")
+
+
+def test_throughput_is_measured(gloo: ProcessPool, tmp_path: Path) -> None:
+    columns = gloo.run(_throughput, PACKAGES[0], str(tmp_path), world_size=2)[0]
+    assert "train/device/samples_per_sec" in columns
+
+
+def _default(package: str) -> Any:
+    assert lightning_muon.ParallelMuonStrategy is strategy_class("lightning.pytorch")
+    pl = load(package)
+    model = language_model(pl, configure=adamw, network=lambda: Network(num_blocks=3))
+    fitter = trainer(pl, callbacks=[pl.callbacks.Timer(), pl.callbacks.ModelSummary(), pl.callbacks.RichProgressBar()], enable_model_summary=True, enable_progress_bar=True)
+    fitter.fit(model, loader(), loader())
+    return fitter.global_step
+
+
+def test_summaries_bars_and_timers_run(gloo: ProcessPool) -> None:
+    assert gloo.run(_default, PACKAGES[0], world_size=2) == [12, 12]

@@ -1,0 +1,182 @@
+"""Models that configure_model creates: on the meta device, sharded by the user, or compiled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import MuonConfig
+from tests.integration.training import (
+    PACKAGES,
+    Network,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+_FLOAT32 = MuonConfig(compute_dtype="float32")
+
+
+def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any = Network) -> Any:
+    model = language_model(pl, network=nn.Identity)
+
+    def configure_model(self: Any) -> None:
+        if isinstance(self.network, nn.Identity):
+            with torch.device("meta"):
+                self.network = network(tied=tied)
+            if shard:
+                mesh = self.device_mesh["data_parallel"]
+                for block in self.network.blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(self.network, mesh=mesh)
+
+    type(model).configure_model = configure_model
+    return model
+
+
+def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dict[str, Any]:
+    pl = load(package)
+    torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
+    model = _on_meta(pl, **options)
+    fitter = trainer(pl, strategy=strategy_class(package)(**sizes))
+    captured: dict[str, Tensor] = {}
+
+    class Capture(pl.Callback):
+        def on_fit_start(self, _: Any, module: Any) -> None:
+            captured.update(full_weights(module))
+
+    fitter.callbacks.append(Capture())
+    fitter.fit(model, loader(), loader())
+    local = [p.to_local().flatten()[:4].tolist() for p in model.parameters() if isinstance(p, DTensor)]
+    return {"losses": model.losses, "initial": captured, "local": local, "tied": model.network.head.weight is model.network.embedding.weight}
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}])
+@pytest.mark.parametrize("sizes", [{}, {"replicate_size": 2}])
+def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPool, sizes: Any, options: Any) -> None:
+    outcomes = gloo.run(_train_from_meta, PACKAGES[0], sizes, **options)
+    initial = outcomes[0]["initial"]
+    assert all(torch.isfinite(tensor).all() for tensor in initial.values())
+    # As nn.Linear initializes itself: uniform in +- 1 / sqrt(inputs).
+    up = initial["network.blocks.0.up.weight"]
+    assert 0.2 < up.abs().max() <= 0.25
+    assert torch.linalg.matrix_rank(up) == 16
+    assert initial["network.embedding.weight"].std() == pytest.approx(1.0, abs=0.2)
+    assert outcomes[0]["tied"] == options.get("tied", False)
+    assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)
+    assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
+
+
+def test_a_model_that_the_user_sharded_on_meta_is_initialized_as_a_whole(gloo: ProcessPool) -> None:
+    outcomes = gloo.run(_train_from_meta, PACKAGES[0], {"data_parallel_size": 4}, shard=True)
+    up = outcomes[0]["initial"]["network.blocks.0.up.weight"]
+    assert torch.isfinite(up).all()
+    assert torch.linalg.matrix_rank(up) == 16
+    assert not torch.equal(up[:12], up[12:24]), "two ranks drew the same shard"
+    assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
+
+
+class _NoReset(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(23, 8), nn.Linear(8, 23)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens) * self.scale)
+
+
+def _without_reset(package: str) -> None:
+    pl = load(package)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*reset_parameters")
+        trainer(pl).fit(_on_meta(pl, network=_NoReset), loader())
+
+
+def test_a_module_that_cannot_initialize_itself_is_named(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _without_reset, PACKAGES[0], world_size=1, exception=UserWarning, match="_NoReset have no reset_parameters"
+    )
+
+
+def _user_sharded(package: str) -> tuple[list[float], dict[str, Any], list[str]]:
+    pl = load(package)
+    model = language_model(pl)
+
+    def configure_model(self: Any) -> None:
+        if not isinstance(self.network.blocks[0], FSDPModule):
+            for block in self.network.blocks:
+                fully_shard(block.up, mesh=self.device_mesh["shard"])
+
+    type(model).configure_model = configure_model
+    fitter = trainer(pl, strategy=strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3)
+    fitter.fit(model, loader())
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return model.losses, full_weights(model), units
+
+
+def _not_sharded(package: str) -> tuple[list[float], dict[str, Any]]:
+    pl = load(package)
+    model = language_model(pl)
+    trainer(pl, strategy=strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3).fit(model, loader())
+    return model.losses, full_weights(model)
+
+
+def test_units_of_the_user_are_left_alone(gloo: ProcessPool) -> None:
+    losses, weights, units = gloo.run(_user_sharded, PACKAGES[0], world_size=2)[0]
+    single = gloo.run(_not_sharded, PACKAGES[0], world_size=1)[0]
+    assert "network.blocks.0.up" in units
+    assert losses == pytest.approx(single[0], abs=1e-4)
+    assert max_difference(weights, single[1]) < 1e-4
+
+
+def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float], dict[str, Any], list[str]]:
+    pl = load(package)
+    model = language_model(pl)
+    if where == "network":
+        model.network = torch.compile(model.network, backend="eager")
+    elif where == "blocks":
+        for index, block in enumerate(model.network.blocks):
+            model.network.blocks[index] = torch.compile(block, backend="eager")
+    elif where == "in place":
+        model.network.compile(backend="eager")
+    strategy = strategy_class(package)(optimizer=_FLOAT32, save_distributed_checkpoint=False)
+    fitter = trainer(pl, strategy=strategy)
+    fitter.fit(model, loader(), loader())
+    names = sorted(model.state_dict())
+    if directory:
+        fitter.save_checkpoint(f"{directory}/whole.ckpt")
+    return model.losses, full_weights(model), names
+
+
+@pytest.mark.parametrize("where", ["network", "blocks", "in place"])
+def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any, where: str) -> None:
+    losses, weights, names = gloo.run(_compiled, PACKAGES[0], where, str(tmp_path), world_size=2)[0]
+    plain = gloo.run(_compiled, PACKAGES[0], "", world_size=2)[0]
+    assert losses == pytest.approx(plain[0], abs=1e-5)
+    assert max_difference(weights, plain[1]) < 1e-5
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    # The names of the module itself, so that load_state_dict takes them.
+    assert sorted(saved) == names
+
+
+def _compiled_module(package: str) -> None:
+    pl = load(package)
+    trainer(pl).fit(torch.compile(language_model(pl), backend="eager"), loader())
+
+
+def test_a_compiled_lightning_module_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _compiled_module, PACKAGES[0], world_size=1, exception=RuntimeError, match="incompatible with the current strategy"
+    )

@@ -1,0 +1,136 @@
+"""Mistakes: the same clear error on every rank, and no hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_muon import MuonConfig, NonFiniteGradientError, ParallelMuon
+from tests.integration.training import PACKAGES, Network, language_model, load, loader, strategy_class, trainer
+from tests.support.processes import ProcessPool
+
+
+def _fit(package: str, *, network: Any = Network, configure: Any = None, sizes: Any = None, **kwargs: Any) -> None:
+    pl = load(package)
+    strategy = strategy_class(package)(**(sizes or {}))
+    trainer(pl, strategy=strategy, **kwargs).fit(language_model(pl, network=network, configure=configure), loader())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"replicate_size": 2, "shard_size": 4}, "2 replicas x 4 shards = 8 ranks, but there are 3"),
+        ({"replicate_size": 2}, "replicate_size=2 does not divide the number of ranks, 3"),
+        ({"data_parallel_size": 2}, "there are 3"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size must be 1"),
+        ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1"),
+        ({"optimizer": "adam"}, "optimizer must be 'auto', 'keep' or a MuonConfig"),
+        ({"wrap_policy": ["Blok"]}, "wrap_policy: no module is a Blok"),
+        ({"optimizer": MuonConfig(adamw_patterns=("*.hed.*",))}, "hed"),
+    ],
+)
+def test_a_wrong_argument_is_named(gloo: ProcessPool, package: str, sizes: dict[str, Any], match: str) -> None:
+    gloo.expect_error_on_all_ranks(_fit, package, sizes=sizes, world_size=3, match=match)
+
+
+class _Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 23)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.embedding(tokens)
+
+
+def _adamw(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters())
+
+
+@pytest.mark.parametrize("configure", [None, _adamw])
+def test_a_model_without_matrices_is_an_error_that_lists_the_parameters(gloo: ProcessPool, configure: Any) -> None:
+    failures = gloo.expect_error_on_all_ranks(
+        _fit, PACKAGES[0], network=_Lookup, configure=configure, world_size=2, match="embedding.weight"
+    )
+    assert "optimizer='keep'" in failures[0].message
+
+
+def _other_width_on_rank_1() -> nn.Module:
+    return Network(num_blocks=2 if dist.get_rank() == 0 else 3)
+
+
+def test_different_models_are_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _fit, PACKAGES[0], network=_other_width_on_rank_1, world_size=3, exception=RuntimeError, match="differs between ranks"
+    )
+
+
+def _negative_rate(module: nn.Module) -> Any:
+    return ParallelMuon(module.parameters(), lr=-1.0)
+
+
+def test_a_negative_learning_rate_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_fit, PACKAGES[0], configure=_negative_rate, world_size=2, match="lr must be finite and >= 0")
+
+
+def _with_nan(package: str, **kwargs: Any) -> None:
+    pl = load(package)
+    model = language_model(pl)
+    if dist.get_rank() == 1:
+
+        def poison(self: Any, *_: Any) -> None:
+            gradient = self.network.blocks[1].up.weight.grad.to_local()
+            if gradient.numel():
+                gradient.view(-1)[0] = float("nan")
+
+        type(model).on_after_backward = poison
+    trainer(pl, **kwargs).fit(model, loader())
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
+def test_a_nan_gradient_on_one_rank_names_the_parameter(gloo: ProcessPool, clip: dict[str, Any]) -> None:
+    failures = gloo.expect_error_on_all_ranks(
+        _with_nan, PACKAGES[0], world_size=3, exception=NonFiniteGradientError, match=r"network\.blocks\.1\.up\.weight", **clip
+    )
+    assert "blocks.0" not in failures[0].message
+
+
+def _strategy_of_the_other_package() -> None:
+    trainer(load(PACKAGES[1]), strategy=strategy_class(PACKAGES[0])())
+
+
+def test_the_strategy_of_the_other_package_is_explained(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _strategy_of_the_other_package, world_size=1, match="Trainers of lightning.pytorch; strategy='parallel_muon' finds"
+    )
+
+
+def _unused_on_one_rank(package: str) -> list[float]:
+    pl = load(package)
+
+    class Branching(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Linear(16, 16)
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embedding(tokens)
+            if dist.get_rank() == 0:
+                x = x + self.branch(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = language_model(pl, network=Branching)
+    trainer(pl).fit(model, loader())
+    return model.losses
+
+
+def test_a_parameter_that_one_rank_uses_does_not_hang(gloo: ProcessPool) -> None:
+    losses = gloo.run(_unused_on_one_rank, PACKAGES[0], world_size=2)
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]

@@ -1,0 +1,207 @@
+"""Validation, test and prediction; before, during and after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.integration.training import (
+    PACKAGES,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+
+def _evaluate(package: str, directory: str, sharded: bool) -> dict[str, Any]:
+    pl = load(package)
+    model = language_model(pl)
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, monitor="val", save_top_k=1)
+    strategy = strategy_class(package)(save_distributed_checkpoint=sharded)
+    fitter = trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, num_sanity_val_steps=2)
+    before = fitter.validate(model, loader(), verbose=False)[0]["val"]
+    fitter.fit(model, loader(), loader())
+    after = fitter.validate(model, loader(), verbose=False)[0]["val"]
+    best = fitter.test(model, loader(), ckpt_path="best", verbose=False)[0]["test"]
+    predictions = torch.cat(fitter.predict(model, loader(num_samples=8)))
+    fitter.fit_loop.max_epochs = 3
+    fitter.fit(model, loader(), loader())
+    return {
+        "before": before,
+        "after": after,
+        "best": best,
+        "score": float(callback.best_model_score),
+        "predictions": predictions,
+        "kinds": {type(parameter.data) for parameter in model.parameters()},
+        "steps": fitter.global_step,
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path, package: str, sharded: bool) -> None:
+    outcomes = gloo.run(_evaluate, package, str(tmp_path), sharded, world_size=2)
+    for outcome in outcomes:
+        assert outcome["before"] > outcome["after"]
+        assert outcome["kinds"] == {DTensor}
+        assert outcome["steps"] == 18
+    assert outcomes[0]["predictions"].shape == (4, 6)
+
+
+def _best(package: str, directory: str) -> tuple[float, float]:
+    pl = load(package)
+    model = language_model(pl)
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, monitor="val")
+    fitter = trainer(pl, callbacks=[callback], enable_checkpointing=True)
+    fitter.fit(model, loader(), loader())
+    best = float(callback.best_model_score)
+    other = language_model(pl, seed=5)
+    return best, trainer(pl).validate(other, loader(), ckpt_path=callback.best_model_path, verbose=False)[0]["val"]
+
+
+def test_a_checkpoint_validates_in_a_new_trainer(gloo: ProcessPool, tmp_path: Path) -> None:
+    best, again = gloo.run(_best, PACKAGES[0], str(tmp_path), world_size=4)[0]
+    assert again == pytest.approx(best, abs=1e-6)
+
+
+def _hooks_see_shards(package: str) -> list[str]:
+    pl = load(package)
+    seen: list[str] = []
+
+    class Spy(pl.Callback):
+        def _look(self, name: str, module: Any) -> None:
+            seen.append(f"{name} {all(isinstance(p, DTensor) for p in module.parameters())}")
+
+        def on_validation_epoch_end(self, _: Any, module: Any) -> None:
+            self._look("validation", module)
+
+        def on_train_epoch_start(self, _: Any, module: Any) -> None:
+            self._look("train", module)
+
+        def on_before_optimizer_step(self, _: Any, module: Any, optimizer: Any) -> None:
+            self._look("step", module)
+
+    trainer(pl, callbacks=[Spy()], max_epochs=1, limit_train_batches=1).fit(language_model(pl), loader(), loader())
+    return seen
+
+
+def test_hooks_outside_of_a_step_see_shards(gloo: ProcessPool) -> None:
+    assert gloo.run(_hooks_see_shards, PACKAGES[0], world_size=2)[0] == [
+        "validation True", "train True", "step True", "validation True",
+    ]  # fmt: skip
+
+
+def _inference_mode(package: str) -> list[bool]:
+    pl = load(package)
+    fitter = trainer(pl, inference_mode=True)
+    fitter.validate(language_model(pl), loader(), verbose=False)
+    return [loop.inference_mode for loop in (fitter.validate_loop, fitter.test_loop, fitter.predict_loop)]
+
+
+def test_evaluation_stays_out_of_inference_mode(gloo: ProcessPool) -> None:
+    assert gloo.run(_inference_mode, PACKAGES[0], world_size=1)[0] == [False, False, False]
+
+
+def _options(package: str, **kwargs: Any) -> tuple[int, float]:
+    pl = load(package)
+    model = language_model(pl)
+    fitter = trainer(pl, **kwargs)
+    fitter.fit(model, loader(), loader())
+    return fitter.global_step, model.losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"fast_dev_run": 2}, 2),
+        ({"overfit_batches": 2}, 4),
+        ({"max_steps": 5, "max_epochs": -1}, 5),
+        ({"limit_train_batches": 0.5, "val_check_interval": 2}, 6),
+        ({"accumulate_grad_batches": 4}, 4),
+        ({"max_epochs": 1, "use_distributed_sampler": False}, 12),
+        ({"max_epochs": 1, "num_sanity_val_steps": 0, "detect_anomaly": True}, 6),
+    ],
+)
+def test_trainer_options_work(gloo: ProcessPool, options: dict[str, Any], steps: int) -> None:
+    outcomes = gloo.run(_options, PACKAGES[0], world_size=2, **options)
+    assert [outcome[0] for outcome in outcomes] == [steps, steps]
+
+
+def _unusual_steps(package: str) -> list[float]:
+    pl = load(package)
+    model = language_model(pl)
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        hidden = self.network.embedding(batch[0])
+        for block in self.network.blocks:
+            hidden = block(hidden)
+        first = nn.functional.cross_entropy(self.network.head(hidden).flatten(0, 1), batch[1].flatten())
+        second = nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", first.detach(), sync_dist=True)
+        return {"loss": (first + second) / 2, "other": hidden.detach()}
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, 0)["loss"], sync_dist=True)
+
+    type(model).training_step = training_step
+    type(model).validation_step = validation_step
+    trainer(pl).fit(model, loader(), loader())
+    weights = full_weights(model)
+    return [*model.losses, sum(w.double().sum().item() for w in weights.values())]
+
+
+def test_steps_may_call_parts_of_the_model_and_the_model_again(gloo: ProcessPool) -> None:
+    pair = gloo.run(_unusual_steps, PACKAGES[0], world_size=2)[0]
+    single = gloo.run(_unusual_steps, PACKAGES[0], world_size=1)[0]
+    assert pair == pytest.approx(single, abs=2e-2)
+
+
+def _generate(package: str) -> tuple[list[int], list[list[int]]]:
+    pytest.importorskip("transformers")
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    pl = load(package)
+
+    class Summarizer(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            config = T5Config(
+                vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
+                pad_token_id=0, eos_token_id=1,
+            )  # fmt: skip
+            self.model = T5ForConditionalGeneration(config)
+            self.lengths: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.model(input_ids=batch[0] + 2, labels=batch[1] + 2).loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            # Every rank wants another number of tokens.
+            tokens = self.model.generate(batch[0] + 2, max_new_tokens=3 + 2 * self.global_rank, do_sample=False)
+            self.lengths.append(tokens.shape[1])
+            self.log("val", float(tokens.shape[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    model = Summarizer()
+    fitter = trainer(pl, max_epochs=1)
+    fitter.fit(model, loader(), loader())
+    kinds = [[len(g["params"])] for g in fitter.optimizers[0].param_groups]
+    return model.lengths, kinds
+
+
+def test_a_transformer_generates_as_many_tokens_as_each_rank_wants(gloo: ProcessPool) -> None:
+    outcomes = gloo.run(_generate, PACKAGES[0], world_size=2)
+    assert max(outcomes[0][0]) <= 4
+    assert max(outcomes[1][0]) <= 6

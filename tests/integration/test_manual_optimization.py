@@ -1,0 +1,176 @@
+"""Manual optimization: several optimizers, several backward passes in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_muon import MuonConfig, ParallelMuon
+from tests.integration.training import (
+    PACKAGES,
+    Network,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.layers(noise)
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return self.last(torch.relu(self.second(torch.relu(self.first(sample)))))
+
+
+def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.generator, self.discriminator = Generator(), Discriminator()
+            self.losses: list[tuple[float, float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            real = F.one_hot(batch[0] % 5, 6).float()[:, :, :].mean(1)
+            noise = torch.stack([real[:, 0], real[:, 1] - 1, batch[0].float().mean(1) / 9, real[:, 2]], 1)
+            generator, discriminator = self.optimizers()
+            synchronize = not accumulate or batch_idx % 2 == 1
+            with discriminator.toggle_model(sync_grad=synchronize) if toggle else _nothing():
+                fake = self.generator(noise).detach()
+                d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
+                self.manual_backward(d_loss)
+                if synchronize:
+                    discriminator.step()
+                    discriminator.zero_grad()
+            with generator.toggle_model(sync_grad=synchronize) if toggle else _nothing():
+                g_loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+                self.manual_backward(g_loss)
+                if synchronize:
+                    generator.step()
+                    generator.zero_grad()
+            if not toggle:
+                discriminator.zero_grad()
+            losses = self.trainer.strategy.reduce(torch.stack([d_loss.detach(), g_loss.detach()]))
+            self.losses.append(tuple(losses.tolist()))
+
+        def configure_optimizers(self) -> Any:
+            kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9)}
+            return [torch.optim.AdamW(m.parameters(), **kwargs) for m in (self.generator, self.discriminator)]
+
+    return Gan()
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
+    pl = load(package)
+    model = _gan(pl, **options)
+    start = model.generator.layers[2].weight.detach().clone()
+    strategy = strategy_class(package)(optimizer=MuonConfig(compute_dtype="float32"))
+    fitter = trainer(pl, strategy=strategy)
+    fitter.fit(model, loader())
+    weights = full_weights(model)
+    moved = (weights["generator.layers.2.weight"] - start).abs().max().item() if weights else 0.0
+    return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
+
+
+@pytest.mark.parametrize("options", [{}, {"toggle": False}, {"accumulate": True}])
+def test_a_gan_trains_as_on_one_rank(gloo: ProcessPool, options: dict[str, bool]) -> None:
+    losses, weights, kinds, moved = gloo.run(_train_gan, PACKAGES[0], world_size=4, **options)[0]
+    single = gloo.run(_train_gan, PACKAGES[0], world_size=1, **options)[0]
+    assert kinds == ["ParallelMuon", "ParallelMuon"]
+    assert moved > 1e-2
+    assert [x for pair in losses for x in pair] == pytest.approx([x for pair in single[0] for x in pair], abs=2e-4)
+    assert max_difference(weights, single[1]) < 2e-4
+
+
+def test_a_gan_on_one_rank_is_as_without_the_strategy(gloo: ProcessPool) -> None:
+    losses, weights, _, _ = gloo.run(_train_gan, PACKAGES[0], world_size=1)[0]
+    plain_losses, plain_weights = gloo.run(_plain_gan, PACKAGES[0], world_size=1)[0]
+    assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain_losses for x in pair], abs=1e-4)
+    assert max_difference(weights, plain_weights) < 1e-4
+
+
+def _plain_gan(package: str) -> tuple[list[Any], dict[str, Any]]:
+    pl = load(package)
+    model = _gan(pl)
+
+    def configure(self: Any) -> Any:
+        kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9), "compute_dtype": "float32"}
+        optimizers = [ParallelMuon(part.parameters(), **kwargs) for part in (self.generator, self.discriminator)]
+        for optimizer in optimizers:
+            optimizer.attach(self)  # As the strategy does: the whole module decides what is an output head.
+        return optimizers
+
+    type(model).configure_optimizers = configure
+    # The sampler of the strategy, which shuffles.
+    trainer(pl, strategy="ddp_find_unused_parameters_true").fit(model, loader())
+    return model.losses, dict(model.state_dict())
+
+
+def _muon_beside_adamw(package: str) -> tuple[list[str], int]:
+    pl = load(package)
+
+    def configure(module: nn.Module) -> Any:
+        names = dict(module.named_parameters())
+        matrices = [p for name, p in names.items() if "blocks" in name and p.ndim == 2]
+        rest = [p for name, p in names.items() if not ("blocks" in name and p.ndim == 2)]
+        return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+    model = language_model(pl, configure=configure)
+    model.automatic_optimization = False
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    type(model).training_step = training_step
+    fitter = trainer(pl)
+    fitter.fit(model, loader(), loader())
+    assert model.losses[-1] < 0.8 * model.losses[0]
+    return [type(optimizer).__name__ for optimizer in fitter.optimizers], fitter.global_step
+
+
+def test_torch_muon_beside_adamw_becomes_parallel_and_adamw_stays(gloo: ProcessPool) -> None:
+    assert gloo.run(_muon_beside_adamw, PACKAGES[0], world_size=2)[0] == (["ParallelMuon", "AdamW"], 24)
+
+
+def _parameter_on_the_module(package: str) -> None:
+    pl = load(package)
+    model = language_model(pl, network=Network)
+    model.automatic_optimization = False
+    model.scale = nn.Parameter(torch.ones(3))
+    trainer(pl).fit(model, loader())
+
+
+def test_a_parameter_outside_of_the_children_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_parameter_on_the_module, PACKAGES[0], world_size=2, match="scale")

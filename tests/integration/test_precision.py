@@ -1,0 +1,181 @@
+"""Precisions: the supported ones compute in what they say, the others are refused by every way to ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integration.training import (
+    PACKAGES,
+    Block,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+
+def _dtypes(package: str, precision: str, manual: bool = False) -> dict[str, Any]:
+    pl = load(package)
+    seen: dict[str, Any] = {}
+
+    class Spying(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            seen["weight"], seen["input"] = self.up.weight.dtype, x.dtype
+            return super().forward(x)
+
+    class Regression(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = not manual
+            self.blocks = nn.Sequential(Spying(6), Spying(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            targets = batch[1].float() + 1000.001
+            output = self(batch[0].to(self.dtype if precision == "bf16-true" else torch.float32))
+            seen["targets"] = self._targets(batch_idx, targets).dtype
+            loss = nn.functional.mse_loss(output, targets.to(output.dtype))
+            seen["output"], seen["loss"] = output.dtype, loss.dtype
+            if manual:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def _targets(self, _: int, targets: Tensor) -> Tensor:
+            return targets
+
+        def on_after_backward(self) -> None:
+            self.reduced = {p.grad.dtype for p in self.parameters() if p.grad is not None}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    model = Regression()
+    trainer(pl, precision=precision, max_epochs=1).fit(model, loader())
+    seen["parameter"] = next(model.parameters()).dtype
+    seen["gradient"] = model.reduced
+    return seen
+
+
+_FLOAT, _BFLOAT = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("32-true", {"weight": _FLOAT, "output": _FLOAT, "loss": _FLOAT, "parameter": _FLOAT, "gradient": {_FLOAT}}),
+        ("bf16-mixed", {"weight": _BFLOAT, "input": _BFLOAT, "output": _FLOAT, "loss": _FLOAT, "parameter": _FLOAT, "gradient": {_FLOAT}}),
+        ("bf16-true", {"weight": _BFLOAT, "input": _BFLOAT, "output": _BFLOAT, "parameter": _BFLOAT, "gradient": {_BFLOAT}}),
+    ],
+)  # fmt: skip
+def test_a_precision_computes_in_what_it_says(gloo: ProcessPool, package: str, precision: str, expected: Any) -> None:
+    for seen in gloo.run(_dtypes, package, precision, world_size=2):
+        assert {key: seen[key] for key in expected} == expected
+
+
+def test_mixed_precision_works_with_manual_optimization(gloo: ProcessPool) -> None:
+    for seen in gloo.run(_dtypes, PACKAGES[0], "bf16-mixed", True, world_size=2):
+        assert (seen["weight"], seen["loss"], seen["parameter"]) == (_BFLOAT, _FLOAT, _FLOAT)
+
+
+def _regression_targets(package: str) -> list[float]:
+    pl = load(package)
+    seen: list[float] = []
+
+    class Targets(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(batch[1][0].item())
+            return nn.functional.mse_loss(self.last(self.layer(batch[0])), batch[1])
+
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.full((4, 1), 1000.125))
+    trainer(pl, precision="bf16-mixed", max_steps=1).fit(Targets(), torch.utils.data.DataLoader(data, batch_size=2))
+    return seen
+
+
+def test_mixed_precision_does_not_round_the_batch(gloo: ProcessPool) -> None:
+    assert gloo.run(_regression_targets, PACKAGES[0], world_size=2)[0] == [1000.125]
+
+
+def _mixed_curve(package: str, strategy: str) -> list[float]:
+    pl = load(package)
+    model = language_model(pl)
+    strategy = strategy_class(package)(optimizer="keep") if strategy == "ours" else strategy
+    trainer(pl, precision="bf16-mixed", strategy=strategy).fit(model, loader())
+    return model.losses
+
+
+def test_mixed_precision_follows_ddp(gloo: ProcessPool) -> None:
+    ours = gloo.run(_mixed_curve, PACKAGES[0], "ours", world_size=2)[0]
+    ddp = gloo.run(_mixed_curve, PACKAGES[0], "ddp", world_size=2)[0]
+    # bfloat16 has 8 bits; the loss is about 3.
+    assert ours == pytest.approx(ddp, abs=0.03)
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 8)
+        self.first, self.norm, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Linear(8, 23)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.first(self.embedding(tokens).transpose(1, 2)))
+        return self.head(x.transpose(1, 2))
+
+
+def _batch_norm(package: str, directory: str) -> tuple[Tensor, Tensor, float]:
+    pl = load(package)
+    model = language_model(pl, network=_Convolutions)
+    fitter = trainer(pl, precision="bf16-mixed")
+    fitter.fit(model, loader(), loader())
+    fitter.save_checkpoint(f"{directory}/norm.ckpt")
+    val = fitter.validate(model, loader(), verbose=False)[0]["val"]
+    weights = full_weights(model)
+    return model.network.norm.running_mean, weights.get("network.norm.running_mean", torch.zeros(8)), val
+
+
+def test_batch_norms_keep_float32_and_end_with_the_statistics_of_rank_0(gloo: ProcessPool, tmp_path: Any) -> None:
+    outcomes = gloo.run(_batch_norm, PACKAGES[0], str(tmp_path), world_size=2)
+    assert outcomes[0][0].dtype == torch.float32
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][0].abs().max() > 0
+
+
+def _fit_with(package: str, **kwargs: Any) -> None:
+    pl = load(package)
+    plugin = kwargs.pop("plugin", None)
+    if plugin is not None:
+        kwargs["plugins"] = [getattr(pl.plugins.precision, plugin[0])(*plugin[1:])]
+    if kwargs.pop("as_class", False):
+        kwargs["strategy"] = strategy_class(package)()
+    trainer(pl, **kwargs).fit(language_model(pl), loader())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"plugin": ("MixedPrecision", "16-mixed", "cpu")}, "16-mixed.*bf16-mixed"),
+        ({"plugin": ("MixedPrecision", "16-mixed", "cpu"), "as_class": True}, "16-mixed.*bf16-mixed"),
+        ({"precision": "16-mixed", "as_class": True}, "16-mixed"),
+        ({"precision": "16-true"}, "16-true.*bf16-mixed"),
+        ({"precision": "16-true", "as_class": True}, "16-true.*bf16-mixed"),
+        ({"precision": "64-true"}, "32-true.*got DoublePrecision"),
+    ],
+)
+def test_other_precisions_are_refused(gloo: ProcessPool, package: str, kwargs: dict[str, Any], match: str) -> None:
+    gloo.expect_error_on_all_ranks(_fit_with, package, world_size=2, match=match, **kwargs)

@@ -1,0 +1,123 @@
+"""Save and resume: every later step is bit-equal to the run that was not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_muon
+from tests.integration.training import (
+    PACKAGES,
+    Network,
+    adamw,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+
+def _scheduled(module: nn.Module) -> Any:
+    optimizer = adamw(module)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=24)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _muon(module: nn.Module) -> Any:
+    return lightning_muon.ParallelMuon(module.parameters(), lr=1e-2)
+
+
+def _sgd(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9)
+
+
+_CONFIGURE = {"adamw": adamw, "scheduled": _scheduled, "muon": _muon, "sgd": _sgd, "default": None}
+
+
+def _run(
+    package: str, directory: str, *, resume: str | None = None, configure: str = "scheduled", **options: Any
+) -> tuple[list[float], dict[str, Any], list[str]]:
+    """Train for up to four epochs; with a directory, keep a checkpoint of each epoch."""
+    pl = load(package)
+    tied, sharded = options.pop("tied", False), options.pop("sharded", True)
+    sizes, compiled = options.pop("sizes", {}), options.pop("compiled", False)
+
+    def network() -> nn.Module:
+        plain = Network(tied=tied)
+        return torch.compile(plain, backend="eager") if compiled else plain  # type: ignore[return-value]
+
+    model = language_model(pl, configure=_CONFIGURE[configure], network=network, seed=1 if resume else 0)
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
+    strategy = strategy_class(package)(**sizes, save_distributed_checkpoint=sharded)
+    fitter = trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 4} | options))
+    fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
+    return model.losses, full_weights(model), sorted(path.name for path in Path(directory).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (4, {"sizes": {"replicate_size": 2}}),
+        (4, {"sizes": {"replicate_size": 2}, "sharded": False}),
+        (3, {"configure": "muon", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        (2, {"configure": "default", "sharded": False}),
+        (2, {"configure": "sgd"}),
+        (2, {"precision": "bf16-mixed"}),
+        (2, {"precision": "bf16-true", "configure": "muon"}),
+        (2, {"tied": True}),
+        (2, {"tied": True, "sharded": False}),
+        (2, {"compiled": True}),
+        (2, {"compiled": True, "sharded": False}),
+    ],
+)
+def test_a_resumed_run_is_bit_equal(gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    losses, weights, names = gloo.run(_run, PACKAGES[0], first, world_size=world_size, **options)[0]
+    assert names == [f"epoch={epoch}.ckpt" for epoch in range(4)]
+    checkpoint = f"{first}/epoch=1.ckpt"
+    assert Path(checkpoint).is_dir() == options.get("sharded", True)
+    resumed = gloo.run(_run, PACKAGES[0], second, resume=checkpoint, world_size=world_size, **options)[0]
+    assert resumed[0] == losses[len(losses) // 2 :]
+    assert resumed[1].keys() == weights.keys()
+    assert all(torch.equal(resumed[1][name], weights[name]) for name in weights)
+
+
+def test_the_other_package_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
+    losses, _, _ = gloo.run(_run, PACKAGES[1], str(tmp_path / "first"), world_size=2)[0]
+    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
+    resumed = gloo.run(_run, PACKAGES[1], str(tmp_path / "second"), resume=checkpoint, world_size=2)[0]
+    assert resumed[0] == losses[len(losses) // 4 :]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    losses, _, _ = gloo.run(_run, PACKAGES[0], str(tmp_path / "first"), world_size=4, sharded=sharded, configure="adamw")[0]
+    checkpoint = f"{tmp_path}/first/epoch=1.ckpt"
+    resumed = gloo.run(
+        _run, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, world_size=2, sharded=sharded, configure="adamw"
+    )[0]
+    # bfloat16 Newton-Schulz, and gradients summed in another order.
+    assert resumed[0] == pytest.approx(losses[len(losses) // 2 :], abs=5e-3)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_state_of_another_optimizer_is_an_error(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    gloo.run(_run, PACKAGES[0], str(tmp_path), world_size=2, sharded=sharded, configure="sgd", max_epochs=1)
+    gloo.expect_error_on_all_ranks(
+        _run, PACKAGES[0], str(tmp_path / "second"), resume=f"{tmp_path}/epoch=0.ckpt", configure="muon", sharded=sharded,
+        world_size=2, exception=RuntimeError, match="does not fit ParallelMuon",
+    )  # fmt: skip
+
+
+def test_a_path_without_checkpoint_is_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.expect_error_on_all_ranks(
+        _run, PACKAGES[0], str(tmp_path / "a"), resume=str(tmp_path), world_size=2, exception=FileNotFoundError, match="no checkpoint"
+    )  # fmt: skip
