@@ -1,0 +1,91 @@
+"""Fails when a private name of Lightning moves."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon.compat.lightning import (
+    LightningPackage,
+    apply_layer_sync,
+    is_placeholder_optimizer,
+    materialize_sharded,
+    metadata_filename,
+    set_device_mesh,
+    start_process_group,
+)
+from tests.integration.training import PACKAGES
+
+pytestmark = pytest.mark.parametrize("name", PACKAGES)
+
+
+def _package(name: Any) -> LightningPackage:
+    pytest.importorskip(name)
+    return LightningPackage(name)
+
+
+def test_modules_come_from_the_named_package(name: Any) -> None:
+    package = _package(name)
+    assert package.module().__name__ == name
+    assert package.module("callbacks").__name__ == f"{name}.callbacks"
+    assert package.fabric("utilities.load").__name__.endswith("utilities.load")
+
+
+def test_model_parallel_strategy_has_the_names_that_we_use(name: Any) -> None:
+    strategy = _package(name).module("strategies").ModelParallelStrategy()
+    assert callable(strategy._setup_distributed)
+    assert strategy._device_mesh is None
+    assert strategy._layer_sync is None
+    assert "_setup_distributed" in inspect.getsource(start_process_group)
+
+
+def test_the_mesh_reaches_strategy_and_module(name: Any) -> None:
+    package = _package(name)
+    strategy = package.module("strategies").ModelParallelStrategy()
+    strategy._lightning_module = package.module().LightningModule()
+    mesh: Any = object()
+    set_device_mesh(strategy, mesh)
+    assert strategy.device_mesh is mesh
+    assert strategy.lightning_module.device_mesh is mesh
+
+
+def test_sync_batchnorm_is_applied(name: Any) -> None:
+    package = _package(name)
+    strategy = package.module("strategies").ModelParallelStrategy()
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    apply_layer_sync(strategy, module)
+    assert type(module[0]) is nn.BatchNorm1d
+    strategy._layer_sync = package.module("plugins.layer_sync").TorchSyncBatchNorm()
+    apply_layer_sync(strategy, module)
+    assert type(module[0]) is nn.SyncBatchNorm
+
+
+def test_meta_tensors_are_materialized(name: Any) -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 3)
+    materialize_sharded(_package(name), module, torch.device("cpu"))
+    assert 0 < module.weight.abs().max() <= 2**-0.5
+
+
+def test_the_metadata_file_is_the_one_that_lightning_writes(name: Any) -> None:
+    package = _package(name)
+    source = inspect.getsource(importlib.import_module(f"{name}.strategies.model_parallel"))
+    assert "path / _METADATA_FILENAME" in source
+    assert metadata_filename(package) == "meta.pt"
+
+
+def test_the_stand_in_optimizer_is_recognized(name: Any) -> None:
+    package = _package(name)
+    optimizers, *_ = _configure_nothing(package)
+    assert is_placeholder_optimizer(package, optimizers[0])
+    assert not is_placeholder_optimizer(package, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+
+
+def _configure_nothing(package: LightningPackage) -> Any:
+    core = package.module("core.optimizer")
+    return core._configure_optimizers(core._MockOptimizer())

@@ -1,0 +1,47 @@
+"""Registration in each package, without importing it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_muon.integrations.lightning import registry
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_importing_the_package_imports_no_lightning() -> None:
+    code = "import sys, lightning_muon; print([m for m in sys.modules if m.split('.')[0] in ('lightning', 'pytorch_lightning', 'transformers', 'accelerate', 'torchmetrics')])"
+    assert _run(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("order", ["import lightning_muon; import {0}", "import {0}; import lightning_muon"])
+def test_either_order_of_imports_registers(package: str, order: str) -> None:
+    pytest.importorskip(package)
+    code = (
+        f"{order.format(package)}; from {package}.strategies import StrategyRegistry as R, ModelParallelStrategy as M; "
+        f"s = R.get('parallel_muon'); print(isinstance(s, M), s.package.name, R['parallel_muon']['description'] != '')"
+    )
+    assert _run(code).split() == ["True", package, "True"]
+
+
+def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_is_installed", lambda package: False)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-muon\[lightning\]'"):
+        registry.default_strategy_class()
+
+
+def test_the_other_package_is_taken_if_it_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pytorch_lightning")
+    monkeypatch.setattr(registry, "_is_installed", lambda package: package == "pytorch_lightning")
+    assert registry.default_strategy_class().package.name == "pytorch_lightning"
+
+
+def test_a_package_whose_parent_is_missing_is_not_installed() -> None:
+    assert not registry._is_installed("no_such_parent.child")
+    assert registry._is_installed("torch.nn")
