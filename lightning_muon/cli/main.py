@@ -38,7 +38,9 @@ def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         **kwargs: For LightningCLI.
     """
     cli = importlib.import_module(f"{_installed_package()}.cli")
-    return cli.LightningCLI(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
+    return cli.LightningCLI(
+        trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs
+    )
 
 
 def _installed_package() -> str:

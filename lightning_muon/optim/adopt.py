@@ -39,10 +39,10 @@ class Adoption:
 def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfig) -> Adoption:
     """Return the ParallelMuon that takes the place of ``optimizer``; no communication.
 
-    ``ParallelMuon`` is only attached. ``torch.optim.Muon`` becomes the same algorithm with the same numbers. Of ``AdamW``,
-    and of ``Adam`` where it computes the same as AdamW, matrices go to Muon with the learning rate and weight decay of
-    their group (``config`` has the rest), everything else stays AdamW. Any other optimizer is kept. Number and order of the
-    param groups, of the parameters in them, and keys that the user or a scheduler added stay.
+    ``ParallelMuon`` is only attached. ``torch.optim.Muon`` becomes the same algorithm with the same numbers. Of
+    ``AdamW``, and of ``Adam`` where it computes the same as AdamW, matrices go to Muon with the learning rate and
+    weight decay of their group (``config`` has the rest), everything else stays AdamW. Any other optimizer is kept.
+    Number and order of the param groups, of the parameters in them, and keys that the user or a scheduler added stay.
 
     Args:
         optimizer: Before its first step.
@@ -61,7 +61,8 @@ def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfi
         return Adoption(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
     if optimizer.state:
         raise ValueError(
-            f"{name} has optimizer state already, which ParallelMuon cannot take over; return it before its first step, or "
+            f"{name} has optimizer state already, which ParallelMuon cannot take over; return it before its first "
+            f"step, or "
             "set optimizer='keep'"
         )
     if type(optimizer) is torch.optim.Muon:
@@ -130,9 +131,7 @@ def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _from_muon(optimizer: torch.optim.Optimizer, config: MuonConfig) -> ParallelMuon:
-    groups = []
-    for group in optimizer.param_groups:
-        groups.append(_with_names(group) | {"algorithm": "muon", "lr": float(group["lr"])})
+    groups = [_plain_numbers(_with_names(group)) | {"algorithm": "muon"} for group in optimizer.param_groups]
     defaults = {key: optimizer.defaults[key] for key in _MUON_KEYS if key in optimizer.defaults}
     return ParallelMuon.from_config(groups, config, **_plain_numbers(defaults))
 

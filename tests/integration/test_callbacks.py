@@ -49,7 +49,9 @@ def _two_groups(module: nn.Module) -> Any:
     names = dict(module.named_parameters())
     head = [p for name, p in names.items() if "head" in name]
     rest = [p for name, p in names.items() if "head" not in name]
-    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-2, "name": "body"}, {"params": head, "lr": 1e-3, "name": "head"}])
+    optimizer = torch.optim.AdamW(
+        [{"params": rest, "lr": 1e-2, "name": "body"}, {"params": head, "lr": 1e-3, "name": "head"}]
+    )
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[4])
@@ -79,7 +81,12 @@ def test_learning_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: Proc
 
 
 def _finetune(
-    package: str, directory: str, *, unfreeze_at: int = 1, resume: str | None = None, sizes: dict[str, int] | None = None
+    package: str,
+    directory: str,
+    *,
+    unfreeze_at: int = 1,
+    resume: str | None = None,
+    sizes: dict[str, int] | None = None,
 ) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
     pl = load(package)
 
@@ -96,7 +103,9 @@ def _finetune(
         return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.03)
 
     model = language_model(pl, configure=configure)
-    strategy = strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32", muon_patterns=("*.head.weight",)))
+    strategy = strategy_class(package)(
+        **(sizes or {}), optimizer=MuonConfig(compute_dtype="float32", muon_patterns=("*.head.weight",))
+    )
     callbacks = [UnfreezeBlocks(), pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)]
     fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
     fitter.fit(model, loader(), loader(), ckpt_path=resume)
@@ -109,7 +118,9 @@ def _finetune(
 
 
 def test_finetuning_adds_a_group_that_trains_as_on_one_rank(gloo: ProcessPool, tmp_path: Path) -> None:
-    losses, weights, groups, moved = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
+    losses, weights, groups, moved = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[
+        0
+    ]
     single = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "1"), world_size=1)[0]
     # The new group has the weight decay of the user's AdamW.
     assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)]
@@ -148,9 +159,14 @@ def _with_callback(package: str, name: str, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("name", "args"), [("StochasticWeightAveraging", (1e-3,)), ("EMAWeightAveraging", ()), ("ModelPruning", ("l1_unstructured",))])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("StochasticWeightAveraging", (1e-3,)), ("EMAWeightAveraging", ()), ("ModelPruning", ("l1_unstructured",))],
+)
 def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool, package: str, name: str, args: Any) -> None:
-    gloo.expect_error_on_all_ranks(_with_callback, package, name, *args, world_size=2, match=f"{name} does not work.*Instead, ")
+    gloo.expect_error_on_all_ranks(
+        _with_callback, package, name, *args, world_size=2, match=f"{name} does not work.*Instead, "
+    )
 
 
 def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
@@ -197,7 +213,9 @@ def _throughput(package: str, directory: str) -> list[str]:
     model.flops_per_batch = 1000
     monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
     logger = pl.loggers.CSVLogger(directory, name="", version="")
-    trainer(pl, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision="bf16-mixed", max_epochs=3).fit(model, loader())
+    trainer(pl, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision="bf16-mixed", max_epochs=3).fit(
+        model, loader()
+    )
     return (Path(directory) / "metrics.csv").read_text().splitlines()[0].split(",")
 
 
@@ -210,7 +228,12 @@ def _default(package: str) -> Any:
     assert lightning_muon.ParallelMuonStrategy is strategy_class("lightning.pytorch")
     pl = load(package)
     model = language_model(pl, configure=adamw, network=lambda: Network(num_blocks=3))
-    fitter = trainer(pl, callbacks=[pl.callbacks.Timer(), pl.callbacks.ModelSummary(), pl.callbacks.RichProgressBar()], enable_model_summary=True, enable_progress_bar=True)
+    fitter = trainer(
+        pl,
+        callbacks=[pl.callbacks.Timer(), pl.callbacks.ModelSummary(), pl.callbacks.RichProgressBar()],
+        enable_model_summary=True,
+        enable_progress_bar=True,
+    )
     fitter.fit(model, loader(), loader())
     return fitter.global_step
 

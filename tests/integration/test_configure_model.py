@@ -59,7 +59,12 @@ def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dic
     fitter.callbacks.append(Capture())
     fitter.fit(model, loader(), loader())
     local = [p.to_local().flatten()[:4].tolist() for p in model.parameters() if isinstance(p, DTensor)]
-    return {"losses": model.losses, "initial": captured, "local": local, "tied": model.network.head.weight is model.network.embedding.weight}
+    return {
+        "losses": model.losses,
+        "initial": captured,
+        "local": local,
+        "tied": model.network.head.weight is model.network.embedding.weight,
+    }
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}])
@@ -178,5 +183,9 @@ def _compiled_module(package: str) -> None:
 
 def test_a_compiled_lightning_module_is_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _compiled_module, PACKAGES[0], world_size=1, exception=RuntimeError, match="incompatible with the current strategy"
+        _compiled_module,
+        PACKAGES[0],
+        world_size=1,
+        exception=RuntimeError,
+        match="incompatible with the current strategy",
     )

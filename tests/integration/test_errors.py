@@ -65,7 +65,12 @@ def _other_width_on_rank_1() -> nn.Module:
 
 def test_different_models_are_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _fit, PACKAGES[0], network=_other_width_on_rank_1, world_size=3, exception=RuntimeError, match="differs between ranks"
+        _fit,
+        PACKAGES[0],
+        network=_other_width_on_rank_1,
+        world_size=3,
+        exception=RuntimeError,
+        match="differs between ranks",
     )
 
 
@@ -74,7 +79,9 @@ def _negative_rate(module: nn.Module) -> Any:
 
 
 def test_a_negative_learning_rate_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_fit, PACKAGES[0], configure=_negative_rate, world_size=2, match="lr must be finite and >= 0")
+    gloo.expect_error_on_all_ranks(
+        _fit, PACKAGES[0], configure=_negative_rate, world_size=2, match="lr must be finite and >= 0"
+    )
 
 
 def _with_nan(package: str, **kwargs: Any) -> None:
@@ -94,7 +101,12 @@ def _with_nan(package: str, **kwargs: Any) -> None:
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
 def test_a_nan_gradient_on_one_rank_names_the_parameter(gloo: ProcessPool, clip: dict[str, Any]) -> None:
     failures = gloo.expect_error_on_all_ranks(
-        _with_nan, PACKAGES[0], world_size=3, exception=NonFiniteGradientError, match=r"network\.blocks\.1\.up\.weight", **clip
+        _with_nan,
+        PACKAGES[0],
+        world_size=3,
+        exception=NonFiniteGradientError,
+        match=r"network\.blocks\.1\.up\.weight",
+        **clip,
     )
     assert "blocks.0" not in failures[0].message
 
@@ -105,7 +117,9 @@ def _strategy_of_the_other_package() -> None:
 
 def test_the_strategy_of_the_other_package_is_explained(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _strategy_of_the_other_package, world_size=1, match="Trainers of lightning.pytorch; strategy='parallel_muon' finds"
+        _strategy_of_the_other_package,
+        world_size=1,
+        match="Trainers of lightning.pytorch; strategy='parallel_muon' finds",
     )
 
 

@@ -56,7 +56,9 @@ def _run(
     model = language_model(pl, configure=_CONFIGURE[configure], network=network, seed=1 if resume else 0)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
     strategy = strategy_class(package)(**sizes, save_distributed_checkpoint=sharded)
-    fitter = trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 4} | options))
+    fitter = trainer(
+        pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 4} | options)
+    )
     fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
     return model.losses, full_weights(model), sorted(path.name for path in Path(directory).iterdir())
 
@@ -78,7 +80,9 @@ def _run(
         (2, {"compiled": True, "sharded": False}),
     ],
 )
-def test_a_resumed_run_is_bit_equal(gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+def test_a_resumed_run_is_bit_equal(
+    gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     losses, weights, names = gloo.run(_run, PACKAGES[0], first, world_size=world_size, **options)[0]
     assert names == [f"epoch={epoch}.ckpt" for epoch in range(4)]
@@ -99,7 +103,9 @@ def test_the_other_package_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    losses, _, _ = gloo.run(_run, PACKAGES[0], str(tmp_path / "first"), world_size=4, sharded=sharded, configure="adamw")[0]
+    losses, _, _ = gloo.run(
+        _run, PACKAGES[0], str(tmp_path / "first"), world_size=4, sharded=sharded, configure="adamw"
+    )[0]
     checkpoint = f"{tmp_path}/first/epoch=1.ckpt"
     resumed = gloo.run(
         _run, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, world_size=2, sharded=sharded, configure="adamw"
@@ -112,12 +118,13 @@ def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: P
 def test_the_state_of_another_optimizer_is_an_error(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
     gloo.run(_run, PACKAGES[0], str(tmp_path), world_size=2, sharded=sharded, configure="sgd", max_epochs=1)
     gloo.expect_error_on_all_ranks(
-        _run, PACKAGES[0], str(tmp_path / "second"), resume=f"{tmp_path}/epoch=0.ckpt", configure="muon", sharded=sharded,
-        world_size=2, exception=RuntimeError, match="does not fit ParallelMuon",
+        _run, PACKAGES[0], str(tmp_path / "second"), resume=f"{tmp_path}/epoch=0.ckpt", configure="muon",
+        sharded=sharded, world_size=2, exception=RuntimeError, match="does not fit ParallelMuon",
     )  # fmt: skip
 
 
 def test_a_path_without_checkpoint_is_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
     gloo.expect_error_on_all_ranks(
-        _run, PACKAGES[0], str(tmp_path / "a"), resume=str(tmp_path), world_size=2, exception=FileNotFoundError, match="no checkpoint"
+        _run, PACKAGES[0], str(tmp_path / "a"), resume=str(tmp_path), world_size=2,
+        exception=FileNotFoundError, match="no checkpoint",
     )  # fmt: skip

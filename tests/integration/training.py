@@ -131,7 +131,7 @@ def loader(global_batch: int = 8, *, num_samples: int = 48) -> DataLoader[Any]:
 
 
 def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) -> DataLoader[Any]:
-    """The global batches of :func:`loader` in one process: Lightning shuffles training data of distributed strategies."""
+    """The global batches of :func:`loader` in one process; Lightning shuffles them for distributed strategies."""
     sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
     return DataLoader(dataset(num_samples), batch_size=global_batch, sampler=sampler)

@@ -1,7 +1,8 @@
 """The strategy ``"parallel_muon"`` for ``lightning.pytorch`` and ``pytorch_lightning``.
 
-Importing this module imports neither. ``ParallelMuonStrategy`` is the one of ``lightning.pytorch`` if that is installed,
-else the one of ``pytorch_lightning``; the modules :mod:`.lightning_pytorch` and :mod:`.pytorch_lightning` have both.
+Importing this module imports neither. ``ParallelMuonStrategy`` is the one of ``lightning.pytorch`` if that is
+installed, else the one of ``pytorch_lightning``; the modules :mod:`.lightning_pytorch` and :mod:`.pytorch_lightning`
+have both.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Any
 from lightning_muon.compat.lightning import LightningPackage
 
 _AVERAGE_INSTEAD = (
-    "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average their "
+    "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
+    "their "
     "'state_dict' entries after the training"
 )
 # Callback class -> (why, what to use in its place)
@@ -29,6 +30,7 @@ def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> Non
         for name, (reason, instead) in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):
                 raise ValueError(
-                    f"the callback {type(callback).__name__} does not work with the strategy 'parallel_muon': {reason}. "
+                    f"the callback {type(callback).__name__} does not work with the strategy 'parallel_muon': "
+                    f"{reason}. "
                     f"Instead, {instead}; or use another strategy."
                 )

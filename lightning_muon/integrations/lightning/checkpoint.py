@@ -46,7 +46,8 @@ class Checkpoint:
             self.content = torch.load(path, mmap=True, **options)
         else:
             raise FileNotFoundError(
-                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must see"
+                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank "
+                f"must see"
             )
 
     def load_weights(self, module: nn.Module) -> None:
@@ -82,8 +83,10 @@ class Checkpoint:
                 set_optimizer_state_dict(module, optimizer, named, options=options)
         except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
             error = RuntimeError(
-                f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was saved with "
-                "another optimizer, other param groups or another model. To go on with the weights alone, load them into the "
+                f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was "
+                f"saved with "
+                "another optimizer, other param groups or another model. To go on with the weights alone, load them "
+                "into the "
                 f"model and call Trainer.fit without ckpt_path. ({type(problem).__name__}: {problem})"
             )
             error.__cause__ = problem
@@ -128,7 +131,8 @@ def named_optimizer_state(
 def _check_state(saved: Mapping[str, Mapping[str, Any]], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` unless the saved state has the tensors that ``optimizer`` holds.
 
-    torch leaves out what is missing in a full state dict. Optimizers that create state at their first step are not checked.
+    torch leaves out what is missing in a full state dict. Optimizers that create state at their first step are not
+    checked.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(_names_in_groups(module, optimizer), parameters, strict=True):

@@ -26,8 +26,8 @@ class CheckpointStrategy:
     """Reads checkpoints in two stages, so that Lightning's order of restoring is that of its unsharded strategies.
 
     Lightning offers to restore before :meth:`setup` or after it. Before it, callbacks get their state in time
-    (BaseFinetuning needs it in ``on_fit_start``) and ``weights_only`` is passed on, which 2.6 forgets after it. So the file is
-    opened before, and weights and optimizer states follow once they have a place to go.
+    (BaseFinetuning needs it in ``on_fit_start``) and ``weights_only`` is passed on, which 2.6 forgets after it. So the
+    file is opened before, and weights and optimizer states follow once they have a place to go.
     """
 
     package: LightningPackage
@@ -107,7 +107,8 @@ class CheckpointStrategy:
         states, optimizers = checkpoint["optimizer_states"], self.optimizers  # type: ignore[attr-defined]
         if len(states) != len(optimizers):
             raise ValueError(
-                f"{self._checkpoint.path} has the states of {len(states)} optimizers, but configure_optimizers returned "
+                f"{self._checkpoint.path} has the states of {len(states)} optimizers, but configure_optimizers "
+                f"returned "
                 f"{len(optimizers)}"
             )
         for index, optimizer in enumerate(optimizers):
@@ -122,8 +123,8 @@ class CheckpointStrategy:
 def _require_all_ranks(trainer: Any) -> None:
     """Raise unless all ranks are about to save the same checkpoint, where an exception has brought this rank here.
 
-    ``OnExceptionCheckpoint`` saves from the handler of an exception. If only one rank has failed, the others never come, and
-    the first collective would hang until it times out.
+    ``OnExceptionCheckpoint`` saves from the handler of an exception. If only one rank has failed, the others never
+    come, and the first collective would hang until it times out.
     """
     if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
         return
@@ -134,6 +135,7 @@ def _require_all_ranks(trainer: Any) -> None:
         num_ranks = store.add(key, 0)
     if num_ranks < dist.get_world_size():
         raise RuntimeError(
-            f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, but only "
+            f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, "
+            f"but only "
             f"{num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from the last one of ModelCheckpoint"
         )

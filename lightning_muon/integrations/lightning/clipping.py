@@ -61,7 +61,7 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _local_square(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares in float64 of norms in float32, so that on one rank the result is torch's to the last bit or two."""
+    """Sum of squares in float64 of norms in float32: on one rank the result is torch's to the last bit or two."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 def avoid_inference_mode(trainer: Any) -> None:
     """Evaluate under ``no_grad``.
 
-    FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a later training
-    step. Lightning makes the same exception for its FSDPStrategy.
+    FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a later
+    training step. Lightning makes the same exception for its FSDPStrategy.
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
@@ -24,8 +24,8 @@ def avoid_inference_mode(trainer: Any) -> None:
 def broadcast_buffers(module: nn.Module) -> None:
     """Give all ranks the buffers of rank 0. Collective over all ranks; every rank must call it.
 
-    Each rank updates running statistics from its own batches. DDP sends those of rank 0 before every forward pass; FSDP2
-    never does, and a checkpoint of shards would take each buffer from another rank.
+    Each rank updates running statistics from its own batches. DDP sends those of rank 0 before every forward pass;
+    FSDP2 never does, and a checkpoint of shards would take each buffer from another rank.
     """
     if dist.get_world_size() == 1:
         return

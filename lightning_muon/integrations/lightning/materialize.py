@@ -53,8 +53,8 @@ def shard_units_from_meta(
     uninitialized |= materialize(module, device, replaced)
     if uninitialized:
         warn(
-            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were on the "
-            "meta device are NaN now; load a checkpoint, or create these modules on a real device"
+            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "
+            "on the meta device are NaN now; load a checkpoint, or create these modules on a real device"
         )
 
 

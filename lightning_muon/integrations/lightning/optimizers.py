@@ -24,8 +24,8 @@ OptimizerChoice = Literal["auto", "keep"] | MuonConfig
 class ReplacedParameters:
     """Names of the parameters that sharding replaces, for optimizers that were made too early.
 
-    LightningCLI creates optimizers from its own arguments before the strategy sets up the model, and some modules create
-    theirs in ``__init__``. Made before sharding; keeps no parameter alive that nothing else holds.
+    LightningCLI creates optimizers from its own arguments before the strategy sets up the model, and some modules
+    create theirs in ``__init__``. Made before sharding; keeps no parameter alive that nothing else holds.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,8 @@ class ReplacedParameters:
                     continue
                 if parameter in optimizer.state:
                     raise ValueError(
-                        f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the optimizer in "
+                        f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
+                        f"optimizer in "
                         "configure_optimizers"
                     )
                 group["params"][index] = current[name]
@@ -135,7 +136,9 @@ def _require_matrices(adoptions: Sequence[Adoption]) -> None:
     try:
         require_muon([route for optimizer in ours for route in optimizer.routes])
     except ValueError as error:
-        raise ValueError(f"{error}\nParallelMuonStrategy(optimizer='keep') trains with the optimizer as it is.") from None
+        raise ValueError(
+            f"{error}\nParallelMuonStrategy(optimizer='keep') trains with the optimizer as it is."
+        ) from None
 
 
 def describe_optimizers(adoptions: Sequence[Adoption]) -> str:
@@ -159,7 +162,8 @@ def optimizer_warnings(adoptions: Sequence[Adoption], module: nn.Module, choice:
     made_by_user = [adoption.summary == AS_CONFIGURED and not _has_default_optimizer(module) for adoption in adoptions]
     if isinstance(choice, MuonConfig) and made_by_user and all(made_by_user):
         warnings.append(
-            "ParallelMuonStrategy(optimizer=MuonConfig(...)) has no effect: configure_optimizers returned a ParallelMuon, "
+            "ParallelMuonStrategy(optimizer=MuonConfig(...)) has no effect: configure_optimizers returned a "
+            "ParallelMuon, "
             "which is used as it is."
         )
     return warnings

@@ -47,7 +47,8 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         return _with_clipping(plugins.Precision)()
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
-            f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, whose "
+            f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, "
+            f"whose "
             f"skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of {SUPPORTED}"
         )
     raise ValueError(
@@ -59,8 +60,8 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
 def mixed_precision_policy(plugin: Any, module: nn.Module) -> MixedPrecisionPolicy:
     """What FSDP2 gathers and reduces in.
 
-    With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of the
-    root is float32; Lightning's autocast stays on, so that losses are computed in float32. A model with batch norms
+    With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of
+    the root is float32; Lightning's autocast stays on, so that losses are computed in float32. A model with batch norms
     gathers float32 weights and leaves bfloat16 to autocast.
     """
     if getattr(plugin, "precision", "32-true") != "bf16-mixed":

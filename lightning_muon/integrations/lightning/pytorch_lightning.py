@@ -8,7 +8,7 @@ from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin
 
 
-class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):
+class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):  # noqa: D101
     __doc__ = ParallelMuonMixin.__doc__
 
     package = LightningPackage("pytorch_lightning")

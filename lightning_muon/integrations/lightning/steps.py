@@ -17,8 +17,8 @@ _MARK = "is_fsdp_entry"
 class _Batch:
     """Arguments of a step, packed so that mixed precision does not touch them.
 
-    FSDP2 casts every floating-point tensor that enters a forward to the dtype of the parameters. For a step that would round
-    regression targets to bfloat16; the inputs of ``forward`` and of the layers are cast where they are used.
+    FSDP2 casts every floating-point tensor that enters a forward to the dtype of the parameters. For a step that would
+    round regression targets to bfloat16; the inputs of ``forward`` and of the layers are cast where they are used.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,10 +36,10 @@ def register_steps(module: nn.Module) -> None:
         if callable(getattr(module, name, None)) and not _is_registered(module, name):
             _register_packed(module, name)
     for child in module.modules():
-        if isinstance(child, FSDPModule) and callable(getattr(child, "generate", None)):
-            if not _is_registered(child, "generate"):
-                register_fsdp_forward_method(child, "generate")
-                _mark(vars(child)["generate"])
+        has_generate = isinstance(child, FSDPModule) and callable(getattr(child, "generate", None))
+        if has_generate and not _is_registered(child, "generate"):
+            register_fsdp_forward_method(child, "generate")
+            setattr(vars(child)["generate"].__func__, _MARK, True)
 
 
 def _register_packed(module: nn.Module, name: str) -> None:
@@ -54,15 +54,11 @@ def _register_packed(module: nn.Module, name: str) -> None:
 
     # Lightning looks through __wrapped__ for the signature, and for whether the user overrode the method.
     @wraps(method)
-    def step(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> Any:
         return entry(_Batch(args, kwargs))
 
-    setattr(module, name, MethodType(step, module))
-    _mark(vars(module)[name])
-
-
-def _mark(method: Any) -> None:
-    setattr(method.__func__, _MARK, True)
+    setattr(module, name, step)
+    setattr(step, _MARK, True)
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:

@@ -50,8 +50,8 @@ class ParallelMuonMixin(CheckpointStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one Lightning package: launcher, process group, and the
-    writing of checkpoints are Lightning's. No ``configure_model`` is needed; one that shards parts of the model, or creates
-    it on the meta device, is respected.
+    writing of checkpoints are Lightning's. No ``configure_model`` is needed; one that shards parts of the model, or
+    creates it on the meta device, is respected.
 
     Example::
 
@@ -61,9 +61,10 @@ class ParallelMuonMixin(CheckpointStrategy):
     Args:
         replicate_size: Replicas of the model; see :class:`~lightning_muon.integrations.lightning.mesh.MeshSizes`.
         shard_size: Ranks that share one replica.
-        optimizer: What to make of ``configure_optimizers``. ``"auto"``: AdamW and Adam become ParallelMuon with the same
-            learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns and so on;
-            without ``configure_optimizers`` it is the optimizer.
+        optimizer: What to make of ``configure_optimizers``. ``"auto"``: AdamW and Adam become ParallelMuon with the
+        same
+            learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns and so
+            on; without ``configure_optimizers`` it is the optimizer.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
@@ -112,7 +113,8 @@ class ParallelMuonMixin(CheckpointStrategy):
     def __repr__(self) -> str:
         """Also what a Trainer of the other package quotes when it refuses the strategy."""
         return (
-            f"<{type(self).__name__} for Trainers of {self.package.name}; strategy='parallel_muon' finds the right class for "
+            f"<{type(self).__name__} for Trainers of {self.package.name}; strategy='parallel_muon' finds the right "
+            f"class for "
             f"each package>"
         )
 
@@ -141,7 +143,9 @@ class ParallelMuonMixin(CheckpointStrategy):
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
         refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
-        self._mesh_sizes.resolve(**layout)  # An error here is the same on all ranks, and comes before any communication.
+        self._mesh_sizes.resolve(
+            **layout
+        )  # An error here is the same on all ranks, and comes before any communication.
         start_process_group(self)
         if self._meshes is None:  # A second run of the Trainer keeps its process groups.
             self._meshes = self._mesh_sizes.make(self.root_device.type, **layout)
@@ -228,7 +232,11 @@ class ParallelMuonMixin(CheckpointStrategy):
             set_gradient_sync(self.lightning_module, True)
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
 

@@ -55,7 +55,8 @@ def test_groups_keep_their_number_order_and_extra_keys() -> None:
     assert [[id(p) for p in group["params"]] for group in new.param_groups] == [
         [id(p) for p in group["params"]] for group in old.param_groups
     ]
-    assert [(g["lr"], g.get("name"), g.get("initial_lr"), g.get("mine"), g["weight_decay"]) for g in new.param_groups] == [
+    keys = ("lr", "name", "initial_lr", "mine", "weight_decay")
+    assert [tuple(group.get(key) for key in keys) for group in new.param_groups] == [
         (1e-2, "late", 2e-2, None, 1e-2), (1e-3, None, None, "kept", 0.0),
     ]  # fmt: skip
 
@@ -77,7 +78,13 @@ def test_a_group_that_comes_later_has_the_defaults_of_the_adamw() -> None:
 def test_torch_muon_keeps_all_of_its_numbers() -> None:
     model = _model()
     old = torch.optim.Muon(
-        [model[1].weight, model[3].weight], lr=2e-3, weight_decay=0.3, momentum=0.8, nesterov=False, ns_steps=3, eps=1e-5
+        [model[1].weight, model[3].weight],
+        lr=2e-3,
+        weight_decay=0.3,
+        momentum=0.8,
+        nesterov=False,
+        ns_steps=3,
+        eps=1e-5,
     )
     new = adopt(old, model, MuonConfig(adamw_patterns=())).optimizer
     assert isinstance(new, ParallelMuon)
@@ -122,7 +129,9 @@ class _OwnAdamW(torch.optim.AdamW):
     """May do anything in its step."""
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"fused": True}, {"foreach": False}]
+)
 def test_adam_is_adopted_where_it_computes_the_same_as_adamw(kwargs: dict[str, Any]) -> None:
     model = _model()
     adoption = adopt(torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3), **kwargs), model, MuonConfig())

@@ -48,7 +48,9 @@ def _expected(max_norm: float) -> tuple[Tensor, list[Tensor]]:
 
 
 def _full(parameters: list[Tensor]) -> list[Tensor]:
-    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters if p.grad is not None]  # type: ignore[union-attr,misc]
+    return [
+        p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters if p.grad is not None
+    ]  # type: ignore[union-attr,misc]
 
 
 def _clip(max_norm: float) -> tuple[Tensor, list[Tensor]]:

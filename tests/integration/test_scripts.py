@@ -1,0 +1,112 @@
+"""Programs as users write them, started as users start them: Lightning launches the other processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.training import PACKAGES, run_script
+
+_SCRIPT = """
+import sys
+
+import lightning_muon
+import {package} as pl
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.save_hyperparameters()
+        self.embedding = nn.Embedding(11, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.embedding(x))))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-2)
+
+
+if __name__ == "__main__":
+    pl.seed_everything(1)
+    x = torch.arange(176) % 11
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x + 1) % 11), batch_size=4)
+    model = Classifier()
+    trainer = pl.Trainer(accelerator="cpu", devices={devices}, strategy={strategy}, max_epochs=4, logger=False)
+    trainer.fit(model, data, data)
+    val = trainer.validate(model, data, verbose=False)[0]["val"]
+    trainer.save_checkpoint("model.ckpt")
+    sys.stdout.write(f"world {{trainer.world_size}} val {{val}}\\n")  # In one piece: several processes write.
+"""
+
+
+@pytest.mark.parametrize(("package", "devices"), [(PACKAGES[0], 4), (PACKAGES[1], 2), (PACKAGES[0], 1)])
+def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path, package: str, devices: int) -> None:
+    pytest.importorskip(package)
+    text = run_script(tmp_path, _SCRIPT.format(package=package, devices=devices, strategy="'parallel_muon'"))
+    losses = [float(loss) for loss in re.findall(rf"world {devices} val ([\d.e-]+)", text)]
+    assert len(losses) == devices
+    assert max(losses) < 0.5, "an untrained model has log(11) = 2.4"
+    assert text.count("AdamW -> ParallelMuon for matrices, AdamW for the rest") == 1, "rank 0 alone reports"
+    assert (tmp_path / "model.ckpt").is_dir()
+
+
+def test_a_single_file_loads_into_a_module_without_the_strategy(tmp_path: Path) -> None:
+    strategy = "lightning_muon.ParallelMuonStrategy(replicate_size=1, save_distributed_checkpoint=False)"
+    text = run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    val = float(re.findall(r"world 2 val ([\d.e-]+)", text)[0])
+    namespace: dict[str, object] = {"__name__": "train"}
+    exec(_SCRIPT.format(package=PACKAGES[0], devices=1, strategy="'auto'"), namespace)
+    module = namespace["Classifier"].load_from_checkpoint(tmp_path / "model.ckpt")  # type: ignore[attr-defined]
+    x = torch.arange(176) % 11
+    loss = torch.nn.functional.cross_entropy(module(x), (x + 1) % 11)
+    assert loss.item() == pytest.approx(val, abs=1e-5)
+
+
+_RESUME = """
+import lightning_muon
+import lightning.pytorch as pl
+import torch
+from train import Classifier
+
+
+class Muon(Classifier):
+    def configure_optimizers(self):
+        optimizer = lightning_muon.ParallelMuon(self.parameters(), lr=3e-2)
+        optimizer.attach(self)
+        return optimizer
+
+
+if __name__ == "__main__":
+    x = torch.arange(176) % 11
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x + 1) % 11), batch_size=4)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=5, logger=False, enable_checkpointing=False)
+    trainer.fit(Muon(), data, data, ckpt_path="model.ckpt", weights_only=False)
+    optimizer = trainer.optimizers[0]
+    print("steps", {int(state["step"]) for state in optimizer.state.values() if "step" in state}, trainer.global_step)
+"""
+
+
+def test_a_single_file_resumes_without_the_strategy(tmp_path: Path) -> None:
+    strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
+    run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    (tmp_path / "train.py").rename(tmp_path / "model.py")
+    text = run_script(tmp_path, _RESUME.replace("from train", "from model"))
+    # 4 epochs of 22 steps on two ranks, one of 44 on one.
+    assert "steps {132} 132" in text

@@ -1,0 +1,132 @@
+"""The command, run as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_muon
+from lightning_muon.cli import main as command
+
+_MODULE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        sizes = [(4, width), (width, width), (width, 1)]
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(*size)) for size in sizes))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch[0]) - batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.size = size
+
+    def train_dataloader(self):
+        x = torch.linspace(-1, 1, 4 * self.size).view(-1, 4)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+"""
+_CONFIG = """
+seed_everything: 1
+model: {class_path: own.net.Net, init_args: {width: 6}}
+data: own.net.Data
+trainer: {accelerator: cpu, devices: 2, max_epochs: 1, enable_progress_bar: false}
+"""
+_STRATEGY = """
+trainer:
+  strategy:
+    class_path: lightning_muon.ParallelMuonStrategy
+    init_args:
+      replicate_size: 2
+      save_distributed_checkpoint: false
+      wrap_policy: [Linear]
+      optimizer: {lr: 0.02, adamw_patterns: ["layers.0.*"]}
+"""
+_OPTIMIZER = """
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.01}}
+lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 1}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "own").mkdir()
+    for name, text in {
+        "own/__init__.py": "", "own/net.py": _MODULE, "config.yaml": _CONFIG,
+        "strategy.yaml": _STRATEGY, "optimizer.yaml": _OPTIMIZER,
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def _run(project: Path, *arguments: str) -> str:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("lightning.pytorch")
+    root = Path(lightning_muon.__file__).parents[1]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_muon.cli.main", *arguments],
+        cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_print_config_shows_the_strategy(project: Path) -> None:
+    assert "strategy: parallel_muon" in _run(project, "fit", "--config", "config.yaml", "--print_config")
+
+
+def test_fit_needs_no_import_in_the_model_and_saves_its_config(project: Path) -> None:
+    text = _run(project, "fit", "--config", "config.yaml")
+    assert "ParallelMuon, as configured" in text
+    version = project / "lightning_logs" / "version_0"
+    assert (version / "config.yaml").is_file()
+    (checkpoint,) = (version / "checkpoints").iterdir()
+    assert checkpoint.is_dir()
+    _run(project, "fit", "--config", "config.yaml", "--trainer.max_epochs", "2", "--ckpt_path", str(checkpoint))
+    assert "Test metric" in _run(project, "test", "--config", "config.yaml", "--ckpt_path", str(checkpoint))
+
+
+def test_the_strategy_and_its_optimizer_come_from_yaml(project: Path) -> None:
+    text = _run(project, "fit", "--config", "config.yaml", "--config", "strategy.yaml")
+    assert "adamw_patterns" in text
+    (checkpoint,) = (project / "lightning_logs" / "version_0" / "checkpoints").iterdir()
+    assert checkpoint.is_file()
+
+
+def test_an_optimizer_that_the_command_makes_before_sharding_trains(project: Path) -> None:
+    text = _run(project, "fit", "--config", "config.yaml", "--config", "optimizer.yaml")
+    assert "AdamW -> ParallelMuon for matrices" in text
+    assert "before `optimizer.step()`" not in text
+
+
+def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install 'lightning-muon\[lightning\]'"):
+        command.make_cli(["fit"])

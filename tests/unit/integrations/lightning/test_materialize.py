@@ -1,0 +1,67 @@
+"""Materialization of plain tensors; with sharding in tests/integration/test_configure_model.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_muon.integrations.lightning.materialize import has_meta_tensors, materialize
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.raw = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("count", torch.ones(2, dtype=torch.long))
+
+
+def _materialized(replaced: dict[Tensor, Tensor]) -> tuple[_Net, set[str]]:
+    with torch.device("meta"):
+        module = _Net()
+    return module, materialize(module, torch.device("cpu"), replaced)
+
+
+def test_ties_gradients_flags_and_persistence_survive() -> None:
+    torch.manual_seed(0)
+    module, uninitialized = _materialized({})
+    assert not has_meta_tensors(module)
+    assert module.head.weight is module.embedding.weight
+    assert not module.raw.requires_grad
+    assert "mask" not in module.state_dict()
+    assert "count" in module.state_dict()
+    assert uninitialized == {"_Net"}
+
+
+def test_the_first_holder_of_a_tied_weight_initializes_it() -> None:
+    torch.manual_seed(0)
+    module, _ = _materialized({})
+    assert module.embedding.weight.abs().max() > 1, "normal, not uniform in +- 1/2"
+
+
+def test_what_cannot_initialize_itself_is_nan() -> None:
+    module, _ = _materialized({})
+    assert module.raw.isnan().all()
+    assert module.mask.isnan().all()
+    assert torch.equal(module.norm.running_var, torch.ones(4))
+
+
+def test_real_tensors_are_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    before = module[0].weight.clone()
+    materialize(module, torch.device("cpu"), {})
+    assert torch.equal(module[0].weight, before)
+    assert not has_meta_tensors(module)
+
+
+def test_ties_between_calls_survive() -> None:
+    with torch.device("meta"):
+        module = _Net()
+    replaced: dict[Tensor, Tensor] = {}
+    materialize(module.head, torch.device("cpu"), replaced)
+    assert has_meta_tensors(module)
+    materialize(module, torch.device("cpu"), replaced)
+    assert module.head.weight is module.embedding.weight

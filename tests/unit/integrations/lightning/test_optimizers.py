@@ -1,0 +1,162 @@
+"""The choice of the optimizer, without a Trainer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.integrations.lightning.optimizers import (
+    ReplacedParameters,
+    choose_optimizers,
+    describe_optimizers,
+    optimizer_warnings,
+    provide_default_optimizer,
+    remove_default_optimizer,
+)
+
+pl = pytest.importorskip("lightning.pytorch")
+_PACKAGE = LightningPackage("lightning.pytorch")
+
+
+class _Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.last = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5)
+
+
+class _WithOptimizer(_Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _choose(module: nn.Module, *optimizers: Any, choice: Any = "auto") -> Any:
+    return choose_optimizers(optimizers, [], module, choice=choice, package=_PACKAGE)
+
+
+def test_a_module_without_optimizer_gets_one_and_loses_it_again() -> None:
+    module = _Module()
+    provide_default_optimizer(module, MuonConfig(lr=0.25), _PACKAGE)
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, ParallelMuon)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer_warnings(_choose(module, optimizer, choice=MuonConfig()), module, MuonConfig()) == []
+    remove_default_optimizer(module)
+    assert "configure_optimizers" not in vars(module)
+
+
+def test_the_optimizer_of_the_user_is_not_replaced_by_the_default() -> None:
+    module = _WithOptimizer()
+    provide_default_optimizer(module, MuonConfig(), _PACKAGE)
+    assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
+    remove_default_optimizer(module)
+
+
+def test_the_report_says_what_was_done_and_why() -> None:
+    module = _Module()
+    adoptions = _choose(module, torch.optim.AdamW(module.parameters()))
+    report = describe_optimizers(adoptions)
+    assert "AdamW -> ParallelMuon for matrices" in report
+    assert "first.weight" in report
+    assert "embedding" in report
+    assert optimizer_warnings(adoptions, module, "auto") == []
+
+
+def test_an_unknown_optimizer_is_kept_with_one_warning() -> None:
+    module = _Module()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    adoptions = _choose(module, sgd)
+    assert adoptions[0].optimizer is sgd
+    (warning,) = optimizer_warnings(adoptions, module, "auto")
+    assert "SGD is kept and does not run on Muon" in warning
+
+
+def test_keep_keeps_without_a_warning() -> None:
+    module = _Module()
+    adamw = torch.optim.AdamW(module.parameters())
+    adoptions = _choose(module, adamw, choice="keep")
+    assert adoptions[0].optimizer is adamw
+    assert optimizer_warnings(adoptions, module, "keep") == []
+
+
+def test_a_config_that_nothing_uses_is_named() -> None:
+    module = _WithOptimizer()
+    config = MuonConfig(momentum=0.5)
+    adoptions = _choose(module, ParallelMuon(module.parameters()), choice=config)
+    (warning,) = optimizer_warnings(adoptions, module, config)
+    assert "has no effect" in warning
+
+
+def test_nothing_for_muon_is_an_error_that_says_how_to_go_on() -> None:
+    module = _Module()
+    with pytest.raises(ValueError, match=r"(?s)embedding.weight.*optimizer='keep'"):
+        _choose(module, torch.optim.AdamW(module.embedding.parameters()))
+
+
+def test_one_of_several_optimizers_may_have_no_matrix() -> None:
+    module = _Module()
+    adamw = torch.optim.AdamW(module.embedding.parameters())
+    muon = torch.optim.Muon([module.first.weight])
+    adoptions = _choose(module, muon, adamw)
+    assert [type(adoption.optimizer) for adoption in adoptions] == [ParallelMuon, torch.optim.AdamW]
+    assert "it has no matrices" in describe_optimizers(adoptions)
+
+
+def test_no_optimizer_stays_none() -> None:
+    placeholder = _PACKAGE.module("core.optimizer")._MockOptimizer()
+    adoptions = _choose(_Module(), placeholder)
+    assert adoptions[0].optimizer is placeholder
+    assert optimizer_warnings(adoptions, _Module(), "auto") == []
+
+
+def _replace(module: nn.Module) -> None:
+    """What sharding does to parameters."""
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            setattr(child, name, nn.Parameter(parameter.detach().clone()))
+
+
+def test_an_optimizer_that_was_made_too_early_follows_its_parameters() -> None:
+    module = _Module()
+    optimizer = torch.optim.AdamW([{"params": module.last.parameters()}, {"params": [module.embedding.weight]}])
+    replaced = ReplacedParameters(module)
+    _replace(module)
+    replaced.close(module)
+    replaced.rebind(optimizer, module)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in module.last.parameters()]
+    assert optimizer.param_groups[1]["params"][0] is module.embedding.weight
+
+
+def test_state_of_a_replaced_parameter_is_an_error() -> None:
+    module = _Module()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.last(torch.ones(6)).sum().backward()
+    optimizer.step()
+    replaced = ReplacedParameters(module)
+    _replace(module)
+    replaced.close(module)
+    with pytest.raises(ValueError, match=r"has state for last\.weight"):
+        replaced.rebind(optimizer, module)
+
+
+def test_replaced_parameters_are_not_kept_alive() -> None:
+    module = _Module()
+    old = weakref.ref(module.first.weight)
+    replaced = ReplacedParameters(module)
+    _replace(module)
+    replaced.close(module)
+    gc.collect()
+    assert old() is None
+
+
+def test_parameters_that_stay_can_be_moved_afterwards() -> None:
+    module = _Module()
+    replaced = ReplacedParameters(module)
+    replaced.close(module)
+    assert weakref.getweakrefcount(module.first.weight) == 0

@@ -1,0 +1,70 @@
+"""Arguments and identity of the strategy; whole runs are in tests/integration."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from lightning_muon import MuonConfig
+from tests.integration.training import PACKAGES, strategy_class
+
+
+@pytest.fixture(params=PACKAGES)
+def cls(request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip(request.param)
+    return strategy_class(request.param)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"replicate_size": -1}, "replicate_size"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
+        ({"optimizer": "sgd"}, "optimizer must be 'auto', 'keep' or a MuonConfig, got 'sgd'"),
+    ],
+)
+def test_wrong_arguments_are_errors_at_once(cls: Any, kwargs: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        cls(**kwargs)
+
+
+def test_the_arguments_of_model_parallel_strategy_are_taken(cls: Any) -> None:
+    base = cls.__mro__[-1 - [c.__name__ for c in reversed(cls.__mro__)].index("ModelParallelStrategy")]
+    import inspect
+
+    theirs = set(inspect.signature(base.__init__).parameters)
+    assert theirs <= set(inspect.signature(cls.__init__).parameters)
+    strategy = cls(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False, optimizer=MuonConfig()
+    )
+    assert not strategy._save_distributed_checkpoint
+
+
+def test_the_representation_names_the_package(cls: Any) -> None:
+    assert f"for Trainers of {cls.package.name};" in repr(cls())
+
+
+def test_every_rank_reads_its_own_samples(cls: Any) -> None:
+    strategy = cls()
+    strategy.cluster_environment = _Environment()
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 4}
+
+
+class _Environment:
+    def world_size(self) -> int:
+        return 6
+
+    def global_rank(self) -> int:
+        return 4
+
+
+def test_a_refused_precision_leaves_the_strategy_as_it_was(cls: Any) -> None:
+    plugins = cls.package.module("plugins.precision")
+    strategy = cls()
+    strategy.precision_plugin = plugins.MixedPrecision("bf16-mixed", "cpu")
+    before = copy.copy(strategy.precision_plugin)
+    with pytest.raises(ValueError, match="16-mixed"):
+        strategy.precision_plugin = plugins.MixedPrecision("16-mixed", "cpu")
+    assert type(strategy.precision_plugin) is type(before)
