@@ -61,18 +61,7 @@ def shard_model(
         ValueError: If the model cannot be sharded; the message says which parameter and why.
         RuntimeError: If the ranks hold different models.
     """
-    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
-    units: list[nn.Module] = []
-    error: Exception | None = None
-    try:
-        units = plan_units(module, wrap_policy, shard_root=shard_root)
-    except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
-        error = problem
-    if everyone.group is not None:
-        fail_together(error, everyone.group)
-        require_equal(describe_model(module, units), everyone.group, f"the model {type(module).__name__}")
-    elif error is not None:
-        raise error
+    units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root)
     broadcast_initial_state(module, mesh)
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = _prepare_parameters(module, mesh)
@@ -89,6 +78,28 @@ def shard_model(
         shard(module, reshard_after_forward=root_reshard, mp_policy=policy)
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
+
+
+def _agree_on_units(
+    module: nn.Module, mesh: DeviceMesh, wrap_policy: WrapPolicy, *, shard_root: bool
+) -> list[nn.Module]:
+    """:func:`plan_units`, after all ranks have found that they plan the same for the same model.
+
+    Collective over ``mesh``; every rank must call it.
+    """
+    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+    units: list[nn.Module] = []
+    error: Exception | None = None
+    try:
+        units = plan_units(module, wrap_policy, shard_root=shard_root)
+    except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
+        error = problem
+    if everyone.group is not None:
+        fail_together(error, everyone.group)
+        require_equal(describe_model(module, units), everyone.group, f"the model {type(module).__name__}")
+    elif error is not None:
+        raise error
+    return units
 
 
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:

@@ -174,3 +174,20 @@ def _parameter_on_the_module(package: str) -> None:
 
 def test_a_parameter_outside_of_the_children_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_parameter_on_the_module, PACKAGES[0], world_size=2, match="scale")
+
+
+def _call_a_layer_of_a_child(package: str) -> str:
+    pl = load(package)
+    model = language_model(pl)
+    model.automatic_optimization = False
+    type(model).training_step = lambda self, batch, batch_idx: self.network.head(torch.ones(1, 16))
+    try:
+        trainer(pl).fit(model, loader())
+    except RuntimeError as error:
+        return "\n".join(error.__notes__)
+    return ""
+
+
+def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
+    for note in gloo.run(_call_a_layer_of_a_child, PACKAGES[0], world_size=2):
+        assert "call the child itself" in note

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -40,6 +41,25 @@ def register_steps(module: nn.Module) -> None:
         if has_generate and not _is_registered(child, "generate"):
             register_fsdp_forward_method(child, "generate")
             setattr(vars(child)["generate"].__func__, _MARK, True)
+
+
+@contextmanager
+def explain_shards() -> Iterator[None]:
+    """Add to torch's error about weights that are still shards what the user can do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "A layer ran while its weights were shards: FSDP2 gathers the weights of a module when its forward "
+                "is called. "
+                "With manual optimization each child of the LightningModule gathers its own, so call the child "
+                "itself, not a "
+                "layer or another method of it; or name the layer in ParallelMuonStrategy(wrap_policy=...), or the "
+                "method in "
+                "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
+            )
+        raise
 
 
 def _register_packed(module: nn.Module, name: str) -> None:

@@ -37,7 +37,7 @@ from lightning_muon.integrations.lightning.optimizers import (
     remove_default_optimizer,
 )
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
-from lightning_muon.integrations.lightning.steps import register_steps
+from lightning_muon.integrations.lightning.steps import explain_shards, register_steps
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.runtime import free_unsharded, initialize_roots, set_gradient_sync
@@ -200,7 +200,8 @@ class ParallelMuonMixin(CheckpointStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
-        output = super().training_step(*args, **kwargs)
+        with explain_shards():
+            output = super().training_step(*args, **kwargs)
         if output is None:
             free_unsharded(self.lightning_module)
         return output
@@ -218,7 +219,8 @@ class ParallelMuonMixin(CheckpointStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
+        with explain_shards():
+            output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
 
