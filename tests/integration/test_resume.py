@@ -38,7 +38,19 @@ def _sgd(module: nn.Module) -> Any:
     return torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9)
 
 
-_CONFIGURE = {"adamw": adamw, "scheduled": _scheduled, "muon": _muon, "sgd": _sgd, "default": None}
+def _two_groups(module: nn.Module) -> Any:
+    parameters = list(module.parameters())
+    return torch.optim.AdamW([{"params": parameters[:4]}, {"params": parameters[4:]}], lr=1e-2)
+
+
+_CONFIGURE = {
+    "groups": _two_groups,
+    "adamw": adamw,
+    "scheduled": _scheduled,
+    "muon": _muon,
+    "sgd": _sgd,
+    "default": None,
+}
 
 
 def _run(
@@ -112,6 +124,32 @@ def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: P
     )[0]
     # bfloat16 Newton-Schulz, and gradients summed in another order.
     assert resumed[0] == pytest.approx(losses[len(losses) // 2 :], abs=5e-3)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_scheduler_may_be_added_on_resume(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    first = gloo.run(
+        _run, PACKAGES[0], str(tmp_path / "a"), world_size=2, sharded=sharded, configure="adamw", max_epochs=1
+    )
+    resumed = gloo.run(
+        _run,
+        PACKAGES[0],
+        str(tmp_path / "b"),
+        resume=f"{tmp_path}/a/epoch=0.ckpt",
+        world_size=2,
+        sharded=sharded,
+        max_epochs=2,
+    )
+    assert resumed[0][0][0] < first[0][0][0], "weights and momentum were loaded"
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_other_param_groups_are_an_error(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    gloo.run(_run, PACKAGES[0], str(tmp_path / "a"), world_size=2, sharded=sharded, configure="adamw", max_epochs=1)
+    gloo.expect_error_on_all_ranks(
+        _run, PACKAGES[0], str(tmp_path / "b"), resume=f"{tmp_path}/a/epoch=0.ckpt", configure="groups",
+        sharded=sharded, world_size=2, exception=RuntimeError, match="other param groups or another model.*groups",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sharded", [True, False])

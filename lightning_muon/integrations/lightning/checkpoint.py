@@ -72,10 +72,11 @@ class Checkpoint:
         error: Exception | None = None
         try:
             if self.is_sharded:
-                key = f"optimizer_{index}"
-                state = {key: get_optimizer_state_dict(module, optimizer)}
-                dcp.load(state, checkpoint_id=self.path)
-                set_optimizer_state_dict(module, optimizer, state[key])
+                state = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}
+                _check_shards(self.path, state)
+                # Keys of the groups may be new, for example those of a scheduler that was added since.
+                dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
+                set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"])
             else:
                 named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
                 _check_state(named["state"], module, optimizer)
@@ -124,8 +125,25 @@ def named_optimizer_state(
         raise ValueError(f"the checkpoint has param groups of {saved} parameters, the optimizer of {ours}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     names = dict(zip(numbers, _names_in_groups(module, optimizer), strict=True))
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    groups = [
+        {**ours, **group, "params": [names[number] for number in group["params"]]}
+        for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _check_shards(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the directory has every tensor of ``state``, and as many param groups."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for key, optimizer in state.items():
+        wanted = (f"{key}.state.{name}.{entry}" for name, own in optimizer["state"].items() for entry in own)
+        missing = [name for name in wanted if name not in saved]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing[:8])}")
+        prefix = f"{key}.param_groups."
+        num_saved = len({name.removeprefix(prefix).split(".")[0] for name in saved if name.startswith(prefix)})
+        if num_saved != len(optimizer["param_groups"]):
+            raise ValueError(f"{num_saved} param groups in the checkpoint, {len(optimizer['param_groups'])} here")
 
 
 def _check_state(saved: Mapping[str, Mapping[str, Any]], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

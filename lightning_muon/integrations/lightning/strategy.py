@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.compat.lightning import (
@@ -20,7 +16,7 @@ from lightning_muon.compat.lightning import (
 from lightning_muon.config import MuonConfig
 from lightning_muon.integrations.lightning.callbacks import refuse_callbacks
 from lightning_muon.integrations.lightning.checkpoint_strategy import CheckpointStrategy
-from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode, broadcast_buffers
+from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
 from lightning_muon.integrations.lightning.materialize import (
     has_meta_tensors,
     materialize_user_sharded,
@@ -37,16 +33,17 @@ from lightning_muon.integrations.lightning.optimizers import (
     remove_default_optimizer,
 )
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
-from lightning_muon.integrations.lightning.steps import explain_shards, register_steps
+from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
+from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, initialize_roots, set_gradient_sync
+from lightning_muon.sharding.runtime import initialize_roots
 from lightning_muon.sharding.wrap import WrapPolicy
 
 _TIMEOUT = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
 
 
-class ParallelMuonMixin(CheckpointStrategy):
+class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one Lightning package: launcher, process group, and the
@@ -103,7 +100,6 @@ class ParallelMuonMixin(CheckpointStrategy):
         self._reshard_after_forward = reshard_after_forward
         self._meshes: tuple[DeviceMesh, DeviceMesh] | None = None
         self._replaced: ReplacedParameters | None = None
-        self._agreement: GradientAgreement | None = None
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -197,68 +193,6 @@ class ParallelMuonMixin(CheckpointStrategy):
         self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
         for message in optimizer_warnings(adoptions, module, choice):
             self._rank_zero().rank_zero_warn(message)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
-        with explain_shards():
-            output = super().training_step(*args, **kwargs)
-        if output is None:
-            free_unsharded(self.lightning_module)
-        return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; outside of it parameters are shards again, for hooks and callbacks."""
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`."""
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`."""
-        return self._evaluate(super().predict_step, *args, **kwargs)
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with explain_shards():
-            output = step(*args, **kwargs)
-        free_unsharded(self.lightning_module)
-        return output
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None]:
-        """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
-        set_gradient_sync(self.lightning_module, False)
-        try:
-            yield
-        finally:
-            set_gradient_sync(self.lightning_module, True)
-
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step. Collective over all ranks; every rank must call it."""
-
-        def agreed() -> Any:
-            result = closure()
-            if self._agreement is not None:
-                self._agreement.finish()
-            return result
-
-        return super().optimizer_step(optimizer, agreed, model, **kwargs)
-
-    def on_validation_start(self) -> None:
-        """Evaluate with the running statistics of rank 0, as DDP does."""
-        broadcast_buffers(self.lightning_module)
-        super().on_validation_start()
-
-    def on_train_end(self) -> None:
-        """Leave equal running statistics on all ranks."""
-        broadcast_buffers(self.lightning_module)
-        super().on_train_end()
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""

@@ -248,7 +248,9 @@ class BackwardInside(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.packed = nn.Parameter(torch.ones(3, 4, dtype=torch.uint8), requires_grad=False)
+        # FSDP2 of torch 2.11 cannot shard integers.
+        dtype = torch.uint8 if torch.__version__ >= "2.12" else torch.float32
+        self.packed = nn.Parameter(torch.ones(3, 4, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.empty.sum() + self.packed.float().sum()
