@@ -52,6 +52,8 @@ def _sleep_on(rank: int, seconds: float) -> int:
 
 def _die_on(rank: int) -> int:
     if dist.get_rank() == rank:
+        # The other ranks may still be connecting to this one; they return only once that is done.
+        time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGKILL)
     return dist.get_rank()
 
@@ -149,7 +151,7 @@ def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(pool: Proces
 
 def test_a_worker_that_dies_is_named_and_the_next_call_works(pool: ProcessPool) -> None:
     with pytest.raises(RanksFailedError, match="rank 1 died") as caught:
-        pool.run(_die_on, 1, world_size=3, grace=2.0)
+        pool.run(_die_on, 1, world_size=3, grace=5.0)
     assert list(caught.value.exit_codes) == [1]
     assert caught.value.results == {0: 0, 2: 2}
     assert pool.run(_sum_of_ranks, 1, world_size=3) == [(0, 3), (1, 3), (2, 3)]
