@@ -66,6 +66,7 @@ class MuonConfig:
 
 
 _ADJUST_LR = ("original", "match_rms_adamw")
+_ALGORITHMS = ("auto", "muon", "adamw")
 
 
 def check_hyperparameters(group: Mapping[str, object]) -> None:
@@ -84,5 +85,6 @@ def check_hyperparameters(group: Mapping[str, object]) -> None:
         raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {coefficients}")
     if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
-    if group["adjust_lr_fn"] not in _ADJUST_LR:
-        raise ValueError(f"adjust_lr_fn must be one of {_ADJUST_LR}, got {group['adjust_lr_fn']!r}")
+    for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
+        if group.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"{key} must be one of {allowed}, got {group[key]!r}")

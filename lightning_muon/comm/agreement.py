@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+
 
 def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
     """Raise ``RuntimeError`` on every rank unless all ranks hold the same ``lines``.
@@ -51,6 +53,7 @@ def _is_distributed(group: dist.ProcessGroup | None) -> bool:
 
 
 def _all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    let_gloo_finish_at_exit()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -6,28 +6,15 @@ of ranks exchanges, fills views of the send buffer, and reads views of the recei
 
 from __future__ import annotations
 
-import atexit
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
 from lightning_muon.comm.mesh import AxisGroup
-
-
-@cache
-def _let_gloo_finish_at_exit() -> None:
-    """Give gloo's threads the interpreter lock once more before it goes.
-
-    A thread that has finished a collective drops its handle a moment after the waiting rank is told. If that is the
-    last reference it must take the interpreter lock, and while the interpreter exits that ends the process by SIGABRT
-    (seen in one exit of two with torch 2.13, four ranks on two cores; in none of 16 with this).
-    """
-    atexit.register(time.sleep, 0.1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class BufferPool:
     """Flat buffers by name, grown on demand and kept, so that a step allocates nothing after the first one."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._buffers: dict[str, Tensor] = {}
 
@@ -71,7 +58,7 @@ class BufferPool:
         """A buffer of at least ``numel`` elements; the same name is the same memory."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+            buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
             self._buffers[name] = buffer
         return buffer
 
@@ -84,7 +71,7 @@ def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, gr
     Returns:
         Handle to wait for before the buffers are read or filled again.
     """
-    _let_gloo_finish_at_exit()
+    let_gloo_finish_at_exit()
     return dist.all_to_all_single(
         receive[: source.numel],
         send[: to.numel],
@@ -100,7 +87,7 @@ def start_broadcasts(buffers: Sequence[Tensor], group: AxisGroup) -> list[dist.W
 
     Collective over ``group``; every rank of it must call it.
     """
-    _let_gloo_finish_at_exit()
+    let_gloo_finish_at_exit()
     works: list[dist.Work] = []
     for rank, buffer in enumerate(buffers):
         if buffer.numel():
@@ -109,10 +96,12 @@ def start_broadcasts(buffers: Sequence[Tensor], group: AxisGroup) -> list[dist.W
     return works
 
 
-def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work | None:
-    """Begin the elementwise maximum over ``group``, in place.
+def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
+    """Begin the elementwise sum over ``group``, in place.
 
     Collective over ``group``; every rank of it must call it.
     """
-    _let_gloo_finish_at_exit()
-    return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.group, async_op=True)
+    let_gloo_finish_at_exit()
+    work = dist.all_reduce(values, group=group.group, async_op=True)
+    assert work is not None
+    return work

@@ -17,4 +17,6 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr) -> float:
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
+    if adjust_lr_fn != "match_rms_adamw":
+        raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
     return 0.2 * math.sqrt(max(rows, cols))

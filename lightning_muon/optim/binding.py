@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,12 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
 from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import held_boxes, mesh_and_placements, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices
+from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
 
 ParamGroup = dict[str, Any]
+# Hyper-parameters of a param group that must be equal on all ranks.
+COMPARED = (
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    *("betas", "adamw_eps", "algorithm"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,48 +73,63 @@ class Binding:
 
     parameters: tuple[BoundParameter, ...]
     exchange_groups: tuple[ExchangeGroup, ...]
-    meshes: tuple[tuple[AxisGroup, tuple[BoundParameter, ...]], ...]
+    meshes: tuple[MeshMembers, ...]
+
+    @cached_property
+    def names(self) -> dict[Tensor, str]:
+        """Qualified name of each parameter."""
+        return {parameter.tensor: parameter.route.name for parameter in self.parameters}
 
 
-def bind(parameters: Sequence[BoundParameter], *, itemsize: int, chunk_bytes: int, settings: str) -> Binding:
+def bind(
+    parameters: Sequence[BoundParameter],
+    meshes: tuple[MeshMembers, ...],
+    *,
+    itemsize: int,
+    chunk_bytes: int,
+    settings: str,
+) -> Binding:
     """Make the plan, and check that all ranks made the same.
 
-    Collective over every mesh of the parameters; every rank of it must call it.
+    Collective over ``meshes``; every rank of them must call it.
 
     Args:
         parameters: All parameters, trainable or not, in the order of the param groups.
+        meshes: The meshes of these parameters.
         itemsize: Bytes of an element on the wire.
         chunk_bytes: Upper bound of the bytes of matrices that travel together.
         settings: What else must be equal on all ranks, for example the dtypes.
     """
-    meshes = _group_by_mesh(parameters)
-    for axes, members in meshes:
-        lines = [(member.route.name, _describe(member)) for member in members]
-        require_equal([*lines, ("settings", settings)], axes.group, "the list of parameters of ParallelMuon")
+    _compare(parameters, meshes, settings)
     groups = tuple(
         ExchangeGroup(axes, is_replicated, tuple(jobs), _plan(jobs, axes.size, itemsize, chunk_bytes))
         for axes, is_replicated, jobs in _group_jobs(parameters)
     )
+    for group in groups:
+        if group.axes.group is not None:
+            require_equal([("plan", group.plan.fingerprint())], group.axes.group, "the plan of ParallelMuon")
     return Binding(tuple(parameters), groups, meshes)
+
+
+def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str) -> None:
+    """Raise on all ranks if they differ in a parameter, a hyper-parameter, a mesh or a setting."""
+    by_tensor = {parameter.tensor: parameter for parameter in parameters}
+    # A rank without one of the meshes is found out on a mesh that it does have, before it is waited for.
+    sizes = [members.axes.size for members in meshes if members.axes.group is not None]
+    for members in meshes:
+        if members.axes.group is None:
+            continue
+        lines = [(by_tensor[tensor].route.name, _describe(by_tensor[tensor])) for tensor in members.tensors]
+        lines += [("settings", settings), ("meshes of", f"{sizes} ranks")]
+        require_equal(lines, members.axes.group, "the list of parameters of ParallelMuon")
 
 
 def _describe(parameter: BoundParameter) -> str:
     _, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
+    options = {key: value for key, value in parameter.group.items() if key in COMPARED}
     return (
         f"{parameter.shape} {parameter.tensor.dtype} {placements} {parameter.route.kind} {parameter.route.splits} "
-        f"trainable={parameter.tensor.requires_grad}"
-    )
-
-
-def _group_by_mesh(parameters: Sequence[BoundParameter]) -> tuple[tuple[AxisGroup, tuple[BoundParameter, ...]], ...]:
-    """Parameters by the mesh they live on, with the group over all of its axes; local ones come last, alone."""
-    members: dict[DeviceMesh | None, list[BoundParameter]] = {}
-    for parameter in parameters:
-        mesh, _ = mesh_and_placements(parameter.tensor, parameter.mesh)
-        members.setdefault(mesh, []).append(parameter)
-    return tuple(
-        (ALONE if mesh is None else axis_group(mesh, tuple(range(mesh.ndim))), tuple(found))
-        for mesh, found in members.items()
+        f"trainable={parameter.tensor.requires_grad} {options}"
     )
 
 
@@ -141,11 +163,11 @@ def _group_jobs(parameters: Sequence[BoundParameter]) -> list[tuple[AxisGroup, b
 
 def _job(parameter: BoundParameter, matrix: LogicalMatrix, boxes: Sequence[Box], rank: int) -> MatrixJob:
     pieces = tuple(matrix.box.intersect(box) for box in boxes)
-    covered = sum(piece.numel for piece in pieces)
-    if covered not in (matrix.box.numel, matrix.box.numel * len(boxes)):
+    is_replicated = all(piece == matrix.box for piece in pieces)
+    if not is_replicated and not tile(pieces, matrix.box):
         raise ValueError(
-            f"the shards of {matrix.name} hold {covered} elements of its {matrix.box.numel}: its placements overlap or "
-            "leave gaps, which ParallelMuon does not take"
+            f"the shards of {matrix.name} are no contiguous parts that make up the whole: {pieces[:4]}; "
+            "ParallelMuon does not take this order of sharding"
         )
     return MatrixJob(parameter, matrix, pieces, boxes[rank])
 

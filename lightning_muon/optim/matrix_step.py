@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class MatrixStep:
         device: torch.device,
     ) -> None:
         self._groups = groups
-        self._wire_dtype = wire_dtype
         self._compute_dtype = compute_dtype
         self._pools = [BufferPool(wire_dtype, device) for _ in groups]
 
@@ -39,31 +38,37 @@ class MatrixStep:
         Collective over the axes of each exchange group; every rank of it must call it, with the same set of
         parameters in ``gradients``.
         """
-        transfers = self._transfers(gradients)
-        for transfer in transfers[:1]:
-            self._begin(transfer, gradients, states)
-        for transfer in transfers[1:2]:
-            self._begin(transfer, gradients, states)
+        waiting = self._transfers(gradients)
+
+        def begin() -> Transfer | None:
+            transfer = next(waiting, None)
+            if transfer is not None:
+                self._start_gather(transfer, gradients, states)
+            return transfer
+
+        previous, current, following = None, begin(), begin()
         meanwhile()
-        for position, transfer in enumerate(transfers):
-            if 1 <= position < len(transfers) - 1:
-                self._begin(transfers[position + 1], gradients, states)
-            transfer.start_scatter(self._orthogonalize(transfer))
-            if position:
-                _apply_(transfers[position - 1])
-        for transfer in transfers[-1:]:
-            _apply_(transfer)
+        while current is not None:
+            current.start_scatter(self._orthogonalize(current))
+            if previous is not None:
+                _apply_(previous)
+            previous, current = current, following
+            following = begin()
+        if previous is not None:
+            _apply_(previous)
 
-    def _transfers(self, gradients: dict[Tensor, Tensor]) -> list[Transfer]:
-        transfers: list[Transfer] = []
+    def _transfers(self, gradients: dict[Tensor, Tensor]) -> Iterator[Transfer]:
+        """The chunks with anything to do; made when their turn comes, so that few are in memory."""
+        slot = 0
         for group, pool in zip(self._groups, self._pools, strict=True):
-            for chunk in (group.plan.resident, *group.plan.chunks):
-                active = [index for index in chunk if group.jobs[index].parameter.tensor in gradients]
-                if active:
-                    transfers.append(make_transfer(group, active, pool, len(transfers) % 2, self._wire_dtype))
-        return transfers
+            for is_resident, chunks in ((True, group.plan.resident), (False, group.plan.chunks)):
+                for chunk in chunks:
+                    active = [index for index in chunk if group.jobs[index].parameter.tensor in gradients]
+                    if active:
+                        yield make_transfer(group, active, pool, slot, is_resident=is_resident)
+                        slot = 1 - slot
 
-    def _begin(self, transfer: Transfer, gradients: dict[Tensor, Tensor], states: States) -> None:
+    def _start_gather(self, transfer: Transfer, gradients: dict[Tensor, Tensor], states: States) -> None:
         """Update the momentum of a chunk's local pieces and send what is to be orthogonalized to the owners."""
         rank = transfer.axes.rank
         ahead: dict[MatrixJob, Tensor] = {}
@@ -80,7 +85,7 @@ class MatrixStep:
     def _orthogonalize(self, transfer: Transfer) -> list[Tensor]:
         return [
             orthogonalize(
-                whole.view(job.matrix.rows, job.matrix.cols),
+                whole.reshape(job.matrix.rows, job.matrix.cols),
                 coefficients=job.parameter.group["ns_coefficients"],
                 num_steps=job.parameter.group["ns_steps"],
                 eps=job.parameter.group["eps"],

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.config import AdjustLr, Algorithm, DtypeName, MuonConfig, check_hyperparameters
-from lightning_muon.optim.binding import Binding, BoundParameter, bind, local_tensor
+from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, bind, local_tensor
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.optim.gradients import local_gradients
+from lightning_muon.optim.gradients import Gradients, agree_on_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import routes_of
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
 
-_GROUP_KEYS = (
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-    *("betas", "adamw_eps"),
-)
-_ALGORITHMS = ("auto", "muon", "adamw")
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What is the same for all param groups; see :class:`ParallelMuon`."""
+
+    mesh: DeviceMesh | None
+    compute_dtype: DtypeName
+    wire_dtype: DtypeName
+    chunk_bytes: int
+    adamw_patterns: Sequence[str]
+    muon_patterns: Sequence[str]
+    fused: Mapping[str, int | tuple[int, ...]] | None
+    error_if_nonfinite: bool
+
+    def __post_init__(self) -> None:
+        check_dtypes(self.compute_dtype, self.wire_dtype)
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """The plan, and the state of the optimizer (``key``) that it was made for."""
+
+    key: tuple[Any, ...]
+    binding: Binding
+    matrix_step: MatrixStep
 
 
 class ParallelMuon(torch.optim.Optimizer):
@@ -98,18 +124,14 @@ class ParallelMuon(torch.optim.Optimizer):
         error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
     ) -> None:
         values = locals()
-        check_dtypes(compute_dtype, wire_dtype)
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
-        defaults = {key: values[key] for key in _GROUP_KEYS} | {"algorithm": algorithm}
-        self._mesh = mesh
-        self._dtype_names = (compute_dtype, wire_dtype)
-        self._chunk_bytes = chunk_bytes
-        self._error_if_nonfinite = error_if_nonfinite
-        self._routing = {"adamw_patterns": adamw_patterns, "muon_patterns": muon_patterns, "fused": fused}
+        defaults = {key: values[key] for key in COMPARED}
+        self._options = _Options(**{name.name: values[name.name] for name in fields(_Options)})
         self._module = params if isinstance(params, nn.Module) else None
-        self._bound: tuple[list[tuple[int, bool]], Binding, MatrixStep] | None = None
+        self._routes: dict[Tensor, Route] = {}
+        self._bound: _Bound | None = None
         super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        if self._module is not None:
+            self._bind_parameters()
 
     @classmethod
     def from_config(cls, params: Any, config: MuonConfig, **overrides: Any) -> ParallelMuon:
@@ -122,7 +144,7 @@ class ParallelMuon(torch.optim.Optimizer):
         Call it on each rank once the parameters have their final form (after ``fully_shard``). No communication.
         """
         self._module = module
-        self._bound = None
+        self._routes = {}
         self._init_state(self._bind_parameters())
 
     @property
@@ -132,14 +154,11 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = self.defaults | param_group
         if group["adjust_lr_fn"] is None:
             group["adjust_lr_fn"] = "original"
         check_hyperparameters(group)
-        if group["algorithm"] not in _ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {_ALGORITHMS}, got {group['algorithm']!r}")
-        self._bound = None
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -148,10 +167,26 @@ class ParallelMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding, matrix_step = self._bind()
-        gradients = local_gradients(binding, error_if_nonfinite=self._error_if_nonfinite)
-        matrix_step.run(gradients, self.state, meanwhile=lambda: self._step_elementwise(binding, gradients))
+        bound = self._bound or self._bind()
+        gradients = self._agree_on_gradients(bound)
+        if gradients is None:
+            bound = self._bind()
+            gradients = self._agree_on_gradients(bound)
+            assert gradients is not None, "parameters changed during the step"
+        bound.matrix_step.run(gradients, self.state, meanwhile=lambda: self._step_elementwise(bound.binding, gradients))
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, with what this class adds; the plan is made anew."""
+        own = {"_options": self._options, "_module": self._module, "_routes": self._routes, "_bound": None}
+        return super().__getstate__() | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in torch; hyper-parameters that another optimizer's state lacks get their defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state of every parameter is there also before the first step."""
@@ -164,34 +199,64 @@ class ParallelMuon(torch.optim.Optimizer):
         return routing_table(rows)
 
     def _bind_parameters(self) -> list[BoundParameter]:
-        """Parameters with their routes. Made anew each time: frameworks swap parameters (fully_shard, Accelerate)."""
-        routes = routes_of(self.param_groups, self._module, **self._routing)
+        """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
+        current = [param for group in self.param_groups for param in group["params"]]
+        if any(param not in self._routes for param in current):
+            options = self._options
+            found = routes_of(
+                self.param_groups,
+                self._module,
+                adamw_patterns=options.adamw_patterns,
+                muon_patterns=options.muon_patterns,
+                fused=options.fused,
+            )
+            self._routes = {param: self._routes.get(param) or found[param] for param in current}
         return [
-            BoundParameter(parameter, group, routes[parameter], self._mesh)
+            BoundParameter(param, group, self._routes[param], self._options.mesh)
             for group in self.param_groups
-            for parameter in group["params"]
+            for param in group["params"]
         ]
 
-    def _bind(self) -> tuple[Binding, MatrixStep]:
-        """The plan; made at the first step, and again when parameters or their ``requires_grad`` change."""
-        key = [(id(param), param.requires_grad) for group in self.param_groups for param in group["params"]]
-        if self._bound is not None and self._bound[0] == key:
-            return self._bound[1:]
-        parameters = self._bind_parameters()
-        require_muon(parameter.route for parameter in parameters)
-        self._init_state(parameters)
+    def _key(self) -> tuple[Any, ...]:
+        """Changes when the plan must be made anew."""
+        params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
+        return id(self._module), *params
+
+    def _bind(self) -> _Bound:
+        """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
+        options = self._options
+        meshes = group_by_mesh([param for group in self.param_groups for param in group["params"]], options.mesh)
+        parameters: list[BoundParameter] = []
+        error: Exception | None = None
+        try:
+            parameters = self._bind_parameters()
+            require_muon(parameter.route for parameter in parameters)
+            self._init_state(parameters)
+        except Exception as problem:
+            error = problem
+        fail_on_all_meshes(error, meshes)
+        if self._module is None:
+            _warn_of_shapes(parameters)
         device = local_tensor(parameters[0].tensor).device
-        compute_dtype = resolve_compute_dtype(self._dtype_names[0], device)
-        wire_dtype = resolve_wire_dtype(self._dtype_names[1], compute_dtype)
+        compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
+        wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
         binding = bind(
             parameters,
+            meshes,
             itemsize=wire_dtype.itemsize,
-            chunk_bytes=self._chunk_bytes,
-            settings=f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} chunk_bytes={self._chunk_bytes}",
+            chunk_bytes=options.chunk_bytes,
+            settings=f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} chunk_bytes={options.chunk_bytes}",
         )
         step = MatrixStep(binding.exchange_groups, wire_dtype=wire_dtype, compute_dtype=compute_dtype, device=device)
-        self._bound = (key, binding, step)
-        return binding, step
+        self._bound = _Bound(self._key(), binding, step)
+        return self._bound
+
+    def _agree_on_gradients(self, bound: _Bound) -> Gradients | None:
+        return agree_on_gradients(
+            bound.binding,
+            error_if_nonfinite=self._options.error_if_nonfinite,
+            is_stale=bound.key != self._key(),
+        )
 
     def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
         """Zero state for each parameter that has none, frozen ones too, so that all ranks have equal keys."""
@@ -215,3 +280,14 @@ class ParallelMuon(torch.optim.Optimizer):
                 [self.state[tensor] for tensor in tensors],
                 members[0].group,
             )
+
+
+def _warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:
+    """Say once per plan, on rank 0, that embeddings and heads cannot be told from matrices without their module."""
+    guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
+    if guessed and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
+            "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
+            stacklevel=4,
+        )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
@@ -22,11 +23,13 @@ def routes_of(
     """One route for every parameter of ``groups``.
 
     Raises:
+        RuntimeError: If the module holds unsharded weights.
         ValueError: If a group with ``algorithm="muon"`` has a parameter that is no matrix, or a pattern is wrong.
     """
     patterns = {"adamw_patterns": adamw_patterns, "muon_patterns": muon_patterns, "fused": fused}
     if module is not None:
         known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+        _refuse_unsharded(groups, known)
     else:
         named = _named_parameters(groups)
         known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
@@ -40,12 +43,27 @@ def routes_of(
     return routes
 
 
+def _refuse_unsharded(groups: Sequence[dict[str, Any]], known: Mapping[Tensor, Route]) -> None:
+    """Raise if the module shows whole weights where the optimizer has the shards of FSDP2."""
+    strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
+    if strangers:
+        raise RuntimeError(
+            f"{len(strangers)} sharded parameters of the optimizer, the first of shape {tuple(strangers[0].shape)}, "
+            "are not in its module, which holds whole weights now (FSDP2: after forward, or after an evaluation). Call "
+            "module.reshard() first, or pass the module to ParallelMuon right after fully_shard"
+        )
+
+
 def _named_parameters(groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
     """Parameters by the names that the user gave, or by their position."""
     named: dict[str, nn.Parameter] = {}
     for group in groups:
         names = group.get("param_names") or [f"parameter {len(named) + i}" for i in range(len(group["params"]))]
-        named.update(zip(names, group["params"], strict=True))
+        for name, parameter in zip(names, group["params"], strict=True):
+            if named.setdefault(name, parameter) is not parameter:
+                raise ValueError(
+                    f"two parameters have the name {name!r}; put the module's name in front: 'encoder.{name}'"
+                )
     return named
 
 

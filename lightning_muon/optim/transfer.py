@@ -44,13 +44,13 @@ class Transfer(ABC):
 
 
 def make_transfer(
-    group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slot: int, dtype: torch.dtype
+    group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slot: int, *, is_resident: bool
 ) -> Transfer:
     """The way that fits: ``taken`` are the active jobs of one chunk, ``slot`` the rolling buffers to use (0 or 1)."""
     jobs = [group.jobs[index] for index in taken]
     owners = [group.plan.owners[index] for index in taken]
-    if group.axes.group is None or all(index in group.plan.resident for index in taken):
-        return ResidentTransfer(jobs, owners, group.axes, dtype)
+    if is_resident:
+        return ResidentTransfer(jobs, owners, group.axes, pool.dtype)
     if group.is_replicated:
         return ReplicatedTransfer(jobs, owners, group.axes, pool, slot)
     return ShardedTransfer(jobs, owners, group.axes, pool, slot)
@@ -67,11 +67,14 @@ class ResidentTransfer(Transfer):
 
     @override
     def start_gather(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = pieces
+        self._pieces = list(pieces)
 
     @override
     def matrices(self) -> list[Tensor]:
-        return [piece.to(self._dtype) for piece, mine in zip(self._pieces, self._is_mine, strict=True) if mine]
+        mine = [piece.to(self._dtype) for piece, mine in zip(self._pieces, self._is_mine, strict=True) if mine]
+        # What is left is empty: these matrices lie on other ranks.
+        self._pieces = [piece[:0] if mine else piece for piece, mine in zip(self._pieces, self._is_mine, strict=True)]
+        return mine
 
     @override
     def start_scatter(self, updates: Sequence[Tensor]) -> None:

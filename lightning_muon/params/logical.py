@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 
 from lightning_muon.params.routing import Route
 
@@ -37,6 +39,19 @@ class Box:
             slice(start - origin, stop - origin)
             for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
         )
+
+
+def tile(parts: Sequence[Box], box: Box) -> bool:
+    """Whether ``parts`` make up ``box`` without overlap; empty ones do not count."""
+    filled = sorted((part for part in parts if part.numel), key=lambda part: part.start)
+    if sum(part.numel for part in filled) != box.numel:
+        return False
+    if len({part.start for part in filled}) != len(filled):
+        return False
+    # Parts of a tensor that is cut along one dimension touch only their neighbours; otherwise compare all pairs.
+    cut = [dim for dim in range(len(box.start)) if len({part.start[dim] for part in filled}) > 1]
+    pairs = pairwise(filled) if len(cut) <= 1 else combinations(filled, 2)
+    return all(not one.intersect(other).numel for one, other in pairs)
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -33,13 +33,13 @@ class MuonPlan:
 
     Attributes:
         owners: Rank (in the group) that runs Newton-Schulz for each matrix.
-        resident: Matrices that lie whole on their owner and nowhere else: they never travel.
+        resident: Chunks of matrices that lie whole on their owner and nowhere else: they never travel.
         chunks: All other matrices, in the order in which backward finishes them; those of a chunk travel together.
         flops: Newton-Schulz load of each rank.
     """
 
     owners: tuple[int, ...]
-    resident: tuple[int, ...]
+    resident: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, ...], ...]
     flops: tuple[int, ...]
 
@@ -66,9 +66,9 @@ def plan_step(specs: Sequence[MatrixSpec], *, num_ranks: int, itemsize: int, chu
         if holder is not None:
             owners[job] = holder
             loads[holder] = (loads[holder][0] + costs[job], loads[holder][1])
-    resident = tuple(owners)
-    travelling = [job for job in reversed(range(len(specs))) if job not in owners]
-    chunks = _fill_chunks(travelling, sizes, chunk_bytes)
+    backward = range(len(specs) - 1, -1, -1)
+    resident = _fill_chunks([job for job in backward if job in owners], sizes, chunk_bytes)
+    chunks = _fill_chunks([job for job in backward if job not in owners], sizes, chunk_bytes)
     for chunk in chunks:
         owners |= longest_first(costs, sizes, loads, taken=chunk)
     return MuonPlan(

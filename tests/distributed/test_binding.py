@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.optim.binding import Binding, BoundParameter, bind, local_tensor
+from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
 from tests.support.processes import ProcessPool
 
@@ -21,7 +22,8 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None) -> Binding:
         BoundParameter(nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), mesh)
         for index, tensor in enumerate(tensors)
     ]
-    return bind(parameters, itemsize=4, chunk_bytes=10**6, settings="")
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
+    return bind(parameters, meshes, itemsize=4, chunk_bytes=10**6, settings="")
 
 
 def _describe(mesh_shape: tuple[int, ...]) -> list[tuple[int, bool, list[str], tuple[int, ...], list[list[int]]]]:
@@ -49,9 +51,9 @@ def _describe(mesh_shape: tuple[int, ...]) -> list[tuple[int, bool, list[str], t
 def test_sharded_matrices_travel_over_the_shard_axis_and_replicated_ones_over_the_mesh(gloo: ProcessPool) -> None:
     for found in gloo.run(_describe, (2, 2)):
         assert found == [
-            (2, False, ["w0", "w1"], (1,), [[49, 42], [9, 0]]),
+            (2, False, ["w0", "w1"], ((1,),), [[49, 42], [9, 0]]),
             (4, True, ["w2"], (), [[16] * 4]),
-            (1, True, ["w3"], (0,), [[25]]),
+            (1, True, ["w3"], ((0,),), [[25]]),
         ]
 
 

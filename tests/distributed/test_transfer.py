@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, bind, local_tensor
+from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.optim.transfer import make_transfer
 from lightning_muon.params.routing import route_by_shape
 from tests.support.processes import ProcessPool
@@ -30,7 +31,8 @@ def _group(*, is_replicated: bool) -> tuple[ExchangeGroup, list[Tensor]]:
         BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), mesh)
         for i, t in enumerate(placed)
     ]
-    (group,) = bind(parameters, itemsize=4, chunk_bytes=10**6, settings="").exchange_groups
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
+    (group,) = bind(parameters, meshes, itemsize=4, chunk_bytes=10**6, settings="").exchange_groups
     return group, full
 
 
@@ -48,10 +50,8 @@ def _there_and_back(is_replicated: bool) -> tuple[bool, int, int]:
     start = transfer_module.start_all_to_all
     is_right, floor = True, 0
     with mock.patch.object(transfer_module, "start_all_to_all", count):
-        for taken in (group.plan.resident, *group.plan.chunks):
-            if not taken:
-                continue
-            transfer = make_transfer(group, taken, pool, 0, torch.float32)
+        for taken in (*group.plan.resident, *group.plan.chunks):
+            transfer = make_transfer(group, taken, pool, 0, is_resident=taken in group.plan.resident)
             pieces = [job.local_view(local_tensor(job.parameter.tensor), rank).detach() for job in transfer.jobs]
             transfer.start_gather(pieces)
             matrices = transfer.matrices()

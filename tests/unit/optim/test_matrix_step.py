@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from lightning_muon import ParallelMuon
 from lightning_muon.optim.binding import BoundParameter, bind
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
 
 
 def _step(parameters: list[nn.Parameter]) -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
     bound = [BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), None) for i, p in enumerate(parameters)]
-    groups = bind(bound, itemsize=4, chunk_bytes=100, settings="").exchange_groups
+    meshes = group_by_mesh(parameters, None)
+    groups = bind(bound, meshes, itemsize=4, chunk_bytes=100, settings="").exchange_groups
     return MatrixStep(groups, wire_dtype=torch.float32, compute_dtype=torch.float32, device=torch.device("cpu"))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_muon import MuonConfig, NonFiniteGradientError, ParallelMuon
 
@@ -269,3 +272,102 @@ def test_a_learning_rate_tensor_and_a_scheduler_work() -> None:
             optimizer.step()
             scheduler.step()
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+
+
+def test_hyper_parameters_set_after_loading_a_state_count() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon(parameters, lr=0.1)
+    _set_grads(parameters, 0)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, parameters, strict=True))
+
+
+def test_the_state_of_torch_optim_muon_can_be_loaded() -> None:
+    mine, theirs = _parameters(), _parameters()
+    reference = torch.optim.Muon(theirs, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    optimizer = ParallelMuon(mine, compute_dtype="bfloat16")
+    _set_grads(mine, 0)
+    _set_grads(theirs, 0)
+    reference.step()
+    optimizer.step()
+    for one, other in zip(mine, theirs, strict=True):
+        one.data.copy_(other)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for each, parameters in ((optimizer, mine), (reference, theirs)):
+        _set_grads(parameters, 1)
+        each.step()
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_goes_on_like_the_original(duplicate: Any) -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32")
+    _set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    other_model, other = duplicate((model, optimizer))
+    for each_model, each in ((model, optimizer), (other_model, other)):
+        _set_grads(list(each_model.parameters()), 1)
+        each.step()
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other_model.parameters(), strict=True))
+
+
+def test_a_channels_last_convolution_is_an_ordinary_one() -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(6, 4, 3, 3)) for _ in range(2)]
+    weights[1].data = weights[0].detach().clone(memory_format=torch.channels_last)
+    grad = torch.randn(6, 4, 3, 3)
+    for weight in weights:
+        optimizer = ParallelMuon([weight], compute_dtype="float32")
+        weight.grad = grad.contiguous(memory_format=torch.channels_last) if weight is weights[1] else grad
+        optimizer.step()
+    # The norm adds in the order of memory.
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    layers = [nn.Linear(3, 4), nn.Linear(4, 3)]
+    groups = [{"params": list(layer.named_parameters())} for layer in layers]
+    with pytest.raises(ValueError, match="two parameters have the name 'weight'"):
+        ParallelMuon(groups).step()
+
+
+def test_a_bad_group_is_not_added() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon(parameters[:2])
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": parameters[2:], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_guessing_by_shape_is_said_once() -> None:
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 9))
+    _set_grads(list(model.parameters()), 0)
+    with pytest.warns(UserWarning, match="by their shape alone"):
+        ParallelMuon(model.parameters()).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParallelMuon(model).step()
+        ParallelMuon([{"params": [model[1].weight]}], algorithm="muon").step()
+
+
+def test_a_step_needs_memory_for_a_few_chunks_only() -> None:
+    # 32 matrices of 64 KiB in chunks of 64 KiB: a step may hold a few of them, not a copy of all.
+    parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(32)]
+    optimizer = ParallelMuon(parameters, compute_dtype="float32", chunk_bytes=2**16)
+    for parameter in parameters:
+        parameter.grad = torch.randn(128, 128)
+    optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        optimizer.step()
+    level, peak = 0, 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    assert 2**16 <= peak <= 10 * 2**16

@@ -29,7 +29,7 @@ def test_a_matrix_above_the_bound_is_a_chunk_of_its_own() -> None:
 def test_a_matrix_on_one_rank_stays_there_and_counts_in_the_balance() -> None:
     specs = [_spec("local", 100, (0, 100)), _spec("first", 60, (30, 30)), _spec("second", 40, (20, 20))]
     plan = plan_step(specs, num_ranks=2, itemsize=4, chunk_bytes=10**6)
-    assert plan.resident == (0,)
+    assert plan.resident == ((0,),)
     assert plan.owners == (1, 0, 0)
     assert plan.flops == (100, 100)
 

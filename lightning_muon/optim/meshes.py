@@ -1,0 +1,57 @@
+"""The meshes on which the parameters of an optimizer live, and agreement over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.agreement import fail_together
+from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.params.layout import mesh_and_placements
+
+
+@dataclass(frozen=True, eq=False)
+class MeshMembers:
+    """Parameters that live on one mesh (``None``: local tensors), and the group over all axes of it."""
+
+    mesh: DeviceMesh | None
+    axes: AxisGroup
+    tensors: tuple[Tensor, ...]
+
+
+def group_by_mesh(tensors: Sequence[Tensor], mesh: DeviceMesh | None) -> tuple[MeshMembers, ...]:
+    """Parameters by mesh, the smallest meshes first, so that what one mesh finds out reaches the larger ones.
+
+    Collective over meshes of several axes the first time; every rank of them must call it.
+
+    Args:
+        tensors: Parameters; they need not be known otherwise.
+        mesh: Where plain tensors are replicated.
+    """
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(mesh_and_placements(tensor, mesh)[0], []).append(tensor)
+    groups = [
+        MeshMembers(home, ALONE if home is None else axis_group(home, tuple(range(home.ndim))), tuple(members))
+        for home, members in found.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: group.axes.size))
+
+
+def fail_on_all_meshes(error: Exception | None, meshes: Sequence[MeshMembers]) -> None:
+    """Raise on every rank of every mesh that shares a rank with one where there is an ``error``.
+
+    Collective over ``meshes``; every rank of them must call it.
+    """
+    for members in meshes:
+        if members.axes.group is None:
+            continue
+        try:
+            fail_together(error, members.axes.group)
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
