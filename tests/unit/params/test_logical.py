@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_muon.params.logical import Box, logical_matrices, whole
+from lightning_muon.params.logical import Box, logical_matrices, tile, whole
 from lightning_muon.params.routing import Route
 
 
@@ -44,3 +44,14 @@ def test_a_convolution_is_flattened_and_a_fused_weight_is_split_along_its_dimens
 def test_an_elementwise_or_empty_parameter_has_no_matrix() -> None:
     assert logical_matrices((4, 5), _route("elementwise")) == ()
     assert logical_matrices((0, 5), _route("matrix")) == ()
+
+
+def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:
+    box = Box((0, 0), (4, 6))
+    rows = [Box((0, 0), (3, 6)), Box((3, 0), (4, 6)), Box((4, 0), (4, 6))]
+    assert tile(rows, box)
+    assert tile([Box((r, c), (r + 2, c + 3)) for r in (0, 2) for c in (0, 3)], box)
+    assert not tile(rows[:1], box)
+    # A gap as large as an overlap: the sizes alone add up.
+    assert not tile([Box((0, 0), (2, 6)), Box((1, 0), (3, 6))], box)
+    assert not tile([Box((0, 0), (2, 3)), Box((0, 3), (2, 6)), Box((2, 0), (4, 3)), Box((1, 3), (3, 6))], box)

@@ -1,0 +1,191 @@
+"""A rank that differs from the others: an error on all of them or the same weights on all, and never a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from lightning_muon import NonFiniteGradientError, ParallelMuon
+from tests.support.processes import ProcessPool
+
+
+def _line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _parameter(seed: int, shape: tuple[int, ...], mesh: DeviceMesh, placement: Any = None) -> nn.Parameter:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    parameter = nn.Parameter(distribute_tensor(tensor, mesh, [placement or Shard(0)], src_data_rank=None))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def _wrong_on_rank_1(what: str) -> None:
+    mesh, is_wrong = _line(), dist.get_rank() == 1
+    weight, bias = _parameter(0, (8, 4), mesh), _parameter(1, (8,), mesh)
+    options: dict[str, Any] = {}
+    if what == "pattern" and is_wrong:
+        options["adamw_patterns"] = ("nothing.*",)
+    if what == "algorithm" and is_wrong:
+        options["algorithm"] = "muon"
+    if what == "ns_steps" and is_wrong:
+        options["ns_steps"] = 3
+    if what == "lr" and is_wrong:
+        options["lr"] = 0.5
+    optimizer = ParallelMuon([("weight", weight), ("bias", bias)], **options)
+    if what == "later":
+        optimizer.step()
+        weight.requires_grad_(not is_wrong)
+    if what == "added":
+        optimizer.step()
+        if is_wrong:
+            optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
+            optimizer.add_param_group({"params": [("more", _parameter(2, (8, 2), mesh))]})
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [("ns_steps", "'ns_steps': 3"), ("lr", "'lr': 0.5"), ("later", "trainable=False"), ("added", "more|bias|settings")],
+)
+def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(
+        _wrong_on_rank_1, what, match=match, exception=RuntimeError, world_size=3, timeout=30
+    )
+
+
+def _messages(what: str) -> str:
+    try:
+        _wrong_on_rank_1(what)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["pattern", "algorithm"])
+def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, what: str) -> None:
+    results = gloo.run(_messages, what, world_size=3, timeout=30)
+    assert results[1].startswith("ValueError")
+    assert all(result.startswith("RuntimeError: rank 1 of the group failed") for result in (results[0], results[2]))
+
+
+def _nan_in_a_small_mesh() -> None:
+    """Experts on meshes of two ranks, dense weights on all four, a local bias; the NaN is in one expert."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    dense, expert = _parameter(0, (8, 4), _line()), _parameter(1, (4, 4), grid["expert"])
+    local = nn.Parameter(torch.ones(3, 3))
+    local.grad = torch.ones(3, 3)
+    optimizer = ParallelMuon([("dense", dense), ("expert", expert), ("local", local)])
+    optimizer.step()
+    before = [dense.to_local().clone(), expert.to_local().clone(), local.clone()]  # type: ignore[attr-defined]
+    if dist.get_rank() == 3:
+        expert.grad.to_local().fill_(torch.nan)  # type: ignore[union-attr]
+    try:
+        optimizer.step()
+    finally:
+        after = [dense.to_local(), expert.to_local(), local]  # type: ignore[attr-defined]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_nan_on_a_small_mesh_stops_the_ranks_of_the_large_one(gloo: ProcessPool) -> None:
+    message = "gradient of (expert|a parameter of another mesh)"
+    gloo.expect_error_on_all_ranks(
+        _nan_in_a_small_mesh, match=message, exception=NonFiniteGradientError, world_size=4, timeout=30
+    )
+
+
+def _alone(is_first_only: bool) -> float:
+    """Plain tensors are nobody else's business, whatever the other ranks do."""
+    if is_first_only and dist.get_rank():
+        return 0.0
+    size = 3 + dist.get_rank()
+    weight = nn.Parameter(torch.ones(size, size))
+    weight.grad = torch.randn(size, size)
+    ParallelMuon([weight]).step()
+    return float((weight - 1).abs().max())
+
+
+@pytest.mark.parametrize("is_first_only", [True, False])
+def test_local_tensors_cause_no_collective(gloo: ProcessPool, is_first_only: bool) -> None:
+    moved = gloo.run(_alone, is_first_only, world_size=2, timeout=20)
+    assert moved[0] > 0 and (moved[1] > 0) != is_first_only
+
+
+def _missing_on_a_replica(kind: str) -> list[Tensor]:
+    """Two steps; in the first only rank 0 has gradients. Returns local weights and states."""
+    mesh = _line()
+    torch.manual_seed(0)
+    tensors = {"weight": torch.randn(6, 5), "bias": torch.randn(5)}
+    if kind == "plain":
+        parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+    else:
+        parameters = {name: nn.Parameter(distribute_tensor(t, mesh, [Replicate()])) for name, t in tensors.items()}
+    optimizer = ParallelMuon(parameters.items(), lr=0.1, mesh=mesh if kind == "plain" else None)
+    for step in range(2):
+        for name, parameter in parameters.items():
+            grad = torch.full_like(tensors[name], 1.0 + step)
+            placed = grad if kind == "plain" else distribute_tensor(grad, mesh, [Replicate()], src_data_rank=None)
+            parameter.grad = placed if step or dist.get_rank() == 0 else None
+        optimizer.step()
+    found = [p.detach() for p in parameters.values()]
+    found += [v for p in parameters.values() for k, v in optimizer.state[p].items() if k != "step"]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+
+
+@pytest.mark.parametrize("kind", ["plain", "DTensor"])
+def test_replicas_stay_equal_when_some_lack_a_gradient(gloo: ProcessPool, kind: str) -> None:
+    first, *others = gloo.run(_missing_on_a_replica, kind, world_size=3)
+    # (1/3) of ones, then twos: the mean over the replicas, a missing gradient being zero.
+    momentum = 0.05 * (1 / 3) * 0.95 + 0.05 * 2.0
+    torch.testing.assert_close(first[2], torch.full((6, 5), momentum))
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def _partial_gradient() -> tuple[Tensor, Tensor]:
+    """A replicated weight whose gradient is still a sum to be taken over the ranks."""
+    mesh = _line()
+    weight = _parameter(0, (4, 4), mesh, Replicate())
+    alone = nn.Parameter(weight.detach().to_local().clone())  # type: ignore[attr-defined]
+    mine = torch.full((4, 4), float(dist.get_rank() + 1)).tril()
+    weight.grad = DTensor.from_local(mine, mesh, [Partial()])
+    alone.grad = sum(torch.full((4, 4), float(rank + 1)).tril() for rank in range(dist.get_world_size()))  # type: ignore[assignment]
+    for parameter in (weight, alone):
+        ParallelMuon([("w", parameter)], lr=0.1).step()
+    return weight.detach().to_local(), alone.detach()  # type: ignore[attr-defined]
+
+
+def test_a_partial_gradient_is_summed_first(gloo: ProcessPool) -> None:
+    for found, expected in gloo.run(_partial_gradient, world_size=3):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def _unsharded_module() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Linear(4, 20))
+    fully_shard(model, mesh=_line())
+    early, late = ParallelMuon(model), ParallelMuon(model.parameters())
+    with torch.no_grad():
+        model(torch.arange(4))
+    found = [route.algorithm for route in early.routes]
+    try:
+        late.attach(model)
+    except RuntimeError as error:
+        found.append(str(error))
+    model.reshard()
+    late.attach(model)
+    return [*found, *(route.algorithm for route in late.routes)]
+
+
+def test_routes_outlive_a_forward_pass_that_unshards_the_module(gloo: ProcessPool) -> None:
+    for found in gloo.run(_unsharded_module, world_size=2):
+        expected = ["adamw", "muon", "adamw", "adamw", "adamw"]
+        assert found[:5] == found[6:] == expected
+        assert "Call module.reshard() first" in found[5]
