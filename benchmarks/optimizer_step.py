@@ -7,7 +7,8 @@ Starts gloo processes on this machine (one thread each) and takes turns between
 - ParallelMuon,
 - torch.optim.Muon on the same DTensors,
 - the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
-- AdamW, as a floor of what an elementwise optimizer costs.
+- AdamW, which has no matrices to orthogonalize,
+- the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update.
 
 The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike. The first
 round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights.
@@ -36,6 +37,7 @@ from lightning_muon import ParallelMuon
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize
 from lightning_muon.optim.dtypes import resolve_compute_dtype
+from lightning_muon.schedule.assign import longest_first
 
 SHAPES = {
     # Attention and feed-forward matrices of T5 with 6 + 6 layers; (rows, cols, count).
@@ -125,7 +127,22 @@ def make_contenders(
         for parameter in weights[name]:
             parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, [Shard(0)])
         steps[name] = make(weights[name])
+    steps["floor: Newton-Schulz alone"] = make_floor(mesh, arguments.shapes, dtype)
     return steps, weights
+
+
+def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype) -> Step:
+    """Newton-Schulz of this rank's share, balanced by FLOPs."""
+    sizes = [(rows, cols) for rows, cols, count in SHAPES[shapes] for _ in range(count)]
+    costs = [newton_schulz_flops(rows, cols, 5) for rows, cols in sizes]
+    owners = longest_first(costs, costs, [(0, 0)] * mesh.size(), taken=range(len(sizes)))
+    mine = [torch.randn(size) for index, size in enumerate(sizes) if owners[index] == mesh.get_rank()]
+
+    def step() -> None:
+        for matrix in mine:
+            orthogonalize(matrix, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=dtype)
+
+    return step
 
 
 class RedundantMuon:

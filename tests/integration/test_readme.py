@@ -1,0 +1,67 @@
+"""The programs in README.md and in docstrings run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon import ParallelMuon
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def _block(word: str) -> str:
+    (found,) = [block for block in BLOCKS if word in block]
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_block("init_process_group"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
+
+
+@pytest.mark.timeout(120)
+def test_the_one_line_trains_a_lightning_program(tmp_path: Path) -> None:
+    program = """
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel as MyLightningModule, BoringDataModule
+
+    {lines}
+    """
+    lines = _block('strategy="parallel_muon"').replace(
+        "devices=8, num_nodes=2,", 'devices=2, accelerator="cpu", max_steps=3,'
+    )
+    lines = lines.replace("datamodule)", "BoringDataModule())")
+    script = tmp_path / "fit.py"
+    script.write_text(textwrap.dedent(program).format(lines=lines))
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Optimizer: SGD, kept" in result.stdout + result.stderr
+
+
+def _environment() -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in launcher}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_example_of_parallel_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", ParallelMuon.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
+    exec(example, {"torch": torch, "nn": nn, "ParallelMuon": ParallelMuon})
+    assert "1.weight" in capsys.readouterr().out
