@@ -62,8 +62,7 @@ def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfi
     if optimizer.state:
         raise ValueError(
             f"{name} has optimizer state already, which ParallelMuon cannot take over; return it before its first "
-            f"step, or "
-            "set optimizer='keep'"
+            "step, or set optimizer='keep'"
         )
     if type(optimizer) is torch.optim.Muon:
         adopted = _from_muon(optimizer, config)

@@ -122,7 +122,7 @@ def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]
     known = {id(unit) for unit in units}
     children = [
         child
-        for child in _callable_children(module)
+        for child in callable_children(module)
         if id(child) not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
     ]
     result = [*units, *children]
@@ -131,17 +131,17 @@ def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]
         inside = holders[id(parameter)]
         if any(holder is module for holder in inside) or len(inside) > 1:
             raise ValueError(
-                f"{name} is held by {type(module).__name__} itself or shared by several of its children, so these "
-                "cannot be sharded one by one; move it into one child module"
+                f"{name} is held by {type(module).__name__} itself or shared by several of its children; with manual "
+                "optimization these are sharded one by one, so move it into one child module"
             )
     return result
 
 
-def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+def callable_children(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children, and in place of a list or a dict without a forward its entries."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
-            yield from _callable_children(child)
+            yield from callable_children(child)
         else:
             yield child
 

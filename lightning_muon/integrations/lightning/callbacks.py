@@ -9,8 +9,7 @@ from lightning_muon.compat.lightning import LightningPackage
 
 _AVERAGE_INSTEAD = (
     "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
-    "their "
-    "'state_dict' entries after the training"
+    "their 'state_dict' entries after the training"
 )
 # Callback class -> (why, what to use in its place)
 _REFUSED = {
@@ -31,6 +30,5 @@ def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> Non
             if isinstance(callback, getattr(known, name, ())):
                 raise ValueError(
                     f"the callback {type(callback).__name__} does not work with the strategy 'parallel_muon': "
-                    f"{reason}. "
-                    f"Instead, {instead}; or use another strategy."
+                    f"{reason}. Instead, {instead}; or use another strategy."
                 )

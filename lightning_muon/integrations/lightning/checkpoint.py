@@ -84,11 +84,9 @@ class Checkpoint:
                 set_optimizer_state_dict(module, optimizer, named, options=options)
         except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
             error = RuntimeError(
-                f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was "
-                f"saved with "
-                "another optimizer, other param groups or another model. To go on with the weights alone, load them "
-                "into the "
-                f"model and call Trainer.fit without ckpt_path. ({type(problem).__name__}: {problem})"
+                f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was saved "
+                "with another optimizer, other param groups or another model. To go on with the weights alone, load "
+                f"them into the model and call Trainer.fit without ckpt_path. ({type(problem).__name__}: {problem})"
             )
             error.__cause__ = problem
         fail_together(error, None)

@@ -108,8 +108,7 @@ class CheckpointStrategy:
         if len(states) != len(optimizers):
             raise ValueError(
                 f"{self._checkpoint.path} has the states of {len(states)} optimizers, but configure_optimizers "
-                f"returned "
-                f"{len(optimizers)}"
+                f"returned {len(optimizers)}"
             )
         for index, optimizer in enumerate(optimizers):
             if not is_placeholder_optimizer(self.package, optimizer):
@@ -136,6 +135,6 @@ def _require_all_ranks(trainer: Any) -> None:
     if num_ranks < dist.get_world_size():
         raise RuntimeError(
             f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, "
-            f"but only "
-            f"{num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from the last one of ModelCheckpoint"
+            f"but only {num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from the last one of "
+            "ModelCheckpoint"
         )

@@ -19,9 +19,8 @@ class MeshSizes:
         shard_size: Number of ranks over which each replica is sharded. ``"auto"``: the devices of a node, or what
             ``replicate_size`` leaves.
         data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, which must be all
-        of
-            them, with one replica. The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that
-            a ``configure_model`` written for that strategy finds them.
+            of them, with one replica. The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so
+            that a ``configure_model`` written for that strategy finds them.
         tensor_parallel_size: Must be 1 (or ``"auto"``, which is 1 here).
     """
 
@@ -37,16 +36,15 @@ class MeshSizes:
         if self.tensor_parallel_size not in ("auto", 1):
             raise ValueError(
                 f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}: the strategy shards for data "
-                f"parallelism "
-                "only; use replicate_size and shard_size"
+                "parallelism only; use replicate_size and shard_size"
             )
         if self.data_parallel_size == "auto":
             return
         if self.replicate_size not in ("auto", 1) or self.shard_size not in ("auto", self.data_parallel_size):
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size} shards one replica over that many ranks, which "
-                f"contradicts "
-                f"replicate_size={self.replicate_size!r} and shard_size={self.shard_size!r}; give only those two"
+                f"contradicts replicate_size={self.replicate_size!r} and shard_size={self.shard_size!r}; give only "
+                "those two"
             )
 
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
@@ -69,8 +67,8 @@ class MeshSizes:
             asked = ", ".join(f"{key}={value}" for key, value in vars(self).items() if value != "auto")
             raise ValueError(
                 f"{replicas} replicas x {shards} shards = {int(replicas) * int(shards)} ranks, but there are "
-                f"{world_size} "
-                f"({num_nodes} nodes x {num_processes} devices); change {asked}, or Trainer(devices=..., num_nodes=...)"
+                f"{world_size} ({num_nodes} nodes x {num_processes} devices); change {asked}, or Trainer(devices=..., "
+                "num_nodes=...)"
             )
         return int(replicas), int(shards)
 

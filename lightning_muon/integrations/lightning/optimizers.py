@@ -58,8 +58,7 @@ class ReplacedParameters:
                 if parameter in optimizer.state:
                     raise ValueError(
                         f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
-                        f"optimizer in "
-                        "configure_optimizers"
+                        "optimizer in configure_optimizers"
                     )
                 group["params"][index] = current[name]
 
@@ -163,8 +162,7 @@ def optimizer_warnings(adoptions: Sequence[Adoption], module: nn.Module, choice:
     if isinstance(choice, MuonConfig) and made_by_user and all(made_by_user):
         warnings.append(
             "ParallelMuonStrategy(optimizer=MuonConfig(...)) has no effect: configure_optimizers returned a "
-            "ParallelMuon, "
-            "which is used as it is."
+            "ParallelMuon, which is used as it is."
         )
     return warnings
 

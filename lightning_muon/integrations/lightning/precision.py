@@ -48,8 +48,8 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, "
-            f"whose "
-            f"skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of {SUPPORTED}"
+            "whose skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of "
+            f"{SUPPORTED}"
         )
     raise ValueError(
         f"the strategy 'parallel_muon' supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "

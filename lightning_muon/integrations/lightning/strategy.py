@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
@@ -32,6 +33,7 @@ from lightning_muon.integrations.lightning.optimizers import (
     provide_default_optimizer,
     remove_default_optimizer,
 )
+from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
 from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
@@ -59,9 +61,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         replicate_size: Replicas of the model; see :class:`~lightning_muon.integrations.lightning.mesh.MeshSizes`.
         shard_size: Ranks that share one replica.
         optimizer: What to make of ``configure_optimizers``. ``"auto"``: AdamW and Adam become ParallelMuon with the
-        same
-            learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns and so
-            on; without ``configure_optimizers`` it is the optimizer.
+            same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
+            and so on; without ``configure_optimizers`` it is the optimizer.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
@@ -110,8 +111,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         """Also what a Trainer of the other package quotes when it refuses the strategy."""
         return (
             f"<{type(self).__name__} for Trainers of {self.package.name}; strategy='parallel_muon' finds the right "
-            f"class for "
-            f"each package>"
+            "class for each package>"
         )
 
     @property
@@ -139,9 +139,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
         refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
-        self._mesh_sizes.resolve(
-            **layout
-        )  # An error here is the same on all ranks, and comes before any communication.
+        # An error here is the same on all ranks, and comes before any communication.
+        self._mesh_sizes.resolve(**layout)
         start_process_group(self)
         if self._meshes is None:  # A second run of the Trainer keeps its process groups.
             self._meshes = self._mesh_sizes.make(self.root_device.type, **layout)
@@ -179,6 +178,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         shard_model(module, self._mesh(), **layout, **options)
         register_steps(module)
         initialize_roots(module)
+        gather_root_outside_steps(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
@@ -189,6 +189,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         choice = self._optimizer_choice
         adoptions = choose_optimizers(self.optimizers, schedulers, module, choice=choice, package=self.package)
+        kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
+        require_equal(kinds, None, "what configure_optimizers returned")
         self.optimizers = [adoption.optimizer for adoption in adoptions]
         self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
         for message in optimizer_warnings(adoptions, module, choice):
