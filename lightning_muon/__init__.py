@@ -12,12 +12,13 @@ from lightning_muon.config import MuonConfig
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.integrations.lightning.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.sharding.full_weights import full_state_dict
 
 if TYPE_CHECKING:
     from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
 __version__ = "0.1.0"
-__all__ = ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy"]
+__all__ = ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy", "full_state_dict"]
 
 register_strategies()
 

@@ -1,4 +1,7 @@
-"""``lightning-muon fit|validate|test|predict --config FILE.yaml``: LightningCLI with the strategy as the default."""
+"""The command: ``lightning-muon convert DIR FILE``, or LightningCLI with the strategy as the default.
+
+LightningCLI runs ``lightning-muon fit|validate|test|predict --config FILE.yaml``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_muon.cli.convert import convert_command
+from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
 from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
+_EPILOG = "Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory."
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -19,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
-    ``--optimizer`` and ``--lr_scheduler``.
+    ``--optimizer`` and ``--lr_scheduler``. ``convert`` is a command of our own.
 
     Args:
         args: In place of those of the process.
@@ -27,7 +33,11 @@ def main(args: Sequence[str] | None = None) -> None:
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    make_cli(args)
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["convert"]:
+        convert_command(words[1:], metadata_name=metadata_filename(LightningPackage(_installed_package())))
+    else:
+        make_cli(args, parser_kwargs={"epilog": _EPILOG})
 
 
 def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -43,7 +53,7 @@ def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     )
 
 
-def _installed_package() -> str:
+def _installed_package() -> PackageName:
     for package in _PACKAGES:
         if importlib.util.find_spec(package.partition(".")[0]) is not None:
             return package

@@ -16,6 +16,7 @@ def test_the_public_names_are_these() -> None:
         "NonFiniteGradientError",
         "ParallelMuon",
         "ParallelMuonStrategy",
+        "full_state_dict",
     ]
     for name in lightning_muon.__all__:
         assert getattr(lightning_muon, name) is not None

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.params.uses import clean_name
+from lightning_muon.sharding.full_weights import full_state_dict
 
 
 class Checkpoint:
@@ -92,10 +93,13 @@ class Checkpoint:
         fail_together(error, None)
 
 
-def full_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A gathered state dict under the names that the module itself uses, ``_orig_mod`` of compiled modules included."""
+def full_weights(module: nn.Module) -> dict[str, Any]:
+    """Whole weights under the names that the module itself uses, ``_orig_mod`` of compiled modules included.
+
+    On rank 0, an empty dict elsewhere. Collective over all ranks; every rank must call it.
+    """
     own = {clean_name(name): name for name in module.state_dict()}
-    return {own.get(name, name): value for name, value in state.items()}
+    return {own.get(name, name): value for name, value in full_state_dict(module).items()}
 
 
 def numbered_optimizer_state(

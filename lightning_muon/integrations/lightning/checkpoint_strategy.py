@@ -55,8 +55,9 @@ class CheckpointStrategy:
         _require_all_ranks(self.lightning_module.trainer)
         module: nn.Module = self.lightning_module
         broadcast_buffers(module)
-        weights = get_model_state_dict(module, options=self._state_dict_options())
-        return weights if self._is_sharded_checkpoint else full_weights(module, weights)
+        if not self._is_sharded_checkpoint:
+            return full_weights(module)
+        return get_model_state_dict(module, options=self._state_dict_options())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
