@@ -129,11 +129,11 @@ def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) ->
 
 
 def test_a_bfloat16_wire_with_float32_compute_stays_within_rounding(gloo: ProcessPool) -> None:
-    # An entry of the update is rounded to 8 bits (relative 2^-9) on the way back, and the input of Newton-Schulz too;
-    # it amplifies small singular values by up to 3.4445 per step for 5 steps (484). A matrix of n entries has an update
-    # of norm ~ sqrt(rank), so a step moves an entry by at most lr * scale * O(2^-9 * amplification). Measured: 2.2e-3.
+    # Input and update of Newton-Schulz are rounded to 8 bits (relative 2^-9); an update has entries of about 0.2 after
+    # the scale of match_rms_adamw, so a step of lr 0.02 is off by about 0.02 * 0.2 * 2^-9 = 8e-6 for each rounding of
+    # the update, more for the input, where small singular values are amplified. Ten steps measured: 2.3e-4.
     found = gloo.run(_train_on_mesh, (4,), 0, {"compute_dtype": "float32", "wire_dtype": "bfloat16"}, world_size=4)[0]
-    assert 0 < _largest_difference(found, _reference()) <= 2e-2
+    assert 0 < _largest_difference(found, _reference()) <= 1e-3
 
 
 def _train_per_shard(mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
