@@ -93,7 +93,7 @@ class ParallelMuon(torch.optim.Optimizer):
         muon_patterns: Names that Muon takes.
         fused: Names of fused weights and their parts.
         error_if_nonfinite: Raise :class:`~lightning_muon.errors.NonFiniteGradientError` on all ranks before anything
-            changes, when a gradient has a NaN or Inf. Costs one pass over the gradients and one wait of the host.
+            changes, when a gradient has a NaN or Inf. Costs one pass over the gradients.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; ownership of whole matrices after Liu et al.
     2025, arXiv:2502.16982, section 2.3.
