@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 Algorithm = Literal["auto", "muon", "adamw"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+Assignment = Literal["lpt", "round_robin", "redundant"]
+Dedupe = Literal["auto", "always", "never"]
+Overlap = Literal["backward", "step", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,15 @@ class MuonConfig:
             orthogonalized on its own.
         compute_dtype: Of Newton-Schulz. ``"auto"``: bfloat16 where the device multiplies it faster, else float32.
         wire_dtype: Of the matrices and updates that travel between ranks. ``"auto"``: the compute dtype.
-        chunk_bytes: Upper bound of the bytes of whole matrices that are exchanged together; a larger matrix is a chunk
-            of its own.
+        chunk_bytes: How many bytes of a chunk, the matrices that travel together, a rank owns on average; a chunk has
+            at least one matrix for each rank, however large.
+        assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
+            in turn. ``"redundant"``: every rank gathers and computes all of them.
+        dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
+            ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
+        overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
+            arithmetic of the step, ``"off"``: one after the other. The weights are the same, bit for bit.
+        look_ahead: Chunks that are gathered or on their way at a time during the step.
         error_if_nonfinite: Stop all ranks, weights and state untouched, when a gradient has a NaN or an Inf.
     """
 
@@ -56,13 +66,16 @@ class MuonConfig:
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: DtypeName = "auto"
     wire_dtype: DtypeName = "auto"
-    chunk_bytes: int = 16 * 2**20
+    chunk_bytes: int = 4 * 2**20
+    assignment: Assignment = "lpt"
+    dedupe: Dedupe = "auto"
+    overlap: Overlap = "backward"
+    look_ahead: int = 2
     error_if_nonfinite: bool = True
 
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
-        if self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
+        check_plan_options(vars(self))
 
 
 _ADJUST_LR = ("original", "match_rms_adamw")
@@ -88,3 +101,14 @@ def check_hyperparameters(group: Mapping[str, object]) -> None:
     for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
         if group.get(key, allowed[0]) not in allowed:
             raise ValueError(f"{key} must be one of {allowed}, got {group[key]!r}")
+
+
+def check_plan_options(options: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` for the first option of the plan that is out of range."""
+    for key in ("chunk_bytes", "look_ahead"):
+        value = options[key]
+        if not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{key} must be at least 1, got {value!r}")
+    for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
+        if options[key] not in get_args(allowed):
+            raise ValueError(f"{key} must be one of {get_args(allowed)}, got {options[key]!r}")

@@ -1,4 +1,4 @@
-"""The command: ``lightning-muon convert DIR FILE``, or LightningCLI with the strategy as the default.
+"""The command: ``lightning-muon convert`` and ``plan``, or LightningCLI with the strategy as the default.
 
 LightningCLI runs ``lightning-muon fit|validate|test|predict --config FILE.yaml``.
 """
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli.convert import convert_command
+from lightning_muon.cli.plan import plan_command
 from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
 from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
 
 _PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
-_EPILOG = "Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory."
+_EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan
+shows who owns which matrix and predicts the time of a step."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -25,7 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
-    ``--optimizer`` and ``--lr_scheduler``. ``convert`` is a command of our own.
+    ``--optimizer`` and ``--lr_scheduler``. ``convert`` and ``plan`` are commands of our own.
 
     Args:
         args: In place of those of the process.
@@ -36,6 +38,8 @@ def main(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args)
     if words[:1] == ["convert"]:
         convert_command(words[1:], metadata_name=metadata_filename(LightningPackage(_installed_package())))
+    elif words[:1] == ["plan"]:
+        plan_command(words[1:], cli_class=_lightning_cli)
     else:
         make_cli(args, parser_kwargs={"epilog": _EPILOG})
 
@@ -47,10 +51,13 @@ def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         args: In place of those of the process.
         **kwargs: For LightningCLI.
     """
-    cli = importlib.import_module(f"{_installed_package()}.cli")
-    return cli.LightningCLI(
+    return _lightning_cli()(
         trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs
     )
+
+
+def _lightning_cli() -> type[Any]:
+    return importlib.import_module(f"{_installed_package()}.cli").LightningCLI
 
 
 def _installed_package() -> PackageName:

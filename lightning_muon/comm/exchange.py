@@ -6,7 +6,7 @@ of ranks exchanges, fills views of the send buffer, and reads views of the recei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,28 +51,28 @@ class BufferPool:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, numel: int) -> Tensor:
         """A buffer of at least ``numel`` elements; the same name is the same memory."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
+            buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self._buffers[name] = buffer
         return buffer
 
 
-def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> dist.Work | None:
+def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:
     """Begin an uneven all-to-all of two packed buffers.
 
     Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
 
     Returns:
-        Handle to wait for before the buffers are read or filled again.
+        Handles to wait for before the buffers are read or filled again.
     """
     let_gloo_finish_at_exit()
-    return dist.all_to_all_single(
+    work = dist.all_to_all_single(
         receive[: source.numel],
         send[: to.numel],
         list(source.splits),
@@ -80,20 +80,24 @@ def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, gr
         group=group.group,
         async_op=True,
     )
+    assert work is not None
+    return [work]
 
 
-def start_broadcasts(buffers: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:
-    """Begin one broadcast per rank of ``group`` that has anything to tell; ``buffers[rank]`` is what it tells.
+def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
+    """Begin one message per pair of ranks that have something for each other; several may send the same memory.
 
-    Collective over ``group``; every rank of it must call it.
+    Args:
+        send: Contiguous tensor for each rank of ``group`` that gets one.
+        receive: Contiguous tensor for each rank of ``group`` that sends one.
+        group: Every rank of it that is named by another must call this, in the same order of calls.
     """
     let_gloo_finish_at_exit()
-    works: list[dist.Work] = []
-    for rank, buffer in enumerate(buffers):
-        if buffer.numel():
-            work = dist.broadcast(buffer, group_src=rank, group=group.group, async_op=True)
-            works.append(work)  # type: ignore[arg-type]
-    return works
+    messages = [
+        *(dist.P2POp(dist.irecv, tensor, group=group.group, group_peer=rank) for rank, tensor in receive.items()),
+        *(dist.P2POp(dist.isend, tensor, group=group.group, group_peer=rank) for rank, tensor in send.items()),
+    ]
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:

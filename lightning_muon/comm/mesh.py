@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,14 +51,48 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     return AxisGroup(group, members.index(dist.get_rank()), coordinates)
 
 
+def private_group(group: AxisGroup) -> AxisGroup:
+    """The same ranks with a process group that nobody else communicates over.
+
+    What is launched from hooks of the backward pass may fall between any two communications of FSDP2, and not between
+    the same two on all ranks; so it must not share a group with them. Successive calls take turns among a few groups.
+
+    Collective over ``group``; every rank of it must call it.
+    """
+    if group.group is None:
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group.group))
+    world = dist.group.WORLD
+    turn = _turns[world, ranks] = (_turns.get((world, ranks), -1) + 1) % _NUM_PRIVATE_GROUPS
+    return replace(group, group=_new_group(ranks, world, turn))  # type: ignore[arg-type]
+
+
+def host_group(group: AxisGroup) -> AxisGroup:
+    """The same ranks with a gloo group, for tensors in the memory of the host.
+
+    Collective over ``group`` the first time; every rank of it must call it.
+    """
+    if group.group is None:
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group.group))
+    return replace(group, group=_new_group(ranks, dist.group.WORLD, backend="gloo"))  # type: ignore[arg-type]
+
+
+# So many optimizers with hooks may live side by side on the same ranks.
+_NUM_PRIVATE_GROUPS = 8
+_turns: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], int] = {}
+
+
 def _group_of(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup:
     if ranks == tuple(range(world_size)):
         return dist.group.WORLD  # type: ignore[return-value]
     return _new_group(ranks, dist.group.WORLD)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=64)
-def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+@cache
+def _new_group(
+    ranks: tuple[int, ...], world: dist.ProcessGroup, number: int | None = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
     """A group of ``ranks``; cached by the world, so that a destroyed and rebuilt default group makes a new one."""
-    del world
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    del world, number
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)

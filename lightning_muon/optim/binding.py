@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.mesh import AxisGroup, private_group
+from lightning_muon.config import Assignment, Dedupe, Overlap
 from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import held_boxes, mesh_and_placements, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices, tile
 from lightning_muon.params.routing import Route
+from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
 
 ParamGroup = dict[str, Any]
@@ -45,24 +48,58 @@ class BoundParameter:
 
 @dataclass(frozen=True, eq=False)
 class MatrixJob:
-    """One Newton-Schulz job: a logical matrix and the part of it that each rank of the exchange group holds."""
+    """One Newton-Schulz job: a logical matrix and the part of it that each rank of the exchange group holds.
+
+    Attributes:
+        parameter: The parameter it belongs to.
+        matrix: Its box in the parameter.
+        pieces: The part of it on each rank.
+        held: The box of the parameter that the calling rank holds.
+        slices: The calling rank's piece in its local tensor.
+    """
 
     parameter: BoundParameter
     matrix: LogicalMatrix
     pieces: tuple[Box, ...]
     held: Box
+    slices: tuple[slice, ...]
 
-    def local_view(self, local: Tensor, rank: int) -> Tensor:
+    def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, in its local tensor (parameter, gradient or momentum)."""
-        return local[self.pieces[rank].slices_in(self.held)]
+        return local[self.slices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What decides over owners, chunks and order; see :class:`~lightning_muon.config.MuonConfig`.
+
+    Attributes:
+        itemsize: Bytes of an element on the wire.
+        device_type: Where Newton-Schulz runs.
+    """
+
+    itemsize: int
+    device_type: str
+    chunk_bytes: int
+    assignment: Assignment
+    dedupe: Dedupe
+    look_ahead: int
+    overlap: Overlap
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeGroup:
-    """The jobs whose pieces lie on the same ranks, and their plan."""
+    """The jobs whose pieces lie on the same ranks, and their plan.
+
+    Attributes:
+        axes: Ranks that communicate, over a process group of this exchange group alone.
+        replica_of: Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
+        jobs: Matrices.
+        plan: Owners and chunks.
+    """
 
     axes: AxisGroup
-    is_replicated: bool
+    replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]
     plan: MuonPlan
 
@@ -76,18 +113,18 @@ class Binding:
     meshes: tuple[MeshMembers, ...]
 
     @cached_property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return local_tensor(self.parameters[0].tensor).device
+
+    @cached_property
     def names(self) -> dict[Tensor, str]:
         """Qualified name of each parameter."""
         return {parameter.tensor: parameter.route.name for parameter in self.parameters}
 
 
 def bind(
-    parameters: Sequence[BoundParameter],
-    meshes: tuple[MeshMembers, ...],
-    *,
-    itemsize: int,
-    chunk_bytes: int,
-    settings: str,
+    parameters: Sequence[BoundParameter], meshes: tuple[MeshMembers, ...], *, options: PlanOptions, settings: str
 ) -> Binding:
     """Make the plan, and check that all ranks made the same.
 
@@ -96,19 +133,30 @@ def bind(
     Args:
         parameters: All parameters, trainable or not, in the order of the param groups.
         meshes: The meshes of these parameters.
-        itemsize: Bytes of an element on the wire.
-        chunk_bytes: Upper bound of the bytes of matrices that travel together.
+        options: Of the plan.
         settings: What else must be equal on all ranks, for example the dtypes.
     """
-    _compare(parameters, meshes, settings)
-    groups = tuple(
-        ExchangeGroup(axes, is_replicated, tuple(jobs), _plan(jobs, axes.size, itemsize, chunk_bytes))
-        for axes, is_replicated, jobs in _group_jobs(parameters)
-    )
-    for group in groups:
-        if group.axes.group is not None:
-            require_equal([("plan", group.plan.fingerprint())], group.axes.group, "the plan of ParallelMuon")
-    return Binding(tuple(parameters), groups, meshes)
+    _compare(parameters, meshes, f"{settings} {options}")
+    loads = Loads()
+    groups: list[ExchangeGroup] = []
+    for number, (home, jobs) in enumerate(_group_jobs(parameters, options)):
+        specs = _specs(jobs)
+        plan = plan_step(
+            specs,
+            num_ranks=home.axes.size,
+            itemsize=options.itemsize,
+            chunk_bytes=options.chunk_bytes,
+            strategy=options.assignment,
+            replica_of=home.replica_of,
+            loads=loads.of(home),
+            key_prefix=f"{number}.",
+        )
+        loads.add(home, specs, plan, options.itemsize)
+        axes = private_group(home.axes)
+        if axes.group is not None:
+            require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
+        groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan))
+    return Binding(tuple(parameters), tuple(groups), meshes)
 
 
 def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str) -> None:
@@ -133,56 +181,64 @@ def _describe(parameter: BoundParameter) -> str:
     )
 
 
-def _group_jobs(parameters: Sequence[BoundParameter]) -> list[tuple[AxisGroup, bool, list[MatrixJob]]]:
-    """Trainable matrices by the ranks among which they must travel.
-
-    A sharded matrix travels over the axes that shard it, so each replica repeats Newton-Schulz; a replicated one is
-    computed once and told to all ranks of its mesh.
-    """
-    found: dict[tuple[DeviceMesh | None, tuple[int, ...], bool], list[MatrixJob]] = {}
-    axis_groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], AxisGroup] = {}
+def _group_jobs(
+    parameters: Sequence[BoundParameter], options: PlanOptions
+) -> list[tuple[ExchangeHome, list[MatrixJob]]]:
+    """Trainable matrices by the ranks among which they travel; those that stay within a replica come first."""
+    found: dict[ExchangeHome, list[MatrixJob]] = {}
+    homes = ExchangeHomes()
     for parameter in parameters:
         if not parameter.tensor.requires_grad or parameter.route.kind == "elementwise":
             continue
         mesh, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
         mesh_shape = tuple(mesh.shape) if mesh is not None else ()
-        axes = sharded_axes(placements, mesh_shape, parameter.route.name)
-        is_replicated = not axes
-        if is_replicated:
-            axes = tuple(range(len(mesh_shape)))
-        if (mesh, axes) not in axis_groups:
-            axis_groups[mesh, axes] = ALONE if mesh is None else axis_group(mesh, axes)
-        group = axis_groups[mesh, axes]
-        boxes = held_boxes(parameter.shape, mesh_shape, placements, group.coordinates)
-        jobs = [
-            _job(parameter, matrix, boxes, group.rank) for matrix in logical_matrices(parameter.shape, parameter.route)
-        ]
-        found.setdefault((mesh, axes, is_replicated), []).extend(jobs)
-    return [(axis_groups[mesh, axes], is_replicated, jobs) for (mesh, axes, is_replicated), jobs in found.items()]
+        sharded = sharded_axes(placements, mesh_shape, parameter.route.name)
+        for matrix in logical_matrices(parameter.shape, parameter.route):
+            is_shared = options.dedupe != "never" and (
+                options.dedupe == "always"
+                or sharing_pays(
+                    _flops(parameter, matrix), matrix.box.numel * options.itemsize, device_type=options.device_type
+                )
+            )
+            home = homes.get(mesh, sharded, is_shared=is_shared)
+            boxes = held_boxes(parameter.shape, mesh_shape, placements, home.axes.coordinates)
+            found.setdefault(home, []).append(_job(parameter, matrix, boxes, home))
+    return sorted(found.items(), key=lambda item: item[0].spans_replicas)
 
 
-def _job(parameter: BoundParameter, matrix: LogicalMatrix, boxes: Sequence[Box], rank: int) -> MatrixJob:
+def _job(parameter: BoundParameter, matrix: LogicalMatrix, boxes: Sequence[Box], home: ExchangeHome) -> MatrixJob:
+    rank = home.axes.rank
     pieces = tuple(matrix.box.intersect(box) for box in boxes)
-    is_replicated = all(piece == matrix.box for piece in pieces)
-    if not is_replicated and not tile(pieces, matrix.box):
+    replica = [piece for piece, index in zip(pieces, home.replica_of, strict=True) if index == home.replica_of[rank]]
+    if not tile(replica, matrix.box):
         raise ValueError(
-            f"the shards of {matrix.name} are no contiguous parts that make up the whole: {pieces[:4]}; "
+            f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
             "ParallelMuon does not take this order of sharding"
         )
-    return MatrixJob(parameter, matrix, pieces, boxes[rank])
+    return MatrixJob(parameter, matrix, pieces, boxes[rank], pieces[rank].slices_in(boxes[rank]))
 
 
-def _plan(jobs: Sequence[MatrixJob], num_ranks: int, itemsize: int, chunk_bytes: int) -> MuonPlan:
-    specs = [
-        MatrixSpec(
-            name=job.matrix.name,
-            numel=job.matrix.box.numel,
-            flops=newton_schulz_flops(job.matrix.rows, job.matrix.cols, job.parameter.group["ns_steps"]),
-            held=tuple(piece.numel for piece in job.pieces),
+def _specs(jobs: Sequence[MatrixJob]) -> list[MatrixSpec]:
+    # Equal tuples are one object: the planner is fast for those.
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    specs: list[MatrixSpec] = []
+    for job in jobs:
+        held = tuple(piece.numel for piece in job.pieces)
+        specs.append(
+            MatrixSpec(
+                name=job.matrix.name,
+                numel=job.matrix.box.numel,
+                flops=_flops(job.parameter, job.matrix),
+                held=shared.setdefault(held, held),
+                rows=job.matrix.rows,
+                cols=job.matrix.cols,
+            )
         )
-        for job in jobs
-    ]
-    return plan_step(specs, num_ranks=num_ranks, itemsize=itemsize, chunk_bytes=chunk_bytes)
+    return specs
+
+
+def _flops(parameter: BoundParameter, matrix: LogicalMatrix) -> int:
+    return newton_schulz_flops(matrix.rows, matrix.cols, parameter.group["ns_steps"])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,105 +1,292 @@
-"""The Muon part of a step: momentum, gather, Newton-Schulz on the owner, scatter, update; two chunks in flight."""
+"""The Muon part of a step: what each op of the plan does. The order is the plan's, the waiting the executor's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
-from lightning_muon.math.newton_schulz import orthogonalize
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, local_tensor
-from lightning_muon.optim.transfer import Transfer, make_transfer
+from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
+from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, PlanOptions, local_tensor
+from lightning_muon.optim.transfer import Transfer
+from lightning_muon.runtime.executor import make_executor
+from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
+from lightning_muon.schedule.passes import prefetch
+from lightning_muon.schedule.program import Op
 
 States = dict[Tensor, dict[str, Any]]
+Gradients = dict[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Matrices that travel together, and the buffers (slots) that they use on the way there and back."""
+
+    key: str
+    group: ExchangeGroup
+    taken: tuple[int, ...]
+    slots: tuple[str, str]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters of the chunk, each once."""
+        return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What a step works on. ``verdict`` is called once, before weights or state change; it may raise."""
+
+    gradients: Gradients
+    states: States
+    adamw: Callable[[], None]
+    verdict: Callable[[], None] | None
 
 
 class MatrixStep:
-    """Runs the plans of all exchange groups, always in the same order on every rank."""
+    """Runs the plans of all exchange groups, always in the same order on every rank.
+
+    A chunk's momentum and gather may be run early, from hooks of the backward pass (:meth:`start_early`): they read the
+    state and do not change it, so that what they sent can be thrown away.
+    """
 
     def __init__(
         self,
         groups: Sequence[ExchangeGroup],
         *,
+        options: PlanOptions,
         wire_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._groups = groups
-        self._compute_dtype = compute_dtype
-        self._pools = [BufferPool(wire_dtype, device) for _ in groups]
+        self._compute_dtype, self._wire_dtype = compute_dtype, wire_dtype
+        self._pool = BufferPool(wire_dtype, device)
+        self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
+        self._ops = _ops_of_this_rank(groups, self._look_ahead)
+        self._by_name = {op.name: op for op in self._ops}
+        keeps_all = options.overlap == "backward"
+        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, None if keeps_all else max(1, self._look_ahead))}
+        self._transfers: dict[str, Transfer] = {}
+        # Chunks whose momentum is in the state already in this step.
+        self._committed: set[str] = set()
+        self._inputs: _Inputs | None = None
+        self.executor = make_executor(
+            {
+                MOMENTUM: self._momentum,
+                GATHER: lambda op: self._transfers[op.key].start_gather(),
+                NEWTON_SCHULZ: self._newton_schulz,
+                SCATTER: lambda op: self._transfers[op.key].start_scatter(),
+                UPDATE: self._update,
+                ADAMW: self._adamw,
+            },
+            device,
+        )
 
-    def run(self, gradients: dict[Tensor, Tensor], states: States, *, meanwhile: Callable[[], None]) -> None:
-        """Update every matrix that has a gradient; ``meanwhile`` is called once, with the first chunks on the way.
+    @property
+    def gathered_chunks(self) -> list[Chunk]:
+        """The chunks that travel to their owners, in the order in which backward finishes them."""
+        return [chunk for key, chunk in self.chunks.items() if f"{GATHER}[{key}]" in self._by_name]
 
-        Collective over the axes of each exchange group; every rank of it must call it, with the same set of
-        parameters in ``gradients``.
+    def start_early(self, key: str, gradients: Gradients, states: States) -> None:
+        """Send the look-ahead of a chunk to its owners before the step; every gradient of the chunk must be there.
+
+        Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
+        chunks.
         """
-        waiting = self._transfers(gradients)
+        self._transfers[key] = self._transfer(key, self.chunks[key].taken)
+        self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
+        for kind in (MOMENTUM, GATHER):
+            self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
+        self._inputs = None
 
-        def begin() -> Transfer | None:
-            transfer = next(waiting, None)
-            if transfer is not None:
-                self._start_gather(transfer, gradients, states)
-            return transfer
+    def drop_early(self, key: str) -> None:
+        """Wait for an early gather whose result is not wanted; its buffers are free again."""
+        self.executor.wait(f"{GATHER}[{key}]")
 
-        previous, current, following = None, begin(), begin()
-        meanwhile()
-        while current is not None:
-            current.start_scatter(self._orthogonalize(current))
-            if previous is not None:
-                _apply_(previous)
-            previous, current = current, following
-            following = begin()
-        if previous is not None:
-            _apply_(previous)
+    def run(
+        self,
+        gradients: Gradients,
+        states: States,
+        *,
+        adamw: Callable[[], None],
+        valid_early: frozenset[str] = frozenset(),
+        verdict: Callable[[], None] | None = None,
+    ) -> None:
+        """Update every matrix that has a gradient, and call ``adamw`` once while the first chunks are on their way.
 
-    def _transfers(self, gradients: dict[Tensor, Tensor]) -> Iterator[Transfer]:
-        """The chunks with anything to do; made when their turn comes, so that few are in memory."""
-        slot = 0
-        for group, pool in zip(self._groups, self._pools, strict=True):
-            for is_resident, chunks in ((True, group.plan.resident), (False, group.plan.chunks)):
-                for chunk in chunks:
-                    active = [index for index in chunk if group.jobs[index].parameter.tensor in gradients]
-                    if active:
-                        yield make_transfer(group, active, pool, slot, is_resident=is_resident)
-                        slot = 1 - slot
+        Collective over the axes of each exchange group; every rank of it must call it, with the same set of parameters
+        in ``gradients`` and the same ``valid_early``.
 
-    def _start_gather(self, transfer: Transfer, gradients: dict[Tensor, Tensor], states: States) -> None:
-        """Update the momentum of a chunk's local pieces and send what is to be orthogonalized to the owners."""
-        rank = transfer.axes.rank
+        Args:
+            gradients: Local gradient of each parameter that takes part.
+            states: Of the optimizer.
+            adamw: Updates all other parameters.
+            valid_early: Chunks that :meth:`start_early` has sent, with what is still the gradient.
+            verdict: Called before anything changes, as late as possible; raises, on all ranks, to give up the step.
+        """
+        self._inputs = _Inputs(gradients, states, adamw, verdict)
+        self._committed.clear()
+        for key, chunk in self.chunks.items():
+            if key not in valid_early:
+                active = tuple(i for i in chunk.taken if chunk.group.jobs[i].parameter.tensor in gradients)
+                self._transfers[key] = self._transfer(key, active)
+        for op in self._in_order(valid_early):
+            if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
+                self._ask(self._inputs.verdict)
+            self.executor.execute(op)
+        self.executor.finish()
+        self._inputs = None
+
+    def _in_order(self, valid_early: frozenset[str]) -> list[Op]:
+        """The ops with anything to do. With a verdict to wait for, AdamW gives way to all that changes nothing."""
+        assert self._inputs is not None
+        ops = [
+            op
+            for op in self._ops
+            if op.kind == ADAMW
+            or (self._transfers[op.key].jobs and not (op.key in valid_early and op.kind in (MOMENTUM, GATHER)))
+        ]
+        if self._inputs.verdict is not None:
+            adamw = [op for op in ops if op.kind == ADAMW]
+            ops = [op for op in ops if op.kind != ADAMW]
+            first_update = next((index for index, op in enumerate(ops) if op.kind == UPDATE), len(ops))
+            ops[first_update:first_update] = adamw
+        return ops
+
+    def _ask(self, verdict: Callable[[], None]) -> None:
+        assert self._inputs is not None
+        try:
+            verdict()
+        except Exception:
+            self.executor.finish()  # The same on all ranks, so what is on its way arrives.
+            raise
+        self._inputs = replace(self._inputs, verdict=None)
+
+    def _transfer(self, key: str, taken: tuple[int, ...]) -> Transfer:
+        """The transfer of a chunk, kept as long as the same jobs take part: its layout is costly to make."""
+        kept = self._transfers.get(key)
+        if kept is not None and kept.taken == taken:
+            return kept
+        chunk = self.chunks[key]
+        return Transfer(chunk.group, taken, self._pool, chunk.slots)
+
+    def _momentum(self, op: Op) -> Sequence[dist.Work]:
+        """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
+        assert self._inputs is not None
+        transfer = self._transfers[op.key]
+        in_place = self._inputs.verdict is None
         ahead: dict[MatrixJob, Tensor] = {}
         for (momentum, nesterov), jobs in _group_by(transfer.jobs, "momentum", "nesterov"):
-            grads = [job.local_view(gradients[job.parameter.tensor], rank) for job in jobs]
-            buffers = [
-                job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"]), rank) for job in jobs
-            ]
-            torch._foreach_lerp_(buffers, grads, 1 - momentum)
+            grads, buffers = self._grads_and_buffers(jobs)
+            if in_place:
+                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+            else:
+                buffers = torch._foreach_lerp(buffers, grads, 1 - momentum)
             pieces = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
             ahead.update(zip(jobs, pieces, strict=True))
-        transfer.start_gather([ahead[job] for job in transfer.jobs])
+        if in_place:
+            self._committed.add(op.key)
+        transfer.pack([ahead[job] for job in transfer.jobs])
+        return ()
 
-    def _orthogonalize(self, transfer: Transfer) -> list[Tensor]:
-        return [
-            orthogonalize(
-                whole.reshape(job.matrix.rows, job.matrix.cols),
+    def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
+        """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
+        transfer = self._transfers[op.key]
+        batches = _batches(transfer.owned, self._pool.device.type)
+        whole = [
+            torch.empty(
+                (len(batch), *transfer.owned[batch[0]].matrix.box.shape),
+                dtype=self._wire_dtype,
+                device=self._pool.device,
+            )
+            for batch in batches
+        ]
+        members = {
+            index: matrices[place]
+            for batch, matrices in zip(batches, whole, strict=True)
+            for place, index in enumerate(batch)
+        }
+        transfer.unpack([members[index] for index in range(len(transfer.owned))])
+        updates: dict[int, Tensor] = {}
+        for batch, matrices in zip(batches, whole, strict=True):
+            job = transfer.owned[batch[0]]
+            update = orthogonalize(
+                matrices.view(len(batch), job.matrix.rows, job.matrix.cols),
                 coefficients=job.parameter.group["ns_coefficients"],
                 num_steps=job.parameter.group["ns_steps"],
                 eps=job.parameter.group["eps"],
                 compute_dtype=self._compute_dtype,
-            ).reshape(whole.shape)
-            for job, whole in zip(transfer.owned, transfer.matrices(), strict=True)
-        ]
+            )
+            updates.update(zip(batch, update.reshape(matrices.shape).unbind(), strict=True))
+        transfer.pack_updates([updates[index] for index in range(len(transfer.owned))])
+        return ()
+
+    def _update(self, op: Op) -> Sequence[dist.Work]:
+        """Decay and update the local pieces of a chunk's parameters, and their momentum if that is still to do."""
+        transfer = self._transfers[op.key]
+        if op.key not in self._committed:
+            for (momentum,), jobs in _group_by(transfer.jobs, "momentum"):
+                grads, buffers = self._grads_and_buffers(jobs)
+                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        _apply_(transfer)
+        return ()
+
+    def _adamw(self, op: Op) -> Sequence[dist.Work]:
+        del op
+        assert self._inputs is not None
+        self._inputs.adamw()
+        return ()
+
+    def _grads_and_buffers(self, jobs: Sequence[MatrixJob]) -> tuple[list[Tensor], list[Tensor]]:
+        """The calling rank's pieces of the gradients and of the momenta."""
+        assert self._inputs is not None
+        gradients, states = self._inputs.gradients, self._inputs.states
+        return (
+            [job.local_view(gradients[job.parameter.tensor]) for job in jobs],
+            [job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
+        )
+
+
+def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[Op]:
+    ops = [op for group in groups for op in group.plan.program[group.axes.rank]]
+    adamw = Op(kind=ADAMW, key="", rank=0)
+    return prefetch({0: [*ops, adamw]}, look_ahead)[0]
+
+
+def _chunks(groups: Sequence[ExchangeGroup], num_gather_slots: int | None) -> Iterable[Chunk]:
+    """All chunks in the order of the step; ``None`` gives each its own buffers on the way to the owners."""
+    number = 0
+    for group_number, group in enumerate(groups):
+        for chunk_number, taken in enumerate(group.plan.chunks):
+            there = number if num_gather_slots is None else number % num_gather_slots
+            yield Chunk(f"{group_number}.{chunk_number}", group, taken, (str(there), str(number % 2)))
+            number += 1
+
+
+def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[int]]:
+    """Positions of the jobs that are orthogonalized together."""
+    batches: dict[Any, list[int]] = {}
+    for index, job in enumerate(jobs):
+        matrix, group = job.matrix, job.parameter.group
+        if worth_batching(matrix.rows, matrix.cols, device_type):
+            key = (matrix.box.shape, matrix.rows, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+        else:
+            key = index
+        batches.setdefault(key, []).append(index)
+    return list(batches.values())
 
 
 def _apply_(transfer: Transfer) -> None:
-    """Wait for the updates of a chunk, then decay and update the local pieces of its parameters."""
+    """Decay and update the local pieces of a chunk's parameters."""
     update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
     for (lr, weight_decay, adjust_lr_fn), jobs in _group_by(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
-        views = {job: job.local_view(local_tensor(job.parameter.tensor), transfer.axes.rank) for job in jobs}
+        views = {job: job.local_view(local_tensor(job.parameter.tensor)) for job in jobs}
         for view in views.values():
             # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
             view.mul_(1 - lr * weight_decay)

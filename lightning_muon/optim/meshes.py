@@ -9,16 +9,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together
-from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.params.layout import mesh_and_placements
 
 
 @dataclass(frozen=True, eq=False)
 class MeshMembers:
-    """Parameters that live on one mesh (``None``: local tensors), and the group over all axes of it."""
+    """Parameters that live on one mesh (``None``: local tensors).
+
+    Attributes:
+        mesh: The mesh.
+        axes: The group over all axes of it.
+        host: The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
+        tensors: The parameters.
+    """
 
     mesh: DeviceMesh | None
     axes: AxisGroup
+    host: AxisGroup
     tensors: tuple[Tensor, ...]
 
 
@@ -34,10 +42,11 @@ def group_by_mesh(tensors: Sequence[Tensor], mesh: DeviceMesh | None) -> tuple[M
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(mesh_and_placements(tensor, mesh)[0], []).append(tensor)
-    groups = [
-        MeshMembers(home, ALONE if home is None else axis_group(home, tuple(range(home.ndim))), tuple(members))
-        for home, members in found.items()
-    ]
+    groups: list[MeshMembers] = []
+    for home, members in found.items():
+        axes = ALONE if home is None else axis_group(home, tuple(range(home.ndim)))
+        host = axes if home is None or home.device_type == "cpu" else host_group(axes)
+        groups.append(MeshMembers(home, axes, host, tuple(members)))
     return tuple(sorted(groups, key=lambda group: group.axes.size))
 
 

@@ -12,11 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.config import AdjustLr, Algorithm, DtypeName, MuonConfig, check_hyperparameters
-from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, bind, local_tensor
+from lightning_muon.config import (
+    AdjustLr,
+    Algorithm,
+    Assignment,
+    Dedupe,
+    DtypeName,
+    MuonConfig,
+    Overlap,
+    check_hyperparameters,
+    check_plan_options,
+)
+from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, PlanOptions, bind, local_tensor
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
+from lightning_muon.optim.early import EarlyGathers
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.optim.gradients import Gradients, agree_on_gradients
+from lightning_muon.optim.gradients import Agreement, agree_on_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import routes_of
@@ -32,6 +43,10 @@ class _Options:
     compute_dtype: DtypeName
     wire_dtype: DtypeName
     chunk_bytes: int
+    assignment: Assignment
+    dedupe: Dedupe
+    overlap: Overlap
+    look_ahead: int
     adamw_patterns: Sequence[str]
     muon_patterns: Sequence[str]
     fused: Mapping[str, int | tuple[int, ...]] | None
@@ -39,8 +54,19 @@ class _Options:
 
     def __post_init__(self) -> None:
         check_dtypes(self.compute_dtype, self.wire_dtype)
-        if self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
+        check_plan_options(vars(self))
+
+    def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
+        """What the planner needs of this."""
+        return PlanOptions(
+            itemsize=wire_dtype.itemsize,
+            device_type=device.type,
+            chunk_bytes=self.chunk_bytes,
+            assignment=self.assignment,
+            dedupe=self.dedupe,
+            look_ahead=self.look_ahead,
+            overlap=self.overlap,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +76,7 @@ class _Bound:
     key: tuple[Any, ...]
     binding: Binding
     matrix_step: MatrixStep
+    early: EarlyGathers | None
 
 
 class ParallelMuon(torch.optim.Optimizer):
@@ -88,7 +115,11 @@ class ParallelMuon(torch.optim.Optimizer):
             DDP backward), so that the ranks divide the work. Without it plain tensors are local to their process.
         compute_dtype: Of Newton-Schulz.
         wire_dtype: Of what travels.
-        chunk_bytes: Upper bound of the matrices that travel together.
+        chunk_bytes: Size of the chunks of matrices that travel together, per rank.
+        assignment: How matrices get their owners.
+        dedupe: One owner for all replicas, or one in each.
+        overlap: With what the traffic overlaps.
+        look_ahead: Chunks that are gathered or on their way at a time during the step.
         adamw_patterns: Names that AdamW takes.
         muon_patterns: Names that Muon takes.
         fused: Names of fused weights and their parts.
@@ -118,6 +149,10 @@ class ParallelMuon(torch.optim.Optimizer):
         compute_dtype: DtypeName = MuonConfig.compute_dtype,
         wire_dtype: DtypeName = MuonConfig.wire_dtype,
         chunk_bytes: int = MuonConfig.chunk_bytes,
+        assignment: Assignment = MuonConfig.assignment,
+        dedupe: Dedupe = MuonConfig.dedupe,
+        overlap: Overlap = MuonConfig.overlap,
+        look_ahead: int = MuonConfig.look_ahead,
         adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         fused: Mapping[str, int | tuple[int, ...]] | None = None,
@@ -168,12 +203,19 @@ class ParallelMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         bound = self._bound or self._bind()
-        gradients = self._agree_on_gradients(bound)
-        if gradients is None:
+        agreed = self._agree_on_gradients(bound)
+        if agreed is None:
             bound = self._bind()
-            gradients = self._agree_on_gradients(bound)
-            assert gradients is not None, "parameters changed during the step"
-        bound.matrix_step.run(gradients, self.state, meanwhile=lambda: self._step_elementwise(bound.binding, gradients))
+            agreed = self._agree_on_gradients(bound)
+            assert agreed is not None, "parameters changed during the step"
+        gradients = agreed.gradients
+        bound.matrix_step.run(
+            gradients,
+            self.state,
+            adamw=lambda: self._step_elementwise(bound.binding, gradients),
+            valid_early=agreed.valid_early,
+            verdict=agreed.verdict,
+        )
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,20 +282,28 @@ class ParallelMuon(torch.optim.Optimizer):
         device = local_tensor(parameters[0].tensor).device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
-        binding = bind(
-            parameters,
-            meshes,
-            itemsize=wire_dtype.itemsize,
-            chunk_bytes=options.chunk_bytes,
-            settings=f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} chunk_bytes={options.chunk_bytes}",
+        plan_options = options.plan_options(wire_dtype, device)
+        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype}"
+        binding = bind(parameters, meshes, options=plan_options, settings=settings)
+        step = MatrixStep(
+            binding.exchange_groups,
+            options=plan_options,
+            wire_dtype=wire_dtype,
+            compute_dtype=compute_dtype,
+            device=device,
         )
-        step = MatrixStep(binding.exchange_groups, wire_dtype=wire_dtype, compute_dtype=compute_dtype, device=device)
-        self._bound = _Bound(self._key(), binding, step)
+        if self._bound is not None and self._bound.early is not None:
+            self._bound.early.close()
+        early = None
+        if options.overlap == "backward":
+            early = EarlyGathers(step, self.state, compare_norms=options.error_if_nonfinite and device.type == "cpu")
+        self._bound = _Bound(self._key(), binding, step, early)
         return self._bound
 
-    def _agree_on_gradients(self, bound: _Bound) -> Gradients | None:
+    def _agree_on_gradients(self, bound: _Bound) -> Agreement | None:
         return agree_on_gradients(
             bound.binding,
+            bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=bound.key != self._key(),
         )

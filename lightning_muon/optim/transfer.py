@@ -1,218 +1,211 @@
 """How the matrices of one chunk reach their owners and how the updates come back.
 
-Three ways, one interface: sharded (all-to-all there and back), replicated (only back, by broadcast), resident (no
-traffic). All tensors of a chunk are in the wire dtype, so that a matrix gives the same update whoever owns it.
+An owner takes the pieces of its matrices from the ranks of its own replica and sends the updates to every rank that it
+serves. A rank's own piece never travels, and what several ranks get is packed once. All tensors of a chunk are in the
+wire dtype, so that a matrix gives the same update whoever owns it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_broadcasts
+from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_messages
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob
+from lightning_muon.optim.binding import ExchangeGroup
+from lightning_muon.params.logical import Box
+from lightning_muon.schedule.muon import server_of
+
+# A message: the jobs (positions in the chunk) whose pieces it holds, and the boxes of these pieces.
+_Message = tuple[tuple[int, Box], ...]
+_SENT, _RECEIVED = "sent", "received"
 
 
-class Transfer(ABC):
-    """One chunk on its way; the methods are called once each, in this order, by all ranks of the exchange group."""
+class Leg:
+    """One direction: who sends which pieces to whom, and where they lie in the packed buffers.
 
-    jobs: Sequence[MatrixJob]
-    owned: Sequence[MatrixJob]
-    axes: AxisGroup
-
-    @abstractmethod
-    def start_gather(self, pieces: Sequence[Tensor]) -> None:
-        """Send the local piece of every job to its owner."""
-
-    @abstractmethod
-    def matrices(self) -> list[Tensor]:
-        """Wait; the whole matrices (box shape) that this rank owns, in job order."""
-
-    @abstractmethod
-    def start_scatter(self, updates: Sequence[Tensor]) -> None:
-        """Send the update of every owned matrix back to the ranks that hold it."""
-
-    @abstractmethod
-    def updates(self) -> list[Tensor]:
-        """Wait; the local piece of the update of every job."""
-
-
-def make_transfer(
-    group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slot: int, *, is_resident: bool
-) -> Transfer:
-    """The way that fits: ``taken`` are the active jobs of one chunk, ``slot`` the rolling buffers to use (0 or 1)."""
-    jobs = [group.jobs[index] for index in taken]
-    owners = [group.plan.owners[index] for index in taken]
-    if is_resident:
-        return ResidentTransfer(jobs, owners, group.axes, pool.dtype)
-    if group.is_replicated:
-        return ReplicatedTransfer(jobs, owners, group.axes, pool, slot)
-    return ShardedTransfer(jobs, owners, group.axes, pool, slot)
-
-
-class ResidentTransfer(Transfer):
-    """Matrices that lie whole on their owner and nowhere else."""
-
-    def __init__(self, jobs: Sequence[MatrixJob], owners: Sequence[int], axes: AxisGroup, dtype: torch.dtype) -> None:
-        self.jobs, self.axes = jobs, axes
-        self._dtype = dtype
-        self._is_mine = [owner == axes.rank for owner in owners]
-        self.owned = [job for job, mine in zip(jobs, self._is_mine, strict=True) if mine]
-
-    @override
-    def start_gather(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = list(pieces)
-
-    @override
-    def matrices(self) -> list[Tensor]:
-        mine = [piece.to(self._dtype) for piece, mine in zip(self._pieces, self._is_mine, strict=True) if mine]
-        # What is left is empty: these matrices lie on other ranks.
-        self._pieces = [piece[:0] if mine else piece for piece, mine in zip(self._pieces, self._is_mine, strict=True)]
-        return mine
-
-    @override
-    def start_scatter(self, updates: Sequence[Tensor]) -> None:
-        results = iter(updates)
-        self._updates = [
-            next(results).to(self._dtype) if mine else piece
-            for piece, mine in zip(self._pieces, self._is_mine, strict=True)
-        ]
-
-    @override
-    def updates(self) -> list[Tensor]:
-        return self._updates
-
-
-class ReplicatedTransfer(Transfer):
-    """Matrices that every rank holds: the owner has all it needs, and tells the update to all."""
+    Args:
+        name: For the names of buffers.
+        outgoing: Message for each other rank.
+        incoming: Message from each other rank.
+        num_ranks: Size of the exchange group.
+        is_all_to_all: Whether the messages of every rank of the group differ, so that one uneven all-to-all does.
+    """
 
     def __init__(
-        self, jobs: Sequence[MatrixJob], owners: Sequence[int], axes: AxisGroup, pool: BufferPool, slot: int
+        self,
+        name: str,
+        outgoing: Mapping[int, _Message],
+        incoming: Mapping[int, _Message],
+        *,
+        num_ranks: int,
+        is_all_to_all: bool,
     ) -> None:
-        self.jobs, self.axes = jobs, axes
-        self._owners = owners
-        self.owned = [job for job, owner in zip(jobs, owners, strict=True) if owner == axes.rank]
-        order = sorted(range(len(jobs)), key=owners.__getitem__)
-        layout = parts([owners[i] for i in order], [jobs[i].matrix.box.shape for i in order], axes.size)
-        buffer = pool.take(f"replicated-{slot}", layout.numel)
-        views = dict(zip(order, layout.views(buffer), strict=True))
-        self._views = [views[index] for index in range(len(jobs))]
-        self._buffers = buffer[: layout.numel].split(list(layout.splits))
+        self.name = name
+        self._is_all_to_all = is_all_to_all
+        # Ranks with equal messages share one region of the send buffer.
+        first_with: dict[_Message, int] = {}
+        self._region_of = {rank: first_with.setdefault(message, rank) for rank, message in outgoing.items() if message}
+        regions = sorted((rank, message) for message, rank in first_with.items() if message)
+        self.sent = [piece for _, message in regions for piece in message]
+        self.received = [piece for _, message in sorted(incoming.items()) for piece in message]
+        self.send_layout = _layout(regions, num_ranks)
+        self.receive_layout = _layout(sorted(incoming.items()), num_ranks)
 
-    @override
-    def start_gather(self, pieces: Sequence[Tensor]) -> None:
-        self._mine = [piece for piece, owner in zip(pieces, self._owners, strict=True) if owner == self.axes.rank]
-
-    @override
-    def matrices(self) -> list[Tensor]:
-        dtype = self._buffers[0].dtype
-        return [piece.to(dtype) for piece in self._mine]
-
-    @override
-    def start_scatter(self, updates: Sequence[Tensor]) -> None:
-        mine = [view for view, owner in zip(self._views, self._owners, strict=True) if owner == self.axes.rank]
-        _copy(mine, updates)
-        self._works = start_broadcasts(self._buffers, self.axes)
-
-    @override
-    def updates(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
-        return self._views
-
-
-class ShardedTransfer(Transfer):
-    """Matrices in pieces on several ranks: packed uneven all-to-all to the owners, and back the same way."""
-
-    def __init__(
-        self, jobs: Sequence[MatrixJob], owners: Sequence[int], axes: AxisGroup, pool: BufferPool, slot: int
-    ) -> None:
-        self.jobs, self.axes = jobs, axes
-        self._owners, self._pool, self._slot = owners, pool, slot
-        me = axes.rank
-        self._owned = [index for index, owner in enumerate(owners) if owner == me]
-        self.owned = [jobs[index] for index in self._owned]
-        # Pieces that this rank sends to other owners, and pieces of its own matrices that other ranks send to it. A
-        # rank's piece of its own matrix stays where it is.
-        self._outgoing = sorted(
-            (index for index, job in enumerate(jobs) if owners[index] != me and job.pieces[me].numel),
-            key=owners.__getitem__,
-        )
-        self._incoming = [
-            (rank, index)
-            for rank in range(axes.size)
-            if rank != me
-            for index in self._owned
-            if jobs[index].pieces[rank].numel
-        ]
-        self._held = parts(
-            [owners[i] for i in self._outgoing], [jobs[i].pieces[me].shape for i in self._outgoing], axes.size
-        )
-        self._whole = parts(
-            [rank for rank, _ in self._incoming], [jobs[i].pieces[rank].shape for rank, i in self._incoming], axes.size
+    def start(self, send: Tensor, receive: Tensor, axes: AxisGroup) -> Sequence[dist.Work]:
+        """Begin the communication. Collective over ``axes``; every rank of them must call it."""
+        if self._is_all_to_all:
+            return start_all_to_all(send, self.send_layout, receive, self.receive_layout, axes)
+        regions = send[: self.send_layout.numel].split(list(self.send_layout.splits))
+        sources = receive[: self.receive_layout.numel].split(list(self.receive_layout.splits))
+        return start_messages(
+            {rank: regions[region] for rank, region in self._region_of.items()},
+            {rank: source for rank, source in enumerate(sources) if source.numel()},
+            axes,
         )
 
-    @override
-    def start_gather(self, pieces: Sequence[Tensor]) -> None:
-        send = self._buffer("gather-held", self._held)
-        self._received = self._buffer("gather-whole", self._whole)
-        _copy(self._held.views(send), [pieces[index] for index in self._outgoing])
+
+class Transfer:
+    """One chunk on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
+
+    Args:
+        group: The exchange group of the chunk.
+        taken: The jobs of the chunk that take part, equal on all ranks.
+        pool: Memory.
+        slots: Names of the buffers to use for the way there and for the way back.
+    """
+
+    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: tuple[str, str]) -> None:
+        self.group, self.taken = group, tuple(taken)
+        self.jobs = [group.jobs[index] for index in taken]
+        self._owners = [group.plan.owners[index] for index in taken]
+        self._pool, self._slots = pool, slots
+        self._owned = [index for index, owners in enumerate(self._owners) if self._me in owners]
+        self.owned = [self.jobs[index] for index in self._owned]
+        self._own_pieces: dict[int, Tensor] = {}
+        self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def pack(self, pieces: Sequence[Tensor]) -> None:
+        """Take the calling rank's piece of every job; those for other owners are copied."""
+        _copy(self._views(self._gather, _SENT), [pieces[index] for index, _ in self._gather.sent])
         self._own_pieces = {index: pieces[index] for index in self._owned}
-        self._work = start_all_to_all(send, self._held, self._received, self._whole, self.axes)
 
-    @override
-    def matrices(self) -> list[Tensor]:
-        _wait(self._work)
-        matrices = {index: self._received.new_empty(self.jobs[index].matrix.box.shape) for index in self._owned}
-        targets = [self._piece_of(matrices[index], index, rank) for rank, index in self._incoming]
-        sources = self._whole.views(self._received)
+    def start_gather(self) -> Sequence[dist.Work]:
+        """Send the pieces to the owners. Collective over the exchange group; every rank of it must call it."""
+        return self._gather.start(
+            self._buffer(self._gather, _SENT), self._buffer(self._gather, _RECEIVED), self.group.axes
+        )
+
+    def unpack(self, matrices: Sequence[Tensor]) -> None:
+        """Fill the whole matrices (box shape) that this rank owns, in the order of ``owned``."""
+        whole = dict(zip(self._owned, matrices, strict=True))
+        targets = [self._part(whole[index], index, box) for index, box in self._gather.received]
+        sources = list(self._views(self._gather, _RECEIVED))
         for index, piece in self._own_pieces.items():
-            targets.append(self._piece_of(matrices[index], index, self.axes.rank))
+            targets.append(self._part(whole[index], index, self.jobs[index].pieces[self._me]))
             sources.append(piece)
         _copy(targets, sources)
-        return list(matrices.values())
+        self._own_pieces = {}
 
-    @override
-    def start_scatter(self, updates: Sequence[Tensor]) -> None:
-        send = self._buffer("scatter-whole", self._whole)
-        self._returned = self._buffer("scatter-held", self._held)
-        by_index = dict(zip(self._owned, updates, strict=True))
-        sources = [self._piece_of(by_index[index], index, rank) for rank, index in self._incoming]
-        _copy(self._whole.views(send), sources)
-        self._own_updates = {
-            index: self._piece_of(update, index, self.axes.rank).to(send.dtype) for index, update in by_index.items()
+    def pack_updates(self, updates: Sequence[Tensor]) -> None:
+        """Take the update of every owned matrix."""
+        whole = dict(zip(self._owned, updates, strict=True))
+        sources = [self._part(whole[index], index, box) for index, box in self._scatter.sent]
+        _copy(self._views(self._scatter, _SENT), sources)
+        self._own_pieces = {
+            index: self._part(update, index, self.jobs[index].pieces[self._me]).to(self._pool.dtype)
+            for index, update in whole.items()
         }
-        self._work = start_all_to_all(send, self._whole, self._returned, self._held, self.axes)
 
-    @override
+    def start_scatter(self) -> Sequence[dist.Work]:
+        """Send the updates back. Collective over the exchange group; every rank of it must call it."""
+        return self._scatter.start(
+            self._buffer(self._scatter, _SENT), self._buffer(self._scatter, _RECEIVED), self.group.axes
+        )
+
     def updates(self) -> list[Tensor]:
-        _wait(self._work)
-        found = dict(zip(self._outgoing, self._held.views(self._returned), strict=True)) | self._own_updates
-        empty = self._returned[:0]
+        """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
+        received = zip(
+            (index for index, _ in self._scatter.received), self._views(self._scatter, _RECEIVED), strict=True
+        )
+        found = dict(received) | self._own_pieces
+        self._own_pieces = {}
+        empty = self._buffer(self._scatter, _RECEIVED)[:0]
         return [
-            found[index] if index in found else empty.view(job.pieces[self.axes.rank].shape)
+            found[index] if index in found else empty.view(job.pieces[self._me].shape)
             for index, job in enumerate(self.jobs)
         ]
 
-    def _buffer(self, name: str, layout: Parts) -> Tensor:
-        return self._pool.take(f"{name}-{self._slot}", layout.numel)
+    @property
+    def _me(self) -> int:
+        return self.group.axes.rank
 
-    def _piece_of(self, whole: Tensor, index: int, rank: int) -> Tensor:
-        job = self.jobs[index]
-        return whole[job.pieces[rank].slices_in(job.matrix.box)]
+    @cached_property
+    def _gather(self) -> Leg:
+        replica_of, me = self.group.replica_of, self._me
+        peers = [rank for rank in range(len(replica_of)) if rank != me and replica_of[rank] == replica_of[me]]
+        return Leg(
+            "gather",
+            {rank: self._pieces(me, lambda owners, rank=rank: rank in owners) for rank in peers},
+            {rank: self._pieces(rank, lambda owners: me in owners) for rank in peers},
+            num_ranks=len(replica_of),
+            is_all_to_all=all(len(owners) == 1 for owners in self.group.plan.owners),
+        )
+
+    @cached_property
+    def _scatter(self) -> Leg:
+        replica_of, me = self.group.replica_of, self._me
+        peers = [rank for rank in range(len(replica_of)) if rank != me]
+        return Leg(
+            "scatter",
+            {
+                rank: self._pieces(rank, lambda owners, rank=rank: server_of(owners, rank, replica_of) == me)
+                for rank in peers
+            },
+            {
+                rank: self._pieces(me, lambda owners, rank=rank: server_of(owners, me, replica_of) == rank)
+                for rank in peers
+            },
+            num_ranks=len(replica_of),
+            is_all_to_all=len(set(replica_of)) == 1,
+        )
+
+    def _pieces(self, rank: int, is_wanted: Callable[[tuple[int, ...]], bool]) -> _Message:
+        """The pieces that ``rank`` holds of the jobs with such owners."""
+        return tuple(
+            (index, job.pieces[rank])
+            for index, (job, owners) in enumerate(zip(self.jobs, self._owners, strict=True))
+            if job.pieces[rank].numel and is_wanted(owners)
+        )
+
+    def _buffer(self, leg: Leg, direction: str) -> Tensor:
+        slot = self._slots[leg.name == "scatter"]
+        layout = leg.send_layout if direction == _SENT else leg.receive_layout
+        return self._pool.take(f"{leg.name}-{direction}-{slot}", layout.numel)
+
+    def _views(self, leg: Leg, direction: str) -> list[Tensor]:
+        """The parts of a buffer; kept, because making hundreds of views takes as long as filling them."""
+        buffer = self._buffer(leg, direction)
+        key = f"{leg.name}-{direction}"
+        cached = self._cached_views.get(key)
+        if cached is None or cached[0] is not buffer:
+            layout = leg.send_layout if direction == _SENT else leg.receive_layout
+            cached = self._cached_views[key] = (buffer, layout.views(buffer))
+        return cached[1]
+
+    def _part(self, whole: Tensor, index: int, box: Box) -> Tensor:
+        return whole[box.slices_in(self.jobs[index].matrix.box)]
+
+
+def _layout(messages: Iterable[tuple[int, _Message]], num_ranks: int) -> Parts:
+    pieces = [(rank, box.shape) for rank, message in messages for _, box in message]
+    return parts([rank for rank, _ in pieces], [shape for _, shape in pieces], num_ranks)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(sources))  # type: ignore[arg-type]
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -1,4 +1,4 @@
-"""Plan of one ParallelMuon step: the owner of every matrix and the chunks in which matrices travel."""
+"""Front end: matrices -> the program of one ParallelMuon step, with the owner of every matrix."""
 
 from __future__ import annotations
 
@@ -6,92 +6,107 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_muon.schedule.assign import longest_first
+from lightning_muon.schedule.assign import Load, Strategy, assign_owners
+from lightning_muon.schedule.chunks import chunk
+from lightning_muon.schedule.communication import insert_communication, owners_of
+from lightning_muon.schedule.counts import server_of
+from lightning_muon.schedule.holdings import MatrixSpec, holdings
+from lightning_muon.schedule.kinds import NEWTON_SCHULZ
+from lightning_muon.schedule.passes import choose_lanes
+from lightning_muon.schedule.program import UNASSIGNED, Op, Program
+
+__all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step", "server_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixSpec:
-    """What the planner must know of one matrix.
-
-    Attributes:
-        name: Qualified name, for people and for the fingerprint.
-        numel: Number of elements.
-        flops: Cost of Newton-Schulz.
-        held: Number of elements on each rank of the exchange group. Their sum is ``numel`` for a sharded matrix, and
-            each of them is ``numel`` for a replicated one.
-    """
-
-    name: str
-    numel: int
-    flops: int
-    held: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class MuonPlan:
     """Plan for the matrices of one exchange group, equal on all of its ranks.
 
     Attributes:
-        owners: Rank (in the group) that runs Newton-Schulz for each matrix.
-        resident: Chunks of matrices that lie whole on their owner and nowhere else: they never travel.
-        chunks: All other matrices, in the order in which backward finishes them; those of a chunk travel together.
+        owners: For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the
+            strategy ``"redundant"``.
+        chunks: The matrices of each chunk, in the order in which backward finishes them; those of a chunk travel
+            together. Chunks of matrices that lie on one rank alone come first.
         flops: Newton-Schulz load of each rank.
+        program: For each rank the ops of chunk after chunk: momentum, gather, newton_schulz, scatter, update.
     """
 
-    owners: tuple[int, ...]
-    resident: tuple[tuple[int, ...], ...]
+    owners: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, ...], ...]
     flops: tuple[int, ...]
+    program: Program
 
     def fingerprint(self) -> str:
-        """Digest that is equal on two ranks just if their plans are."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        """Digest that is equal on two ranks just if their owners, chunks and loads are."""
+        return hashlib.sha256(repr((self.owners, self.chunks, self.flops)).encode()).hexdigest()
 
 
-def plan_step(specs: Sequence[MatrixSpec], *, num_ranks: int, itemsize: int, chunk_bytes: int) -> MuonPlan:
+def plan_step(
+    specs: Sequence[MatrixSpec],
+    *,
+    num_ranks: int,
+    itemsize: int,
+    chunk_bytes: int,
+    strategy: Strategy = "lpt",
+    replica_of: Sequence[int] | None = None,
+    loads: Sequence[Load] | None = None,
+    key_prefix: str = "",
+) -> MuonPlan:
     """Assign owners and chunks, from sizes alone, so that every rank makes the same plan.
+
+    Composes the passes ``chunk``, ``assign_owners``, ``insert_communication`` and ``choose_lanes``. The program is
+    serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
 
     Args:
         specs: In the order of the forward pass; chunks are filled from the last one.
         num_ranks: Size of the exchange group.
         itemsize: Bytes of an element on the wire.
-        chunk_bytes: Upper bound of a chunk's whole matrices; a larger matrix is a chunk of its own.
+        chunk_bytes: Bound of what an average owner holds of a chunk, see :func:`~.chunks.chunk`.
+        strategy: Who owns what, see :func:`~.assign.assign_owners`.
+        replica_of: Replica of each rank. Sharded over all ranks: all 0 (the default). Replicated: each rank its own.
+            A (replicate, shard) grid: the index along the replicate axis.
+        loads: FLOPs and bytes that each rank has to do already, for example for other exchange groups.
+        key_prefix: In front of the chunk number in the keys of the ops.
     """
-    costs = [spec.flops for spec in specs]
+    where = holdings(specs, [0] * num_ranks if replica_of is None else replica_of)
+    if where.num_ranks != num_ranks:
+        raise ValueError(f"replica_of has {where.num_ranks} entries for {num_ranks} ranks; give one per rank")
+    loads = [(0, 0)] * num_ranks if loads is None else loads
+    if len(loads) != num_ranks:
+        raise ValueError(f"loads has {len(loads)} entries for {num_ranks} ranks; give (FLOPs, bytes) for each rank")
     sizes = [spec.numel * itemsize for spec in specs]
-    loads = [(0, 0)] * num_ranks
-    owners: dict[int, int] = {}
-    for job, spec in enumerate(specs):
-        holder = _single_holder(spec)
-        if holder is not None:
-            owners[job] = holder
-            loads[holder] = (loads[holder][0] + costs[job], loads[holder][1])
-    backward = range(len(specs) - 1, -1, -1)
-    resident = _fill_chunks([job for job in backward if job in owners], sizes, chunk_bytes)
-    chunks = _fill_chunks([job for job in backward if job not in owners], sizes, chunk_bytes)
-    for chunk in chunks:
-        owners |= longest_first(costs, sizes, loads, taken=chunk)
+    sole_holders = where.sole_holders()
+    chunked = chunk(
+        newton_schulz_ops(specs),
+        sizes=sizes,
+        sole_holders=sole_holders,
+        num_owners=1 if strategy == "redundant" else num_ranks,
+        chunk_bytes=chunk_bytes,
+        key_prefix=key_prefix,
+    )
+    chunks = tuple(op.items for op in chunked[UNASSIGNED])
+    assigned = assign_owners(
+        chunked,
+        costs=[spec.flops for spec in specs],
+        sizes=sizes,
+        sole_holders=sole_holders,
+        loads=loads,
+        strategy=strategy,
+    )
     return MuonPlan(
-        owners=tuple(owners[job] for job in range(len(specs))),
-        resident=resident,
+        owners=tuple(owners_of(assigned, len(specs))),
         chunks=chunks,
-        flops=tuple(flops for flops, _ in loads),
+        flops=tuple(sum(op.cost for op in assigned[rank]) for rank in range(num_ranks)),
+        program=choose_lanes(insert_communication(assigned, where, itemsize=itemsize, matrices=chunks)),
     )
 
 
-def _single_holder(spec: MatrixSpec) -> int | None:
-    """The rank that holds all elements while no other holds any."""
-    holders = [rank for rank, count in enumerate(spec.held) if count]
-    return holders[0] if len(holders) == 1 else None
-
-
-def _fill_chunks(jobs: Sequence[int], sizes: Sequence[int], chunk_bytes: int) -> tuple[tuple[int, ...], ...]:
-    chunks: list[list[int]] = []
-    filled = 0
-    for job in jobs:
-        if not chunks or filled + sizes[job] > chunk_bytes:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(job)
-        filled += sizes[job]
-    return tuple(tuple(chunk) for chunk in chunks)
+def newton_schulz_ops(specs: Sequence[MatrixSpec]) -> Program:
+    """One unassigned op per matrix, the last matrix first: backward finishes their gradients about in this order."""
+    order = range(len(specs) - 1, -1, -1)
+    return {
+        UNASSIGNED: [
+            Op(kind=NEWTON_SCHULZ, key=str(index), rank=UNASSIGNED, cost=specs[index].flops, items=(index,))
+            for index in order
+        ]
+    }

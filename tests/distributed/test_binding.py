@@ -10,23 +10,35 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_muon.optim.binding import Binding, BoundParameter, bind, local_tensor
+from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind, local_tensor
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
 from tests.support.processes import ProcessPool
 
 
-def _bind(*tensors: torch.Tensor, mesh: Any = None) -> Binding:
+def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always") -> Binding:
     group = {"ns_steps": 5}
     parameters = [
         BoundParameter(nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), mesh)
         for index, tensor in enumerate(tensors)
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
-    return bind(parameters, meshes, itemsize=4, chunk_bytes=10**6, settings="")
+    options = PlanOptions(
+        itemsize=4,
+        device_type="cpu",
+        chunk_bytes=10**6,
+        assignment="lpt",
+        dedupe=dedupe,  # type: ignore[arg-type]
+        look_ahead=2,
+        overlap="step",
+    )
+    return bind(parameters, meshes, options=options, settings="")
 
 
-def _describe(mesh_shape: tuple[int, ...]) -> list[tuple[int, bool, list[str], tuple[int, ...], list[list[int]]]]:
+Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
+
+
+def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
     mesh = init_device_mesh("cpu", mesh_shape)
     replicated = [Replicate()] * len(mesh_shape)
     binding = _bind(
@@ -35,31 +47,58 @@ def _describe(mesh_shape: tuple[int, ...]) -> list[tuple[int, bool, list[str], t
         distribute_tensor(torch.ones(4, 4), mesh, replicated),
         torch.ones(5, 5),
         torch.ones(5),
+        dedupe=dedupe,
     )
     return [
         (
             group.axes.size,
-            group.is_replicated,
+            group.replica_of,
             [job.matrix.name for job in group.jobs],
-            group.plan.resident,
             [[piece.numel for piece in job.pieces] for job in group.jobs],
         )
         for group in binding.exchange_groups
     ]
 
 
-def test_sharded_matrices_travel_over_the_shard_axis_and_replicated_ones_over_the_mesh(gloo: ProcessPool) -> None:
-    for found in gloo.run(_describe, (2, 2)):
+def test_with_one_owner_for_all_replicas_matrices_travel_over_the_mesh(gloo: ProcessPool) -> None:
+    for found in gloo.run(_describe, (2, 2), "always"):
         assert found == [
-            (2, False, ["w0", "w1"], ((1,),), [[49, 42], [9, 0]]),
-            (4, True, ["w2"], (), [[16] * 4]),
-            (1, True, ["w3"], ((0,),), [[25]]),
+            (1, (0,), ["w3"], [[25]]),
+            (4, (0, 0, 1, 1), ["w0", "w1"], [[49, 42] * 2, [9, 0] * 2]),
+            (4, (0, 1, 2, 3), ["w2"], [[16] * 4]),
         ]
 
 
+def test_with_an_owner_in_each_replica_matrices_travel_over_the_shard_axis(gloo: ProcessPool) -> None:
+    for found in gloo.run(_describe, (2, 2), "never"):
+        assert found == [
+            (2, (0, 0), ["w0", "w1"], [[49, 42], [9, 0]]),
+            (1, (0,), ["w2"], [[16]]),
+            (1, (0,), ["w3"], [[25]]),
+        ]
+
+
+def test_by_default_replicas_share_only_what_costs_more_to_compute_than_to_send(gloo: ProcessPool) -> None:
+    # On a CPU the 4 x 4 and the 13 x 7 matrix are faster computed than sent.
+    for found in gloo.run(_describe, (2, 2), "auto"):
+        assert [size for size, *_ in found] == [2, 1, 1]
+
+
 def test_a_shard_axis_of_one_rank_does_not_shard(gloo: ProcessPool) -> None:
-    for found in gloo.run(_describe, (2, 1), world_size=2):
-        assert [(size, is_replicated) for size, is_replicated, *_ in found] == [(2, True), (1, True)]
+    for found in gloo.run(_describe, (2, 1), "always", world_size=2):
+        assert [(size, replica_of) for size, replica_of, *_ in found] == [(1, (0,)), (2, (0, 1))]
+
+
+def _owners_by_rank(mesh_shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    tensors = [distribute_tensor(torch.ones(8, 8), mesh, [Replicate(), Shard(0)]) for _ in range(8)]
+    (group,) = _bind(*tensors).exchange_groups
+    return list(group.plan.owners)
+
+
+def test_owners_are_spread_over_the_whole_grid(gloo: ProcessPool) -> None:
+    for owners in gloo.run(_owners_by_rank, (2, 2)):
+        assert sorted(owners) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
 
 
 def _overlapping() -> None:

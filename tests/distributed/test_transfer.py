@@ -2,79 +2,131 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, bind, local_tensor
+from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind, local_tensor
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.transfer import make_transfer
+from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.schedule.holdings import MatrixSpec
+from lightning_muon.schedule.traffic import traffic, traffic_floor
 from tests.support.processes import ProcessPool
 
 SHAPES = [(13, 7), (1, 9), (6, 6), (2, 50), (9, 4)]
+OPTIONS = {"itemsize": 4, "device_type": "cpu", "chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step"}
 
 
-def _group(*, is_replicated: bool) -> tuple[ExchangeGroup, list[Tensor]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _group(mesh_shape: tuple[int, ...], assignment: str, *, shard: bool) -> tuple[ExchangeGroup, list[Tensor]]:
+    mesh = init_device_mesh("cpu", mesh_shape)
     torch.manual_seed(0)
     full = [torch.randn(shape) for shape in SHAPES]
-    placed = full if is_replicated else [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in full]
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0) if shard else Replicate()]
+    placed = [distribute_tensor(tensor, mesh, placements) for tensor in full]
     parameters = [
         BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), mesh)
         for i, t in enumerate(placed)
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
-    (group,) = bind(parameters, meshes, itemsize=4, chunk_bytes=10**6, settings="").exchange_groups
+    options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
+    (group,) = bind(parameters, meshes, options=options, settings="").exchange_groups
     return group, full
 
 
-def _there_and_back(is_replicated: bool) -> tuple[bool, int, int]:
-    """Send every matrix, double it on its owner, bring it back. Returns correctness, sent elements, and the floor."""
-    group, full = _group(is_replicated=is_replicated)
-    rank = group.axes.rank
+class _Wire:
+    """Counts the elements that leave this rank for each other one."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[int] = Counter()
+
+    def all_to_all(self, send: Tensor, to: Any, *rest: Any) -> Any:
+        self.sent.update(dict(enumerate(to.splits)))
+        return self._all_to_all(send, to, *rest)
+
+    def messages(self, send: dict[int, Tensor], *rest: Any) -> Any:
+        self.sent.update({rank: tensor.numel() for rank, tensor in send.items()})
+        return self._messages(send, *rest)
+
+    _all_to_all = staticmethod(transfer_module.start_all_to_all)
+    _messages = staticmethod(transfer_module.start_messages)
+
+
+def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -> dict[str, Any]:
+    """Send every matrix, double it on its owner, bring it back."""
+    group, full = _group(mesh_shape, assignment, shard=shard)
+    rank, wire, is_right = group.axes.rank, _Wire(), True
     pool = BufferPool(torch.float32, torch.device("cpu"))
-    sent: list[int] = []
-
-    def count(send: Tensor, to: Any, *rest: Any) -> Any:
-        sent.append(to.numel)
-        return start(send, to, *rest)
-
-    start = transfer_module.start_all_to_all
-    is_right, floor = True, 0
-    with mock.patch.object(transfer_module, "start_all_to_all", count):
-        for taken in (*group.plan.resident, *group.plan.chunks):
-            transfer = make_transfer(group, taken, pool, 0, is_resident=taken in group.plan.resident)
-            pieces = [job.local_view(local_tensor(job.parameter.tensor), rank).detach() for job in transfer.jobs]
-            transfer.start_gather(pieces)
-            matrices = transfer.matrices()
+    with (
+        mock.patch.object(transfer_module, "start_all_to_all", wire.all_to_all),
+        mock.patch.object(transfer_module, "start_messages", wire.messages),
+    ):
+        for number, taken in enumerate(group.plan.chunks):
+            kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
+            transfer = Transfer(group, taken, pool, ("0", "0"))
+            pieces = [job.local_view(local_tensor(job.parameter.tensor)).detach() for job in transfer.jobs]
+            transfer.pack(pieces)
+            for work in transfer.start_gather() if "gather" in kinds else ():
+                work.wait()
+            matrices = [torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned]
+            transfer.unpack(matrices)
             for job, matrix in zip(transfer.owned, matrices, strict=True):
                 is_right &= torch.equal(matrix, full[group.jobs.index(job)])
-            transfer.start_scatter([2 * matrix for matrix in matrices])
+            transfer.pack_updates([2 * matrix for matrix in matrices])
+            for work in transfer.start_scatter() if "scatter" in kinds else ():
+                work.wait()
             for piece, update in zip(pieces, transfer.updates(), strict=True):
                 is_right &= torch.equal(update, 2 * piece)
-            for index in taken:
-                held, owner = group.jobs[index].pieces[rank].numel, group.plan.owners[index]
-                floor += held if owner != rank else SHAPES[index][0] * SHAPES[index][1] - held
-    return is_right, sum(sent), floor
+    specs = [
+        MatrixSpec(
+            name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=tuple(piece.numel for piece in job.pieces)
+        )
+        for job in group.jobs
+    ]
+    layout = {"itemsize": 1, "replica_of": group.replica_of}
+    planned = traffic(group.plan, specs, **layout)[rank]  # type: ignore[arg-type]
+    floor = traffic_floor(group.plan, specs, **layout)  # type: ignore[arg-type]
+    return {
+        "is_right": is_right,
+        "sent": wire.sent.total(),
+        "planned": sum((*planned.gather_sent, *planned.scatter_sent)),
+        "floor": sum((*floor.gather, *floor.scatter)),
+        "between": sum(n for peer, n in wire.sent.items() if group.replica_of[peer] != group.replica_of[rank]),
+    }
 
 
-def test_matrices_arrive_whole_and_updates_come_back_to_their_shards(gloo: ProcessPool) -> None:
-    for world_size in (2, 3, 4):
-        for is_right, sent, floor in gloo.run(_there_and_back, False, world_size=world_size):
-            assert is_right
-            # To the owners go the pieces of others' matrices, back go the others' pieces of own ones: nothing twice.
-            assert sent == floor
+@pytest.mark.parametrize("assignment", ["lpt", "round_robin", "redundant"])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_matrices_arrive_whole_and_updates_come_back(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], assignment: str
+) -> None:
+    for shard in (True, False):
+        results = gloo.run(_there_and_back, mesh_shape, assignment, shard, world_size=torch.Size(mesh_shape).numel())
+        for result in results:
+            assert result["is_right"]
+            assert result["sent"] == result["planned"]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,)], ids=str)
+def test_one_owner_moves_exactly_the_floor(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    results = gloo.run(_there_and_back, mesh_shape, "lpt", True, world_size=mesh_shape[0])
+    assert sum(result["sent"] for result in results) == results[0]["floor"]
+
+
+def test_replicas_get_each_update_once_and_nothing_else(gloo: ProcessPool) -> None:
+    results = gloo.run(_there_and_back, (2, 2), "lpt", True, world_size=4)
+    assert sum(result["sent"] for result in results) == results[0]["floor"]
+    assert sum(result["between"] for result in results) == sum(rows * cols for rows, cols in SHAPES)
 
 
 def test_replicated_matrices_need_no_gather(gloo: ProcessPool) -> None:
-    for is_right, sent, _ in gloo.run(_there_and_back, True, world_size=3):
-        assert is_right
-        assert sent == 0
+    results = gloo.run(_there_and_back, (3,), "lpt", False, world_size=3)
+    assert sum(result["sent"] for result in results) == 2 * sum(rows * cols for rows, cols in SHAPES)

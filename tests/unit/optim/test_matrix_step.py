@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.optim.binding import BoundParameter, bind
+from lightning_muon.optim.binding import BoundParameter, PlanOptions, bind
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
 
 
-def _step(parameters: list[nn.Parameter]) -> MatrixStep:
+def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
     bound = [BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), None) for i, p in enumerate(parameters)]
     meshes = group_by_mesh(parameters, None)
-    groups = bind(bound, meshes, itemsize=4, chunk_bytes=100, settings="").exchange_groups
-    return MatrixStep(groups, wire_dtype=torch.float32, compute_dtype=torch.float32, device=torch.device("cpu"))
+    options = PlanOptions(
+        itemsize=4,
+        device_type="cpu",
+        chunk_bytes=100,
+        assignment="lpt",
+        dedupe="auto",
+        look_ahead=2,
+        overlap=overlap,  # type: ignore[arg-type]
+    )
+    groups = bind(bound, meshes, options=options, settings="").exchange_groups
+    return MatrixStep(
+        groups,
+        options=options,
+        wire_dtype=torch.float32,
+        compute_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
@@ -29,8 +45,8 @@ def test_the_elementwise_work_is_done_once_while_matrices_travel_or_if_there_are
     parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
     step, calls = _step(parameters), []
     states = _state(parameters)
-    step.run({p: torch.randn(4, 4) for p in parameters}, states, meanwhile=lambda: calls.append("with matrices"))
-    step.run({}, states, meanwhile=lambda: calls.append("without"))
+    step.run({p: torch.randn(4, 4) for p in parameters}, states, adamw=lambda: calls.append("with matrices"))
+    step.run({}, states, adamw=lambda: calls.append("without"))
     assert calls == ["with matrices", "without"]
 
 
@@ -38,10 +54,59 @@ def test_the_elementwise_work_is_done_once_while_matrices_travel_or_if_there_are
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
     states = _state(parameters)
-    _step(parameters).run({parameters[1]: torch.randn(4, 4)}, states, meanwhile=lambda: None)
+    _step(parameters).run({parameters[1]: torch.randn(4, 4)}, states, adamw=lambda: None)
     moved = [not torch.equal(p, torch.ones(4, 4)) for p in parameters]
     assert moved == [False, True, False]
     assert [bool(states[p]["momentum_buffer"].any()) for p in parameters] == moved
+
+
+@torch.no_grad()
+def test_nothing_changes_before_the_verdict() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    states, calls = _state(parameters), []
+
+    def verdict() -> None:
+        unchanged = all(torch.equal(p, torch.ones(4, 4)) and not states[p]["momentum_buffer"].any() for p in parameters)
+        calls.append(("verdict", unchanged))
+
+    gradients = {p: torch.randn(4, 4) for p in parameters}
+    _step(parameters).run(gradients, states, adamw=lambda: calls.append(("adamw", True)), verdict=verdict)
+    assert calls == [("verdict", True), ("adamw", True)]
+
+    others = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    expected = _state(others)
+    _step(others).run(dict(zip(others, gradients.values(), strict=True)), expected, adamw=lambda: None)
+    assert all(map(torch.equal, parameters, others))
+    for one, other in zip(parameters, others, strict=True):
+        assert torch.equal(states[one]["momentum_buffer"], expected[other]["momentum_buffer"])
+
+
+@torch.no_grad()
+def test_a_verdict_that_raises_gives_the_step_up_and_the_next_one_works() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    states, step = _state(parameters), _step(parameters)
+    gradients = {p: torch.randn(4, 4) for p in parameters}
+
+    def refuse() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        step.run(gradients, states, adamw=lambda: pytest.fail("AdamW ran"), verdict=refuse)
+    assert not any(states[p]["momentum_buffer"].any() for p in parameters)
+    step.run(gradients, states, adamw=lambda: None)
+    assert all(states[p]["momentum_buffer"].any() for p in parameters)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(8, 8), (20, 6), (3, 7)])
+def test_matrices_of_equal_shape_give_the_same_bits_in_a_batch(shape: tuple[int, int]) -> None:
+    together = [nn.Parameter(torch.ones(shape)) for _ in range(5)]
+    gradients = [torch.randn(shape) for _ in together]
+    _step(together).run(dict(zip(together, gradients, strict=True)), _state(together), adamw=lambda: None)
+    for parameter, gradient in zip(together, gradients, strict=True):
+        alone = nn.Parameter(torch.ones(shape))
+        _step([alone]).run({alone: gradient}, _state([alone]), adamw=lambda: None)
+        assert torch.equal(alone, parameter)
 
 
 @torch.no_grad()

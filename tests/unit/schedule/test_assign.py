@@ -1,4 +1,4 @@
-"""Longest-first assignment: balance, ties and memory of earlier chunks."""
+"""Owners: balance, ties, memory of earlier chunks, and what stays where it lies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import longest_first
+from lightning_muon.schedule.assign import assign_owners, longest_first
+from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=7), st.integers(1, 3))
@@ -29,3 +30,55 @@ def test_bytes_break_ties_and_loads_are_remembered() -> None:
     assert longest_first([3], [7], loads, taken=[0]) == {0: 1}
     assert loads == [(5, 100), (8, 17), (6, 0)]
     assert longest_first([1, 2], [1, 1], loads, taken=[1, 0]) == {1: 0, 0: 2}
+
+
+def _chunks(*items: tuple[int, ...]) -> Program:
+    return {
+        UNASSIGNED: [
+            Op(kind="newton_schulz", key=str(key), rank=UNASSIGNED, items=each) for key, each in enumerate(items)
+        ]
+    }
+
+
+def _items(program: Program) -> list[list[tuple[int, ...]]]:
+    return [[op.items for op in program[rank]] for rank in sorted(program)]
+
+
+def test_each_rank_gets_its_part_of_each_chunk_in_the_order_of_the_chunk() -> None:
+    program = assign_owners(
+        _chunks((4, 3, 2), (1, 0)),
+        costs=[1, 10, 4, 5, 2],
+        sizes=[1] * 5,
+        sole_holders=[None] * 5,
+        loads=[(0, 0), (0, 0)],
+        strategy="lpt",
+    )
+    # 5 | 4 + 2, then 10 goes to the lighter rank 0 and 1 to rank 1.
+    assert _items(program) == [[(3,), (1,)], [(4, 2), (0,)]]
+    assert [[op.cost for op in program[rank]] for rank in (0, 1)] == [[5, 10], [6, 1]]
+    assert {op.rank for op in program[1]} == {1}
+
+
+def test_what_lies_on_one_rank_counts_before_all_else_is_assigned() -> None:
+    program = assign_owners(
+        _chunks((0,), (2, 1)),
+        costs=[6, 5, 5],
+        sizes=[1] * 3,
+        sole_holders=[1, None, None],
+        loads=[(0, 0), (0, 0)],
+        strategy="lpt",
+    )
+    # Rank 1 starts with 6, so that rank 0 is the lighter one even with 5.
+    assert _items(program) == [[(), (2, 1)], [(0,), ()]]
+
+
+def test_redundant_ranks_do_everything_but_what_lies_elsewhere() -> None:
+    program = assign_owners(
+        _chunks((0,), (2, 1)),
+        costs=[6, 5, 5],
+        sizes=[1] * 3,
+        sole_holders=[1, None, None],
+        loads=[(0, 0), (0, 0)],
+        strategy="redundant",
+    )
+    assert _items(program) == [[(), (2, 1)], [(0,), (2, 1)]]

@@ -2,58 +2,151 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
+from lightning_muon.schedule.program import COMPUTE, TRANSFER
+from tests.unit.schedule.specs import grid, replicated, sharded
 
 
-def _spec(name: str, numel: int, held: tuple[int, ...], flops: int | None = None) -> MatrixSpec:
-    return MatrixSpec(name=name, numel=numel, flops=flops if flops is not None else numel, held=held)
-
-
-def test_chunks_are_filled_from_the_last_matrix_and_bounded_in_bytes() -> None:
-    specs = [_spec(str(index), 10, (5, 5)) for index in range(5)]
-    plan = plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=40)
-    assert plan.chunks == ((4, 3), (2, 1), (0,))
-    assert plan.resident == ()
-
-
-def test_a_matrix_above_the_bound_is_a_chunk_of_its_own() -> None:
-    specs = [_spec("a", 10, (5, 5)), _spec("big", 1000, (500, 500)), _spec("c", 10, (5, 5))]
-    assert plan_step(specs, num_ranks=2, itemsize=4, chunk_bytes=100).chunks == ((2,), (1,), (0,))
+def test_every_rank_has_the_five_ops_of_every_chunk_in_their_order() -> None:
+    plan = plan_step(sharded([10, 10, 10], 2), num_ranks=2, itemsize=2, chunk_bytes=20, key_prefix="a")
+    assert plan.chunks == ((2, 1), (0,))
+    for rank in (0, 1):
+        assert [op.name for op in plan.program[rank]] == [
+            *("momentum[a0]", "gather[a0]", "newton_schulz[a0]", "scatter[a0]", "update[a0]"),
+            *("momentum[a1]", "gather[a1]", "newton_schulz[a1]", "scatter[a1]", "update[a1]"),
+        ]
+        assert [op.lane for op in plan.program[rank][:5]] == [COMPUTE, TRANSFER, COMPUTE, TRANSFER, COMPUTE]
+        assert plan.program[rank][1].deps == ("momentum[a0]",)
+        assert plan.program[rank][5].deps == ()
+        assert plan.program[rank][1].group == (0, 1)
 
 
 def test_a_matrix_on_one_rank_stays_there_and_counts_in_the_balance() -> None:
-    specs = [_spec("local", 100, (0, 100)), _spec("first", 60, (30, 30)), _spec("second", 40, (20, 20))]
-    plan = plan_step(specs, num_ranks=2, itemsize=4, chunk_bytes=10**6)
-    assert plan.resident == ((0,),)
-    assert plan.owners == (1, 0, 0)
+    local = MatrixSpec(name="local", numel=100, flops=100, held=(0, 100))
+    plan = plan_step([local, *sharded([60, 40], 2)], num_ranks=2, itemsize=4, chunk_bytes=10**6)
+    assert plan.owners == ((1,), (0,), (0,))
     assert plan.flops == (100, 100)
+    assert plan.chunks == ((0,), (2, 1))
+    assert [op.kind for op in plan.program[0] if op.key == "0"] == ["momentum", "newton_schulz", "update"]
+    assert [op.items for op in plan.program[0] if op.kind == "newton_schulz"] == [(), (2, 1)]
 
 
-def test_a_replicated_matrix_travels_but_one_rank_alone_does_not() -> None:
-    assert plan_step([_spec("w", 6, (6, 6))], num_ranks=2, itemsize=4, chunk_bytes=100).chunks == ((0,),)
-    assert plan_step([_spec("w", 6, (6,))], num_ranks=1, itemsize=4, chunk_bytes=100).chunks == ()
+def test_one_rank_alone_has_nothing_to_exchange() -> None:
+    plan = plan_step(sharded([6, 0], 1), num_ranks=1, itemsize=4, chunk_bytes=100)
+    assert plan.owners == ((0,), (0,))
+    assert {op.kind for op in plan.program[0]} == {"momentum", "newton_schulz", "update"}
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(2, 5), st.integers(1, 2000))
-def test_every_matrix_has_one_owner_and_travels_at_most_once(
-    sizes: list[int], num_ranks: int, chunk_bytes: int
+def test_replicated_matrices_are_only_scattered() -> None:
+    plan = plan_step(replicated([6, 6], 2), num_ranks=2, itemsize=4, chunk_bytes=100, replica_of=[0, 1])
+    assert [op.kind for op in plan.program[0]] == ["momentum", "newton_schulz", "scatter", "update"]
+    scatter = plan.program[0][2]
+    assert (scatter.bytes, scatter.axis_bytes, scatter.memory) == (24, (0, 24), 24)
+
+
+def test_every_rank_owns_everything_in_the_redundant_baseline() -> None:
+    plan = plan_step(sharded([12, 8], 4), num_ranks=4, itemsize=2, chunk_bytes=1000, strategy="redundant")
+    assert plan.owners == ((0, 1, 2, 3),) * 2
+    assert plan.flops == (20,) * 4
+    assert [op.kind for op in plan.program[3]] == ["momentum", "gather", "newton_schulz", "update"]
+    # Three peers get (and send) 3 + 2 elements each.
+    assert plan.program[3][1].bytes == 3 * 5 * 2
+
+
+def test_a_chunk_of_the_redundant_baseline_is_bounded_in_whole_bytes() -> None:
+    specs = sharded([10] * 4, 2)
+    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20, strategy="redundant").chunks == (
+        *((3,), (2,), (1,), (0,)),
+    )
+    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20).chunks == ((3, 2), (1, 0))
+
+
+def test_the_rounds_of_round_robin_go_on_from_chunk_to_chunk() -> None:
+    plan = plan_step(sharded([8] * 7, 3), num_ranks=3, itemsize=1, chunk_bytes=1, strategy="round_robin")
+    assert plan.chunks == ((6, 5, 4), (3, 2, 1), (0,))
+    assert plan.owners == ((0,), (2,), (1,), (0,), (2,), (1,), (0,))
+    assert plan_step(sharded([8] * 4, 3), num_ranks=3, itemsize=1, chunk_bytes=64, strategy="round_robin").owners == (
+        *((0,), (2,), (1,), (0,)),
+    )
+
+
+def test_loads_of_before_are_evened_out() -> None:
+    plan = plan_step(sharded([10, 10], 2), num_ranks=2, itemsize=2, chunk_bytes=100, loads=[(20, 0), (0, 0)])
+    assert plan.owners == ((1,), (1,))
+    assert plan.flops == (0, 20)
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=30),
+    st.sampled_from([(1, 2), (1, 5), (2, 1), (2, 3), (3, 2)]),
+    st.integers(1, 2000),
+    st.sampled_from(["lpt", "round_robin"]),
+)
+def test_every_matrix_is_owned_once_and_is_in_one_chunk(
+    numels: list[int], mesh: tuple[int, int], chunk_bytes: int, strategy: str
 ) -> None:
-    specs = [_spec(str(i), size * num_ranks, (size,) * num_ranks) for i, size in enumerate(sizes)]
-    plan = plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=chunk_bytes)
-    assert sorted(job for chunk in plan.chunks for job in chunk) == list(range(len(sizes)))
-    assert all(0 <= owner < num_ranks for owner in plan.owners)
+    num_ranks = mesh[0] * mesh[1]
+    specs = sharded(numels, num_ranks, mesh[0])
+    plan = plan_step(
+        specs,
+        num_ranks=num_ranks,
+        itemsize=2,
+        chunk_bytes=chunk_bytes,
+        strategy=strategy,  # type: ignore[arg-type]
+        replica_of=grid(*mesh),
+    )
+    assert sorted(job for chunk in plan.chunks for job in chunk) == list(range(len(numels)))
+    assert all(len(owners) == 1 and 0 <= owners[0] < num_ranks for owners in plan.owners)
     assert sum(plan.flops) == sum(spec.flops for spec in specs)
-    for chunk in plan.chunks:
-        assert len(chunk) == 1 or sum(specs[job].numel * 2 for job in chunk) <= chunk_bytes
+    for rank, ops in plan.program.items():
+        owned = [item for op in ops if op.kind == "newton_schulz" for item in op.items]
+        assert sorted(owned) == [item for item, owners in enumerate(plan.owners) if owners == (rank,)]
+        assert sum(op.cost for op in ops) == plan.flops[rank]
+
+
+def test_lpt_balances_160_matrices_on_8_ranks_within_two_percent() -> None:
+    # 40 layers, each with an attention input and output, and an MLP of another width: about 10B parameters.
+    numels = [size for _ in range(40) for size in (5120 * 15360, 5120 * 5120, 5120 * 13824, 13824 * 5120)]
+    plan = plan_step(sharded(numels, 8), num_ranks=8, itemsize=2, chunk_bytes=2**27)
+    assert max(plan.flops) * 8 <= 1.02 * sum(numels)
+
+
+def test_planning_45000_matrices_on_4096_ranks_takes_seconds() -> None:
+    generator = random.Random(0)
+    held = [(size,) * 4096 for size in (512, 1792, 3584)]
+    specs = [
+        MatrixSpec(name=str(i), numel=held[i % 3][0] * 4096, flops=generator.randrange(10**9), held=held[i % 3])
+        for i in range(45_000)
+    ]
+    start = time.perf_counter()
+    plan = plan_step(specs, num_ranks=4096, itemsize=2, chunk_bytes=2**28)
+    # A second where nothing else runs; a plan that looks at pairs of ranks takes minutes.
+    assert time.perf_counter() - start < 10
+    assert len(plan.program) == 4096
 
 
 def test_the_fingerprint_tells_plans_apart() -> None:
-    specs = [_spec("a", 10, (5, 5)), _spec("b", 20, (10, 10))]
+    specs = sharded([10, 20], 2)
     plan = plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=100)
     assert plan.fingerprint() == plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=100).fingerprint()
     assert plan.fingerprint() != replace(plan, owners=plan.owners[::-1]).fingerprint()
+
+
+def test_a_wrong_number_of_ranks_is_named() -> None:
+    specs = sharded([10], 2)
+    with pytest.raises(ValueError, match=r"w0 says what 2 ranks hold, but the exchange group has 3 ranks"):
+        plan_step(specs, num_ranks=3, itemsize=2, chunk_bytes=100)
+    with pytest.raises(ValueError, match=r"replica_of has 2 entries for 3 ranks"):
+        plan_step(specs, num_ranks=3, itemsize=2, chunk_bytes=100, replica_of=[0, 0])
+    with pytest.raises(ValueError, match=r"loads has 1 entries for 2 ranks"):
+        plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=100, loads=[(0, 0)])
+    with pytest.raises(ValueError, match=r"strategy must be one of .*, got 'best'"):
+        plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=100, strategy="best")  # type: ignore[arg-type]

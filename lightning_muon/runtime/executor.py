@@ -1,0 +1,152 @@
+"""Two executors of one program: a host that blocks (CPU), and a host that only queues work on streams (CUDA).
+
+Both run the ops of one rank in list order and keep the promises of ``Op.deps``; they differ in who waits. What an op
+does is an *action*, looked up by its kind; an action on the transfer lane starts a communication and returns its
+handles.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+from typing_extensions import override
+
+from lightning_muon.schedule.program import TRANSFER, Op
+
+Action = Callable[[Op], Sequence[dist.Work]]
+
+
+class Recorder(Protocol):
+    """Is told when ops start and end, see :mod:`lightning_muon.monitor.timeline`."""
+
+    def started(self, op: Op) -> None:
+        """Called before the action, with the stream of the op current on CUDA."""
+        ...
+
+    def ended(self, op: Op) -> None:
+        """Called when the op has ended (CPU) or with its end queued on the current stream (CUDA).
+
+        For a communication on a CPU the call comes from a thread of the backend.
+        """
+        ...
+
+
+class Executor(ABC):
+    """Runs ops one by one; one executor serves many steps."""
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        self._actions = actions
+        self.recorder: Recorder | None = None
+
+    @abstractmethod
+    def execute(self, op: Op) -> None:
+        """Run one op after the ops that it depends on."""
+
+    @abstractmethod
+    def wait(self, name: str) -> None:
+        """Go on only when the op called ``name``, if it was run in this step, has ended."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Forget the step; whatever is still on its way is waited for."""
+
+    def execute_early(self, op: Op) -> None:
+        """Run one op from a hook of the backward pass."""
+        self.execute(op)
+
+
+class HostExecutor(Executor):
+    """Compute ops block the host; a communication runs in threads of the backend until an op that needs it begins."""
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        super().__init__(actions)
+        self._pending: dict[str, Sequence[dist.Work]] = {}
+
+    @override
+    def execute(self, op: Op) -> None:
+        for name in op.deps:
+            self.wait(name)
+        with record_function(op.name):
+            if self.recorder is not None:
+                self.recorder.started(op)
+            works = self._actions[op.kind](op)
+            if self.recorder is not None:
+                self._record_end(op, works, self.recorder)
+        if works:
+            self._pending[op.name] = works
+
+    @override
+    def finish(self) -> None:
+        for name in list(self._pending):
+            self.wait(name)
+
+    @override
+    def wait(self, name: str) -> None:
+        for work in self._pending.pop(name, ()):
+            work.wait()
+
+    @staticmethod
+    def _record_end(op: Op, works: Sequence[dist.Work], recorder: Recorder) -> None:
+        if works:
+            works[-1].get_future().then(lambda _: recorder.ended(op))
+        else:
+            recorder.ended(op)
+
+
+class StreamExecutor(Executor):
+    """The host queues everything and never waits: one stream per lane, an event at the end of each op.
+
+    The compute lane is the stream that is current when :meth:`execute` is called. Tensors cross streams only in
+    buffers that live as long as the executor's owner, so that the allocator never hands out memory still in use.
+    """
+
+    def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
+        super().__init__(actions)
+        self._transfer = torch.cuda.Stream(device)
+        self._early = torch.cuda.Stream(device)
+        self._ended: dict[str, torch.cuda.Event] = {}
+
+    @override
+    def execute(self, op: Op) -> None:
+        self._execute_on(self._transfer if op.lane == TRANSFER else torch.cuda.current_stream(), op)
+
+    @override
+    def execute_early(self, op: Op) -> None:
+        # Of its own, so that neither the backward pass nor the reduction that called the hook waits for it.
+        self._early.wait_stream(torch.cuda.current_stream())
+        self._execute_on(self._transfer if op.lane == TRANSFER else self._early, op)
+
+    @override
+    def wait(self, name: str) -> None:
+        if name in self._ended:
+            torch.cuda.current_stream().wait_event(self._ended[name])
+
+    @override
+    def finish(self) -> None:
+        for event in self._ended.values():
+            torch.cuda.current_stream().wait_event(event)
+        self._ended.clear()
+
+    def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
+        for name in op.deps:
+            # An op of this step only: buffers that an earlier step used are free, because finish() waited for them.
+            if name in self._ended:
+                stream.wait_event(self._ended[name])
+        with torch.cuda.stream(stream), record_function(op.name):
+            if self.recorder is not None:
+                self.recorder.started(op)
+            for work in self._actions[op.kind](op):
+                work.wait()  # NCCL: the stream waits, not the host.
+            if self.recorder is not None:
+                self.recorder.ended(op)
+            self._ended[op.name] = stream.record_event()
+
+
+def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:
+    """The executor for ``device``."""
+    return StreamExecutor(actions, device) if device.type == "cuda" else HostExecutor(actions)

@@ -1,0 +1,139 @@
+"""How long an op takes: a machine in five numbers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from lightning_muon.schedule.program import COMPUTE, Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Rates of one rank's machine. ``bandwidth`` and ``latency_seconds`` have an entry per kind of link, fastest first.
+
+    An op that moves bytes over a link beyond the last entry takes the last one: a machine with one kind of link needs
+    one entry.
+
+    Args:
+        flops_per_second: Of large matrix products.
+        memory_bytes_per_second: Of elementwise work.
+        op_seconds: What every compute op takes in addition, for example to launch its kernels.
+        bandwidth: Bytes per second that a rank can send, and at the same time receive.
+        latency_seconds: What every transfer takes in addition.
+
+    Example:
+        >>> machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e11, bandwidth=(1e9,))
+        >>> machine.seconds(Op(kind="newton_schulz", key="0", rank=0, cost=2 * 10**12, bytes=10**10))
+        2.1
+    """
+
+    flops_per_second: float
+    memory_bytes_per_second: float
+    bandwidth: tuple[float, ...]
+    op_seconds: float = 0.0
+    latency_seconds: tuple[float, ...] = (0.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "memory_bytes_per_second", "bandwidth"):
+            _require_numbers(name, getattr(self, name), allow_zero=False)
+        for name in ("op_seconds", "latency_seconds"):
+            _require_numbers(name, getattr(self, name), allow_zero=True)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From what :meth:`to_dict` gives, or a JSON or YAML file; one number will do for a list of one.
+
+        Raises:
+            ValueError: A key is unknown or missing, or a value is out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the keys are {known}"
+                raise ValueError(f"{key!r} is no key of a cost model; {hint}")
+        missing = [key for key in ("flops_per_second", "memory_bytes_per_second", "bandwidth") if key not in values]
+        if missing:
+            raise ValueError(f"the cost model has no {missing[0]!r}; it needs at least {known[:3]}")
+        arguments = dict(values)
+        for key in {"bandwidth", "latency_seconds"} & set(arguments):
+            is_number = isinstance(arguments[key], int | float | str)
+            arguments[key] = (arguments[key],) if is_number else tuple(arguments[key])
+        return cls(**arguments)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """From the text of a JSON file, see :meth:`from_dict`."""
+        values: Any = json.loads(text)
+        if not isinstance(values, dict):
+            raise TypeError(f"a cost model is a JSON object, got {type(values).__name__}: {text[:40]!r}")
+        return cls.from_dict(values)  # pyright: ignore[reportUnknownArgumentType]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, for JSON."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for key in ("bandwidth", "latency_seconds"):
+            values[key] = list(values[key])
+        return values
+
+    def seconds(self, op: Op) -> float:
+        """How long the op takes on its rank once it has begun.
+
+        compute: ``cost / flops_per_second + bytes / memory_bytes_per_second + op_seconds``, and 0 if there is nothing
+        to do. transfer: ``max(latency + bytes / bandwidth)`` over the links that carry any; links work side by side.
+        A collective in which this rank moves nothing takes the latency of the fastest link.
+        """
+        if op.lane == COMPUTE:
+            if not op.cost and not op.bytes:
+                return 0.0
+            return op.cost / self.flops_per_second + op.bytes / self.memory_bytes_per_second + self.op_seconds
+        by_link = op.axis_bytes or (op.bytes,)
+        if not any(by_link):
+            return self.latency_seconds[0] if len(op.group) > 1 else 0.0
+        return max(
+            _entry(self.latency_seconds, link) + size / _entry(self.bandwidth, link)
+            for link, size in enumerate(by_link)
+            if size
+        )
+
+
+def _entry(values: Sequence[float], link: int) -> float:
+    return values[min(link, len(values) - 1)]
+
+
+def _require_numbers(name: str, value: object, *, allow_zero: bool) -> None:
+    values: tuple[object, ...] = value if isinstance(value, tuple) else (value,)  # pyright: ignore[reportUnknownVariableType]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            raise TypeError(f"{name} must be a number or a tuple of numbers, got {value!r}")
+        if not (each > 0 or (allow_zero and each == 0)):
+            raise ValueError(f"{name} must be {'at least' if allow_zero else 'above'} 0, got {value!r}")
+    if not values:
+        raise ValueError(f"{name} must have an entry for at least one kind of link, got {value!r}")
+
+
+PRESETS: dict[str, CostModel] = {
+    # Round numbers for comparing schedules: about half the peak of an A100 (312 TFLOP/s bfloat16, 2.0 TB/s memory:
+    # NVIDIA A100 80GB data sheet) and one link of 40 GB/s per GPU. Latencies and launches are assumed.
+    "reference": CostModel(
+        flops_per_second=150e12,
+        memory_bytes_per_second=1.5e12,
+        bandwidth=(40e9,),
+        op_seconds=10e-6,
+        latency_seconds=(20e-6,),
+    ),
+    # DGX H100: 989 TFLOP/s bfloat16, 3.35 TB/s, NVLink 450 GB/s and InfiniBand 50 GB/s per GPU and direction (NVIDIA
+    # H100 SXM and DGX H100 data sheets). Assumed: 60 % of the FLOP/s, 80 % of all bandwidths, latencies, launches.
+    "h100": CostModel(
+        flops_per_second=0.6 * 989e12,
+        memory_bytes_per_second=0.8 * 3.35e12,
+        bandwidth=(0.8 * 450e9, 0.8 * 50e9),
+        op_seconds=10e-6,
+        latency_seconds=(20e-6, 40e-6),
+    ),
+}
+"""Machines by name. Data sheets and assumptions; measure your own."""

@@ -1,0 +1,190 @@
+"""What has to wait for what in a program: dependencies, lanes, and communications of several ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_muon.schedule.program import RECV, SEND, Op, Program
+
+# An error names so many ops and says how many more there are.
+NAMED = 8
+
+
+class DeadlockError(ValueError):
+    """Ops wait for each other and none of them can begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Ops that begin and end together: one op, or the ops of all ranks of a communication.
+
+    Attributes:
+        ops: The ops, as indices into :attr:`Graph.ops`.
+        num_members: Number of ops there must be; the node never begins with fewer.
+        after: Nodes that wait for this one, as indices, each as often as it has reasons to.
+    """
+
+    ops: list[int]
+    num_members: int
+    after: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """All ops of a program, and what they wait for.
+
+    Attributes:
+        ops: Of all ranks.
+        nodes: See :class:`Node`.
+        node_of: Node of each op.
+        waits: For each op the ops of its rank that must end before: those of ``deps``, and the one before in its lane.
+    """
+
+    ops: list[Op]
+    nodes: list[Node]
+    node_of: list[int]
+    waits: list[list[int]]
+
+    def order(self) -> Iterator[int]:
+        """Nodes, each behind all that it waits for.
+
+        Raises:
+            DeadlockError: Some can never begin. Those before them have been given by then.
+        """
+        missing = [node.num_members - len(node.ops) for node in self.nodes]
+        for op, before in enumerate(self.waits):
+            missing[self.node_of[op]] += len(before)
+        ready = deque(index for index, count in enumerate(missing) if not count)
+        done = [False] * len(self.nodes)
+        while ready:
+            index = ready.popleft()
+            done[index] = True
+            yield index
+            for later in self.nodes[index].after:
+                missing[later] -= 1
+                if not missing[later]:
+                    ready.append(later)
+        if not all(done):
+            raise DeadlockError(self._explain(done))
+
+    def _explain(self, done: list[bool]) -> str:
+        stuck = [op for op in range(len(self.ops)) if not done[self.node_of[op]]]
+        # Ops behind a stuck op of their lane say nothing; in a cycle within one lane there are no others.
+        heads = [op for op in stuck if not any(self._is_behind(op, other, done) for other in self.waits[op])] or stuck
+        lines = [f"{_where(self.ops[op])} waits for {self._reason(op, done)}" for op in heads[:NAMED]]
+        more = f"; and {len(heads) - NAMED} more" if len(heads) > NAMED else ""
+        return f"deadlock, {len(stuck)} ops can never begin: " + "; ".join(lines) + more
+
+    def _is_behind(self, op: int, other: int, done: list[bool]) -> bool:
+        return self.ops[other].lane == self.ops[op].lane and not done[self.node_of[other]] and other < op
+
+    def _reason(self, op: int, done: list[bool]) -> str:
+        own = [other for other in self.waits[op] if not done[self.node_of[other]]]
+        if own:
+            return ", ".join(self.ops[other].name for other in own)
+        node = self.nodes[self.node_of[op]]
+        absent = set(self.ops[op].group) - {self.ops[member].rank for member in node.ops}
+        late = [
+            f"rank {self.ops[member].rank} (at {self.ops[other].name})"
+            for member in node.ops
+            for other in self.waits[member]
+            if not done[self.node_of[other]]
+        ]
+        return ", ".join([*(f"rank {rank} (which has no such op)" for rank in sorted(absent)), *late][:NAMED])
+
+
+def build_graph(program: Program) -> Graph:
+    """Read off what waits for what.
+
+    Raises:
+        ValueError: A rank has two ops of one name, an op depends on one that its rank does not have, or the group of a
+            communication is wrong.
+    """
+    ops = [op for listed in program.values() for op in listed]
+    nodes: list[Node] = []
+    node_of: list[int] = []
+    matches = Communications()
+    shared: dict[tuple[str, str, int], int] = {}
+    for index, op in enumerate(ops):
+        key = matches.key(op)
+        place = len(nodes) if key is None else shared.setdefault(key, len(nodes))
+        if place == len(nodes):
+            nodes.append(Node([], len(op.group) or 1, []))
+        nodes[place].ops.append(index)
+        node_of.append(place)
+        if key is not None and len(nodes[place].ops) > len(op.group):
+            raise ValueError(f"{_where(op)} is not the only op of its rank in this communication; use another key")
+    waits: list[list[int]] = []
+    for listed in program.values():
+        waits += _waits_of_rank(listed, first=len(waits))
+    for later, before in zip(node_of, waits, strict=True):
+        for other in before:
+            nodes[node_of[other]].after.append(later)
+    return Graph(ops, nodes, node_of, waits)
+
+
+def _waits_of_rank(ops: list[Op], first: int) -> list[list[int]]:
+    place: dict[str, int] = {}
+    for index, op in enumerate(ops, first):
+        if place.setdefault(op.name, index) != index:
+            raise ValueError(f"{_where(op)} is there twice; give each op of a rank a kind and key of its own")
+    last: dict[str, int] = {}
+    waits: list[list[int]] = []
+    for index, op in enumerate(ops, first):
+        try:
+            before = [place[name] for name in op.deps]
+        except KeyError as error:
+            raise ValueError(
+                f"{_where(op)} depends on {error.args[0]}, which this rank does not have; check deps"
+            ) from None
+        if op.lane in last:
+            before.append(last[op.lane])
+        last[op.lane] = index
+        waits.append(before)
+    return waits
+
+
+class Communications:
+    """Tells which ops of different ranks are one communication, without comparing long groups again and again."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, int] = {}
+        self._by_value: dict[frozenset[int], int] = {}
+        # An id stays valid while its tuple lives.
+        self._groups: list[tuple[int, ...]] = []
+        self._members: list[frozenset[int]] = []
+
+    def group_number(self, op: Op) -> int:
+        """Equal for two ops just if their groups have the same ranks.
+
+        Raises:
+            ValueError: The op's own rank is not in its group, or a rank is in it twice.
+        """
+        number = self._by_id.get(id(op.group))
+        if number is None:
+            members = frozenset(op.group)
+            if len(members) != len(op.group):
+                raise ValueError(f"{_where(op)} has a rank twice in its group {op.group[:NAMED]}")
+            number = self._by_value.setdefault(members, len(self._members))
+            if number == len(self._members):
+                self._members.append(members)
+            self._by_id[id(op.group)] = number
+            self._groups.append(op.group)
+        if op.rank not in self._members[number]:
+            raise ValueError(
+                f"{_where(op)} is a communication of ranks {op.group[:NAMED]}, to which it does not belong"
+            )
+        return number
+
+    def key(self, op: Op) -> tuple[str, str, int] | None:
+        """Equal for the ops of one communication; None for what a rank does alone."""
+        if len(op.group) < 2:
+            return None
+        kind = SEND if op.kind == RECV else op.kind
+        return kind, op.key, self.group_number(op)
+
+
+def _where(op: Op) -> str:
+    return f"{op.name} of rank {op.rank}"

@@ -1,0 +1,153 @@
+"""Passes over finished programs: lanes, the order of issue, and waiting for a blocked host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from lightning_muon.schedule.kinds import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, STEP_KINDS, UPDATE
+from lightning_muon.schedule.memory import peak_memory
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+
+
+def choose_lanes(program: Program, transfer_kinds: Collection[str] = (GATHER, SCATTER)) -> Program:
+    """Put ops of the given kinds on the transfer lane and all others on the compute lane."""
+    return {
+        rank: [replace(op, lane=TRANSFER if op.kind in transfer_kinds else COMPUTE) for op in ops]
+        for rank, ops in program.items()
+    }
+
+
+def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None) -> Program:
+    """Let transfers of other chunks run while a rank computes.
+
+    Momentum and gather of the first ``look_ahead`` chunks are issued first, then AdamW. After that, for each chunk k:
+    Newton-Schulz and scatter of k, update of k - 1, momentum and gather of k + look_ahead. With 0 the program is left
+    as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues behind the
+    scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
+
+    There are buffers for ``look_ahead`` gathers and for two scatters, so momentum k waits for Newton-Schulz
+    k - look_ahead, and Newton-Schulz k for update k - 2. "k - 1" is the chunk before in the list, whatever its key.
+
+    Args:
+        program: For each rank the ops of its chunks in canonical order, and any number of ``adamw`` ops.
+        look_ahead: Number of chunks whose gather may be on its way.
+        memory_bytes: Upper bound of the buffers of each rank (see :func:`~.memory.peak_memory`). ``look_ahead`` is
+            lowered on all ranks alike until they fit.
+
+    Raises:
+        ValueError: The buffers do not fit even if ``look_ahead`` is 1, or the program has ops of other kinds.
+    """
+    if look_ahead < 0:
+        raise ValueError(f"look_ahead must be at least 0, got {look_ahead}")
+    while True:
+        issued = program
+        if look_ahead:
+            issued = {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()}
+        if memory_bytes is None:
+            return issued
+        peak = peak_memory(issued)
+        if peak.bytes <= memory_bytes:
+            return issued
+        if look_ahead <= 1:
+            raise ValueError(
+                f"rank {peak.rank} needs {peak.bytes} bytes of buffers at {peak.op} with look_ahead={look_ahead}, but "
+                f"memory_bytes is {memory_bytes}; raise it or choose a smaller chunk_bytes"
+            )
+        look_ahead -= 1
+
+
+def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
+    others, chunks = _by_chunk(ops)
+    after: dict[str, str] = {}
+    for number, chunk in enumerate(chunks):
+        if number >= look_ahead and MOMENTUM in chunk and NEWTON_SCHULZ in chunks[number - look_ahead]:
+            after[chunk[MOMENTUM].name] = chunks[number - look_ahead][NEWTON_SCHULZ].name
+        if number >= 2 and NEWTON_SCHULZ in chunk and UPDATE in chunks[number - 2]:
+            after[chunk[NEWTON_SCHULZ].name] = chunks[number - 2][UPDATE].name
+    issued: list[Op] = []
+    for chunk in chunks[:look_ahead]:
+        issued += _present(chunk, MOMENTUM, GATHER)
+    issued += others
+    for number, chunk in enumerate(chunks):
+        issued += _present(chunk, NEWTON_SCHULZ, SCATTER)
+        if number:
+            issued += _present(chunks[number - 1], UPDATE)
+        if number + look_ahead < len(chunks):
+            issued += _present(chunks[number + look_ahead], MOMENTUM, GATHER)
+    if chunks:
+        issued += _present(chunks[-1], UPDATE)
+    return [replace(op, deps=(*op.deps, after[op.name])) if op.name in after else op for op in issued]
+
+
+def _by_chunk(ops: Sequence[Op]) -> tuple[list[Op], list[dict[str, Op]]]:
+    others: list[Op] = []
+    chunks: dict[str, dict[str, Op]] = {}
+    for op in ops:
+        if op.kind == ADAMW:
+            others.append(op)
+        elif op.kind in STEP_KINDS:
+            chunks.setdefault(op.key, {})[op.kind] = op
+        else:
+            raise ValueError(f"prefetch does not know where to put {op.name} of rank {op.rank}; add it afterwards")
+    return others, list(chunks.values())
+
+
+def _present(chunk: Mapping[str, Op], *kinds: str) -> list[Op]:
+    return [chunk[kind] for kind in kinds if kind in chunk]
+
+
+def host_order(program: Program) -> Program:
+    """Make each transfer wait for the last compute op before it in the list.
+
+    For a runtime whose host thread is busy while it computes (CPU), so that it cannot start a transfer in between.
+    """
+    ordered: Program = {}
+    for rank, ops in program.items():
+        last: str | None = None
+        ordered[rank] = []
+        for op in ops:
+            if op.lane == COMPUTE:
+                last = op.name
+            elif last is not None and last not in op.deps:
+                op = replace(op, deps=(*op.deps, last))
+            ordered[rank].append(op)
+    return ordered
+
+
+def with_adamw(program: Program, bytes_per_rank: Mapping[int, int] | Sequence[int]) -> Program:
+    """Put an ``adamw`` op with these bytes of memory traffic in front of each rank's ops."""
+    return {
+        rank: [Op(kind=ADAMW, key="0", rank=rank, bytes=bytes_per_rank[rank]), *ops] for rank, ops in program.items()
+    }
+
+
+def with_backward(program: Program, flops_per_chunk: Sequence[int]) -> Program:
+    """Put the backward pass in front of a step whose gathers start as soon as their gradients are there.
+
+    Every rank first runs the backward of each chunk in turn, followed at once by the chunk's momentum and gather; all
+    gathers may be on their way together. The rest is in the order of :func:`prefetch`.
+
+    Args:
+        program: Canonical, see :func:`prefetch`.
+        flops_per_chunk: FLOPs of backward of each chunk on each rank.
+    """
+    return {rank: _behind_backward(ops, rank, flops_per_chunk) for rank, ops in program.items()}
+
+
+def _behind_backward(ops: Sequence[Op], rank: int, flops_per_chunk: Sequence[int]) -> list[Op]:
+    _, chunks = _by_chunk(ops)
+    if len(chunks) != len(flops_per_chunk):
+        raise ValueError(
+            f"flops_per_chunk has {len(flops_per_chunk)} numbers, but rank {rank} has {len(chunks)} chunks"
+        )
+    early: list[Op] = []
+    moved: set[str] = set()
+    for chunk, flops in zip(chunks, flops_per_chunk, strict=True):
+        backward = Op(kind=BACKWARD, key=next(iter(chunk.values())).key, rank=rank, cost=flops)
+        early.append(backward)
+        for op in _present(chunk, MOMENTUM, GATHER):
+            moved.add(op.name)
+            early.append(replace(op, deps=(*op.deps, backward.name)) if op.kind == MOMENTUM else op)
+    # Look-ahead over all chunks: only the order of what is left is taken from it.
+    return early + [op for op in _issue_ahead(ops, max(1, len(chunks))) if op.name not in moved]

@@ -1,0 +1,32 @@
+"""Small lists of matrices for the tests of plans."""
+
+from __future__ import annotations
+
+from lightning_muon.schedule.holdings import MatrixSpec
+
+
+def sharded(
+    numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None
+) -> list[MatrixSpec]:
+    """Matrices cut as evenly as torch.chunk does, in each replica; rank = replica * shards + shard."""
+    num_shards = num_ranks // num_replicas
+    specs: list[MatrixSpec] = []
+    for index, numel in enumerate(numels):
+        part = -(-numel // num_shards)
+        pieces = tuple(max(0, min(part, numel - part * shard)) for shard in range(num_shards))
+        cost = flops[index] if flops is not None else numel
+        specs.append(MatrixSpec(name=f"w{index}", numel=numel, flops=cost, held=pieces * num_replicas))
+    return specs
+
+
+def grid(num_replicas: int, num_shards: int) -> list[int]:
+    """Replica of each rank, for the order of :func:`sharded`."""
+    return [replica for replica in range(num_replicas) for _ in range(num_shards)]
+
+
+def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
+    """Matrices of which every rank has all."""
+    return [
+        MatrixSpec(name=f"w{index}", numel=numel, flops=numel, held=(numel,) * num_ranks)
+        for index, numel in enumerate(numels)
+    ]

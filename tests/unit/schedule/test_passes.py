@@ -1,0 +1,100 @@
+"""Lanes, order of issue, and where AdamW and backward go."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_muon.schedule.memory import peak_memory
+from lightning_muon.schedule.muon import plan_step
+from lightning_muon.schedule.passes import choose_lanes, host_order, prefetch, with_adamw, with_backward
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+from tests.unit.schedule.specs import sharded
+
+SHORT = {"momentum": "M", "gather": "G", "newton_schulz": "C", "scatter": "S", "update": "U", "adamw": "A"}
+
+
+def _program(num_chunks: int, num_ranks: int = 2) -> Program:
+    specs = sharded([10] * (num_chunks * num_ranks), num_ranks)
+    return plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=1).program
+
+
+def _order(ops: list[Op]) -> str:
+    return " ".join(SHORT.get(op.kind, "B") + op.key for op in ops)
+
+
+def test_without_look_ahead_the_program_stays_serial() -> None:
+    program = _program(2)
+    assert prefetch(program, 0) == program
+    assert _order(program[0]) == "M0 G0 C0 S0 U0 M1 G1 C1 S1 U1"
+
+
+@pytest.mark.parametrize(
+    ("look_ahead", "expected"),
+    [
+        (1, "M0 G0 A0 C0 S0 M1 G1 C1 S1 U0 M2 G2 C2 S2 U1 M3 G3 C3 S3 U2 U3"),
+        (2, "M0 G0 M1 G1 A0 C0 S0 M2 G2 C1 S1 U0 M3 G3 C2 S2 U1 C3 S3 U2 U3"),
+        (9, "M0 G0 M1 G1 M2 G2 M3 G3 A0 C0 S0 C1 S1 U0 C2 S2 U1 C3 S3 U2 U3"),
+    ],
+)
+def test_the_first_gathers_are_issued_before_adamw_and_the_next_after_an_update(look_ahead: int, expected: str) -> None:
+    issued = prefetch(with_adamw(_program(4), [7, 8]), look_ahead)
+    assert _order(issued[0]) == _order(issued[1]) == expected
+    assert [op.bytes for op in issued[1] if op.kind == "adamw"] == [8]
+
+
+def test_a_buffer_is_waited_for_before_it_is_filled_again() -> None:
+    deps = {op.name: op.deps for op in prefetch(_program(4), 2)[0]}
+    assert deps["momentum[1]"] == ()
+    assert deps["momentum[3]"] == ("newton_schulz[1]",)
+    assert deps["newton_schulz[1]"] == ("gather[1]",)
+    assert deps["newton_schulz[3]"] == ("gather[3]", "update[1]")
+
+
+def test_lists_of_several_exchange_groups_are_one_sequence_of_chunks() -> None:
+    ops = [
+        op
+        for prefix, num_ranks in (("a", 2), ("b", 1))
+        for op in plan_step(
+            sharded([10] * num_ranks, num_ranks), num_ranks=num_ranks, itemsize=2, chunk_bytes=1, key_prefix=prefix
+        ).program[0]
+    ]
+    issued = prefetch({0: ops}, 1)[0]
+    # The second group has one rank: nothing travels.
+    assert _order(issued) == "Ma0 Ga0 Ca0 Sa0 Mb0 Cb0 Ua0 Ub0"
+    assert next(op for op in issued if op.name == "momentum[b0]").deps == ("newton_schulz[a0]",)
+
+
+def test_the_look_ahead_is_lowered_until_the_buffers_fit() -> None:
+    program = _program(6)
+    peaks = [peak_memory(prefetch(program, look_ahead)).bytes for look_ahead in (1, 2, 3)]
+    assert peaks == sorted(set(peaks))
+    assert prefetch(program, 5, memory_bytes=peaks[1]) == prefetch(program, 2)
+    assert prefetch(program, 5, memory_bytes=peaks[1] - 1) == prefetch(program, 1)
+    with pytest.raises(ValueError, match=rf"rank 0 needs {peaks[0]} bytes of buffers at \w+\[\d\] with look_ahead=1"):
+        prefetch(program, 5, memory_bytes=peaks[0] - 1)
+
+
+def test_prefetch_refuses_what_it_cannot_place() -> None:
+    with pytest.raises(ValueError, match="look_ahead must be at least 0, got -1"):
+        prefetch({}, -1)
+    with pytest.raises(ValueError, match=r"where to put forward\[0\] of rank 3"):
+        prefetch({3: [Op(kind="forward", key="0", rank=3)]}, 1)
+
+
+def test_a_busy_host_starts_no_transfer() -> None:
+    ops = [Op(kind=kind, key="0", rank=0) for kind in ("send", "work", "more", "recv")]
+    program = host_order(choose_lanes({0: ops}, transfer_kinds=("send", "recv")))
+    assert [op.lane for op in program[0]] == [TRANSFER, COMPUTE, COMPUTE, TRANSFER]
+    assert [op.deps for op in program[0]] == [(), (), (), ("more[0]",)]
+
+
+def test_the_gather_of_a_chunk_starts_right_behind_its_backward() -> None:
+    program = with_backward(with_adamw(_program(3), [1, 1]), [30, 20, 10])
+    assert _order(program[0]) == "B0 M0 G0 B1 M1 G1 B2 M2 G2 A0 C0 S0 C1 S1 U0 C2 S2 U1 U2"
+    deps = {op.name: op.deps for op in program[0]}
+    assert deps["momentum[2]"] == ("backward[2]",)
+    assert deps["gather[2]"] == ("momentum[2]",)
+    assert deps["newton_schulz[2]"] == ("gather[2]", "update[0]")
+    assert [op.cost for op in program[0] if op.kind == "backward"] == [30, 20, 10]
+    with pytest.raises(ValueError, match="flops_per_chunk has 2 numbers, but rank 0 has 3 chunks"):
+        with_backward(_program(3), [1, 2])

@@ -1,0 +1,218 @@
+"""Timelines, against closed forms and lower bounds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.graph import DeadlockError
+from lightning_muon.schedule.muon import MatrixSpec, plan_step
+from lightning_muon.schedule.passes import prefetch, with_backward
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+from lightning_muon.schedule.simulate import simulate
+from tests.unit.schedule.programs import UNIT, collective, compute, programs, recv, send
+from tests.unit.schedule.specs import sharded
+
+
+def _start(program: Program) -> dict[tuple[int, str], float]:
+    timeline = simulate(program, UNIT)
+    return {(rank, span.op.name): span.start for rank, spans in timeline.spans.items() for span in spans}
+
+
+def test_a_rank_that_does_one_thing_after_the_other_takes_the_sum() -> None:
+    timeline = simulate({0: [compute("a", 2), collective("b", 3, "a[0]"), compute("c", 5, "b[0]")]}, UNIT)
+    assert [(span.start, span.end) for span in timeline.spans[0]] == [(0, 2), (2, 5), (5, 10)]
+    assert timeline.makespan == 10
+    (summary,) = timeline.ranks.values()
+    assert (summary.compute_seconds, summary.transfer_seconds, summary.exposed_seconds) == (7, 3, 3)
+    assert (summary.idle, summary.hidden) == (pytest.approx(0.3), 0)
+
+
+def test_a_transfer_that_nothing_waits_for_is_hidden() -> None:
+    timeline = simulate({0: [collective("b", 3), compute("a", 4)]}, UNIT)
+    assert timeline.makespan == 4
+    assert (timeline.idle, timeline.hidden) == (0, 1)
+    half = simulate({0: [collective("b", 8), compute("a", 4)]}, UNIT)
+    assert (half.idle, half.hidden) == (0.5, 0.5)
+
+
+def test_a_collective_begins_with_the_last_rank_and_takes_as_long_as_the_slowest() -> None:
+    program = {
+        0: [compute("a", 1), collective("all", 2, "a[0]", group=(0, 1)), compute("b", 1, "all[0]")],
+        1: [compute("a", 5, rank=1), collective("all", 7, "a[0]", rank=1, group=(0, 1))],
+    }
+    timeline = simulate(program, UNIT)
+    assert [timeline.spans[rank][1][1:] for rank in (0, 1)] == [(5, 12), (5, 12)]
+    assert timeline.makespan == 13
+    # Waiting for rank 1 is idle time, but no transfer.
+    assert timeline.ranks[0].transfer_seconds == 7
+    assert timeline.ranks[0].idle == pytest.approx(11 / 13)
+
+
+def test_a_ring_of_two_stages_alternates() -> None:
+    program: Program = {0: [], 1: []}
+    for turn in range(3):
+        before = (f"recv[back{turn - 1}]",) if turn else ()
+        program[0] += [
+            Op(kind="work", key=str(turn), rank=0, cost=2, deps=before),
+            send(f"there{turn}", 0, 1, f"work[{turn}]"),
+            recv(f"back{turn}", 1, 0),
+        ]
+        program[1] += [
+            recv(f"there{turn}", 0, 1),
+            Op(kind="work", key=str(turn), rank=1, cost=3, deps=(f"recv[there{turn}]",)),
+            send(f"back{turn}", 1, 0, f"work[{turn}]"),
+        ]
+    timeline = simulate(program, UNIT)
+    assert timeline.makespan == 3 * (2 + 1 + 3 + 1)
+    assert timeline.ranks[1].idle == pytest.approx(1 - 9 / 21)
+
+
+@pytest.mark.parametrize(("num_stages", "num_batches"), [(2, 2), (2, 5), (3, 4), (4, 8)])
+def test_a_pipeline_has_the_bubble_of_its_formula(num_stages: int, num_batches: int) -> None:
+    # All forwards, then all backwards; a message costs nothing, forward one second, backward two.
+    def name(kind: str, batch: int) -> str:
+        return f"{kind}[{batch}]"
+
+    program: Program = {rank: [] for rank in range(num_stages)}
+    for rank, ops in program.items():
+        for kind, cost, source, target in (("f", 1, rank - 1, rank + 1), ("b", 2, rank + 1, rank - 1)):
+            for batch in range(num_batches):
+                key = f"{kind}{batch}-"
+                deps: tuple[str, ...] = ()
+                if 0 <= source < num_stages:
+                    ops.append(recv(f"{key}{rank}", source, rank, size=0))
+                    deps = (ops[-1].name,)
+                ops.append(Op(kind=kind, key=str(batch), rank=rank, cost=cost, deps=deps))
+                if 0 <= target < num_stages:
+                    ops.append(send(f"{key}{target}", rank, target, name(kind, batch), size=0))
+    timeline = simulate(program, UNIT)
+    assert timeline.makespan == (num_batches + num_stages - 1) * 3
+    assert timeline.idle == pytest.approx((num_stages - 1) / (num_batches + num_stages - 1))
+
+
+def test_peak_bytes_are_of_results_from_their_start_to_their_last_use() -> None:
+    ops = [
+        compute("a", 2, memory=5),
+        collective("b", 3, memory=7),
+        compute("c", 2, "a[0]", memory=11),
+        compute("d", 2, "b[0]", "c[0]"),
+    ]
+    # a 0-4, b 0-6, c 2-6.
+    timeline = simulate({0: ops}, UNIT)
+    assert timeline.ranks[0].peak_bytes == timeline.peak_bytes == 23
+    # What a frees at 4 is there for what begins at 4.
+    ops[2:] = [compute("c", 2, "a[0]"), compute("d", 2, "b[0]", memory=11), compute("e", 1, "d[0]")]
+    assert simulate({0: ops}, UNIT).peak_bytes == 18
+
+
+def test_ops_that_wait_for_each_other_are_a_deadlock() -> None:
+    program = {0: [compute("a", 1, "b[0]"), collective("b", 1, "a[0]")]}
+    with pytest.raises(DeadlockError, match=r"a\[0\] of rank 0 waits for b\[0\]; b\[0\] of rank 0 waits for a\[0\]"):
+        simulate(program, UNIT)
+
+
+def test_an_empty_program_takes_no_time() -> None:
+    timeline = simulate({}, UNIT)
+    assert (timeline.makespan, timeline.idle, timeline.hidden, timeline.peak_bytes) == (0, 0, 1, 0)
+
+
+def _critical_path(program: Program, rank: int) -> float:
+    longest: dict[str, float] = {}
+    for op in program[rank]:
+        longest[op.name] = UNIT.seconds(op) + max((longest[name] for name in op.deps), default=0)
+    return max(longest.values(), default=0)
+
+
+@given(programs())
+def test_the_makespan_is_at_least_the_busiest_lane_and_the_longest_chain(program: Program) -> None:
+    makespan = simulate(program, UNIT).makespan
+    for rank, ops in program.items():
+        for lane in (COMPUTE, TRANSFER):
+            assert makespan >= sum(UNIT.seconds(op) for op in ops if op.lane == lane)
+        assert makespan >= _critical_path(program, rank)
+    assert makespan <= sum(UNIT.seconds(op) for ops in program.values() for op in ops)
+
+
+@given(programs())
+def test_the_order_in_which_ranks_are_listed_means_nothing(program: Program) -> None:
+    backwards = {rank: program[rank] for rank in reversed(program)}
+    one, other = simulate(program, UNIT), simulate(backwards, UNIT)
+    assert one.makespan == other.makespan
+    assert all(one.spans[rank] == other.spans[rank] for rank in program)
+
+
+def _muon(num_chunks: int, seconds: float, num_ranks: int = 4) -> Program:
+    """Chunks with one second of Newton-Schulz on each rank and a gather and a scatter of ``seconds`` each."""
+    numel = 1000 * num_ranks
+    specs = sharded([numel] * num_chunks * num_ranks, num_ranks, flops=[1000] * num_chunks * num_ranks)
+    program = plan_step(specs, num_ranks=num_ranks, itemsize=1, chunk_bytes=1).program
+    size = int(1000 * seconds)
+    return {
+        rank: [replace(op, bytes=size if op.lane == TRANSFER else 0) for op in ops] for rank, ops in program.items()
+    }
+
+
+MILLI = CostModel(flops_per_second=1000.0, memory_bytes_per_second=1e30, bandwidth=(1000.0,))
+
+
+def test_the_serial_step_takes_all_transfers_and_all_arithmetic() -> None:
+    timeline = simulate(_muon(10, 0.25), MILLI)
+    assert timeline.makespan == pytest.approx(10 * (1 + 0.5))
+    assert timeline.hidden == 0
+
+
+def test_with_look_ahead_two_only_the_first_gather_and_the_last_scatter_are_seen() -> None:
+    timeline = simulate(prefetch(_muon(10, 0.25), 2), MILLI)
+    assert timeline.makespan == pytest.approx(10 * 1 + 0.25 + 0.25)
+    assert timeline.hidden == pytest.approx(1 - 0.5 / 5)
+
+
+def test_if_the_wire_is_the_bottleneck_it_is_never_idle() -> None:
+    timeline = simulate(prefetch(_muon(10, 2.0), 3), MILLI)
+    # The last Newton-Schulz stands between the last gather and the last scatter.
+    assert timeline.makespan <= 10 * 4 + 1
+    assert timeline.ranks[0].transfer_seconds == pytest.approx(40)
+
+
+def test_gathers_behind_backward_leave_only_the_last_one_open() -> None:
+    timeline = simulate(with_backward(_muon(5, 0.25), [500] * 5), MILLI)
+    starts = {span.op.name: span for span in timeline.spans[0]}
+    assert starts["backward[4]"].end == pytest.approx(2.5)
+    # All gathers but the last are there when backward ends.
+    assert starts["newton_schulz[0]"].start == pytest.approx(2.5)
+    assert timeline.makespan == pytest.approx(2.5 + 5 * 1 + 0.25)
+
+
+def test_the_10b_shapes_on_8_ranks_keep_the_arithmetic_busy() -> None:
+    width = 4480
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 40
+    specs = [
+        MatrixSpec(
+            name=str(index),
+            numel=rows * cols,
+            flops=10 * min(rows, cols) ** 2 * (2 * max(rows, cols) + min(rows, cols)),
+            held=(rows * cols // 8,) * 8,
+        )
+        for index, (rows, cols) in enumerate(shapes)
+    ]
+    plan = plan_step(specs, num_ranks=8, itemsize=2, chunk_bytes=2**24)
+    assert max(plan.flops) * 8 <= 1.02 * sum(plan.flops)
+    timeline = simulate(prefetch(plan.program, 2), PRESETS["reference"])
+    assert timeline.idle <= 0.05
+    assert timeline.hidden >= 0.95
+
+
+def test_200000_ops_take_seconds() -> None:
+    num_ranks, num_chunks = 1000, 40
+    specs = [MatrixSpec(name="w", numel=num_ranks, flops=1, held=(1,) * num_ranks)] * (num_ranks * num_chunks)
+    program = prefetch(plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=1).program, 2)
+    assert sum(len(ops) for ops in program.values()) == 200_000
+    start = time.perf_counter()
+    assert simulate(program, UNIT).peak_bytes > 0
+    # Two seconds where nothing else runs; anything quadratic takes hours.
+    assert time.perf_counter() - start < 20
