@@ -70,7 +70,7 @@ class MuonConfig:
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
     overlap: Overlap = "backward"
-    look_ahead: int = 2
+    look_ahead: int = 3
     error_if_nonfinite: bool = True
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -102,8 +103,10 @@ def _panels(x: Tensor) -> list[tuple[int, int]]:
     num_rows, device_type = x.size(-2), x.device.type
     if x.ndim == 3 or num_rows < _LEAST_PANELED.get(device_type, num_rows + 1):
         return []
+    # The last panel takes a short rest of rows too: products with three rows or fewer may add in another order.
     height = _PANEL_ROWS[device_type]
-    return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+    stops = [*range(height, num_rows - height // 3, height), num_rows]
+    return list(pairwise([0, *stops]))
 
 
 def _gram_matrix(x: Tensor, panels: Sequence[tuple[int, int]], *, out: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -185,29 +187,60 @@ def _group_jobs(
     parameters: Sequence[BoundParameter], options: PlanOptions
 ) -> list[tuple[ExchangeHome, list[MatrixJob]]]:
     """Trainable matrices by the ranks among which they travel; those that stay within a replica come first."""
+    matrices = list(_placed_matrices(parameters))
+    num_alike = Counter((placed.mesh, placed.sharded) for placed in matrices)
     found: dict[ExchangeHome, list[MatrixJob]] = {}
     homes = ExchangeHomes()
+    for placed in matrices:
+        is_shared = _is_shared(placed, num_alike[placed.mesh, placed.sharded], options)
+        home = homes.get(placed.mesh, placed.sharded, is_shared=is_shared)
+        found.setdefault(home, []).append(_job(placed, home))
+    return sorted(found.items(), key=lambda item: item[0].spans_replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlacedMatrix:
+    """A trainable matrix, the mesh of its parameter, and the axes of more than one rank that shard it."""
+
+    parameter: BoundParameter
+    matrix: LogicalMatrix
+    mesh: DeviceMesh | None
+    sharded: tuple[int, ...]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape) if self.mesh is not None else ()
+
+
+def _placed_matrices(parameters: Sequence[BoundParameter]) -> Iterator[_PlacedMatrix]:
     for parameter in parameters:
         if not parameter.tensor.requires_grad or parameter.route.kind == "elementwise":
             continue
         mesh, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
-        mesh_shape = tuple(mesh.shape) if mesh is not None else ()
-        sharded = sharded_axes(placements, mesh_shape, parameter.route.name)
+        sharded = sharded_axes(placements, tuple(mesh.shape) if mesh is not None else (), parameter.route.name)
         for matrix in logical_matrices(parameter.shape, parameter.route):
-            is_shared = options.dedupe != "never" and (
-                options.dedupe == "always"
-                or sharing_pays(
-                    _flops(parameter, matrix), matrix.box.numel * options.itemsize, device_type=options.device_type
-                )
-            )
-            home = homes.get(mesh, sharded, is_shared=is_shared)
-            boxes = held_boxes(parameter.shape, mesh_shape, placements, home.axes.coordinates)
-            found.setdefault(home, []).append(_job(parameter, matrix, boxes, home))
-    return sorted(found.items(), key=lambda item: item[0].spans_replicas)
+            yield _PlacedMatrix(parameter, matrix, mesh, sharded)
 
 
-def _job(parameter: BoundParameter, matrix: LogicalMatrix, boxes: Sequence[Box], home: ExchangeHome) -> MatrixJob:
-    rank = home.axes.rank
+def _is_shared(placed: _PlacedMatrix, num_matrices: int, options: PlanOptions) -> bool:
+    """Whether one owner serves all replicas; ``num_matrices`` lie like this one."""
+    if options.dedupe != "auto":
+        return options.dedupe == "always"
+    replica_ranks = math.prod(placed.mesh_shape[axis] for axis in placed.sharded)
+    return sharing_pays(
+        _flops(placed.parameter, placed.matrix),
+        placed.matrix.box.numel * options.itemsize,
+        device_type=options.device_type,
+        num_matrices=num_matrices,
+        num_replicas=math.prod(placed.mesh_shape) // replica_ranks,
+        replica_ranks=replica_ranks,
+    )
+
+
+def _job(placed: _PlacedMatrix, home: ExchangeHome) -> MatrixJob:
+    parameter, matrix, rank = placed.parameter, placed.matrix, home.axes.rank
+    _, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
+    boxes = held_boxes(parameter.shape, placed.mesh_shape, placements, home.axes.coordinates)
     pieces = tuple(matrix.box.intersect(box) for box in boxes)
     replica = [piece for piece, index in zip(pieces, home.replica_of, strict=True) if index == home.replica_of[rank]]
     if not tile(replica, matrix.box):

@@ -17,7 +17,7 @@ from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, PlanOptions, 
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.runtime.executor import make_executor
 from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
-from lightning_muon.schedule.passes import prefetch
+from lightning_muon.schedule.passes import prefetch, scatter_buffers_for
 from lightning_muon.schedule.program import Op
 
 States = dict[Tensor, dict[str, Any]]
@@ -71,7 +71,7 @@ class MatrixStep:
         self._ops = _ops_of_this_rank(groups, self._look_ahead)
         self._by_name = {op.name: op for op in self._ops}
         keeps_all = options.overlap == "backward"
-        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, None if keeps_all else max(1, self._look_ahead))}
+        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead, keeps_all=keeps_all)}
         self._transfers: dict[str, Transfer] = {}
         # Chunks whose momentum is in the state already in this step.
         self._committed: set[str] = set()
@@ -181,18 +181,15 @@ class MatrixStep:
         assert self._inputs is not None
         transfer = self._transfers[op.key]
         in_place = self._inputs.verdict is None
-        ahead: dict[MatrixJob, Tensor] = {}
-        for (momentum, nesterov), jobs in _group_by(transfer.jobs, "momentum", "nesterov"):
+        for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             grads, buffers = self._grads_and_buffers(jobs)
             if in_place:
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
             else:
                 buffers = torch._foreach_lerp(buffers, grads, 1 - momentum)
-            pieces = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
-            ahead.update(zip(jobs, pieces, strict=True))
+            transfer.pack(jobs, torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers)
         if in_place:
             self._committed.add(op.key)
-        transfer.pack([ahead[job] for job in transfer.jobs])
         return ()
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
@@ -231,11 +228,34 @@ class MatrixStep:
         """Decay and update the local pieces of a chunk's parameters, and their momentum if that is still to do."""
         transfer = self._transfers[op.key]
         if op.key not in self._committed:
-            for (momentum,), jobs in _group_by(transfer.jobs, "momentum"):
+            for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 grads, buffers = self._grads_and_buffers(jobs)
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        _apply_(transfer)
+        update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
+        for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
+            views = [job.local_view(local_tensor(job.parameter.tensor)) for job in jobs]
+            for view in views:
+                # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
+                view.mul_(1 - lr * weight_decay)
+            by_scale: dict[float, list[int]] = {}
+            for index, job in enumerate(jobs):
+                by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
+            for scale, members in by_scale.items():
+                updates = [update_of[jobs[index]] for index in members]
+                torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
         return ()
+
+    def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterable[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
+        """Jobs to be treated together: those whose param groups have equal values for ``keys``.
+
+        On a CPU one by one, so that what one operation writes is still in the cache for the next: on pieces of 0.5 to
+        2 MB momentum and packing are 2.5 times faster.
+        """
+        for values, members in _group_by(jobs, *keys):
+            if self._pool.device.type == "cpu":
+                yield from ((values, [job]) for job in members)
+            else:
+                yield values, members
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
         del op
@@ -256,16 +276,17 @@ class MatrixStep:
 def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[Op]:
     ops = [op for group in groups for op in group.plan.program[group.axes.rank]]
     adamw = Op(kind=ADAMW, key="", rank=0)
-    return prefetch({0: [*ops, adamw]}, look_ahead)[0]
+    return prefetch({0: [*ops, adamw]}, look_ahead, scatter_buffers=scatter_buffers_for(look_ahead))[0]
 
 
-def _chunks(groups: Sequence[ExchangeGroup], num_gather_slots: int | None) -> Iterable[Chunk]:
-    """All chunks in the order of the step; ``None`` gives each its own buffers on the way to the owners."""
+def _chunks(groups: Sequence[ExchangeGroup], look_ahead: int, *, keeps_all: bool) -> Iterable[Chunk]:
+    """All chunks in the order of the step; ``keeps_all`` gives each its own buffers on the way to the owners."""
     number = 0
     for group_number, group in enumerate(groups):
         for chunk_number, taken in enumerate(group.plan.chunks):
-            there = number if num_gather_slots is None else number % num_gather_slots
-            yield Chunk(f"{group_number}.{chunk_number}", group, taken, (str(there), str(number % 2)))
+            there = number if keeps_all else number % max(1, look_ahead)
+            back = number % scatter_buffers_for(look_ahead)
+            yield Chunk(f"{group_number}.{chunk_number}", group, taken, (str(there), str(back)))
             number += 1
 
 
@@ -280,23 +301,6 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[int]]:
             key = index
         batches.setdefault(key, []).append(index)
     return list(batches.values())
-
-
-def _apply_(transfer: Transfer) -> None:
-    """Decay and update the local pieces of a chunk's parameters."""
-    update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
-    for (lr, weight_decay, adjust_lr_fn), jobs in _group_by(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
-        views = {job: job.local_view(local_tensor(job.parameter.tensor)) for job in jobs}
-        for view in views.values():
-            # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
-            view.mul_(1 - lr * weight_decay)
-        by_scale: dict[float, list[MatrixJob]] = {}
-        for job in jobs:
-            by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(job)
-        for scale, members in by_scale.items():
-            torch._foreach_add_(
-                [views[job] for job in members], [update_of[job] for job in members], alpha=-(lr * scale)
-            )
 
 
 def _group_by(jobs: Sequence[MatrixJob], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[MatrixJob]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_messages
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.optim.binding import ExchangeGroup
+from lightning_muon.optim.binding import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.muon import server_of
 
@@ -86,13 +86,29 @@ class Transfer:
         self._pool, self._slots = pool, slots
         self._owned = [index for index, owners in enumerate(self._owners) if self._me in owners]
         self.owned = [self.jobs[index] for index in self._owned]
+        self._index_of = {job: index for index, job in enumerate(self.jobs)}
         self._own_pieces: dict[int, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
-    def pack(self, pieces: Sequence[Tensor]) -> None:
-        """Take the calling rank's piece of every job; those for other owners are copied."""
-        _copy(self._views(self._gather, _SENT), [pieces[index] for index, _ in self._gather.sent])
-        self._own_pieces = {index: pieces[index] for index in self._owned}
+    def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
+        """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
+        views = self._send_views()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for job, piece in zip(jobs, pieces, strict=True):
+            index = self._index_of[job]
+            targets += views.get(index, ())
+            sources += [piece] * len(views.get(index, ()))
+            if index in self._owned:
+                self._own_pieces[index] = piece
+        _copy(targets, sources)
+
+    def _send_views(self) -> dict[int, list[Tensor]]:
+        """Where the pieces of each job go; a piece for several owners is there once for each."""
+        views: dict[int, list[Tensor]] = {}
+        for (index, _), view in zip(self._gather.sent, self._views(self._gather, _SENT), strict=True):
+            views.setdefault(index, []).append(view)
+        return views
 
     def start_gather(self) -> Sequence[dist.Work]:
         """Send the pieces to the owners. Collective over the exchange group; every rank of it must call it."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
+from lightning_muon.schedule.exchange import EVENED_CHUNKS, even_out
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 
 Strategy = Literal["round_robin", "lpt", "redundant"]
@@ -23,7 +24,7 @@ def assign_owners(
     loads: Sequence[Load],
     strategy: Strategy,
 ) -> Program:
-    """Divide the op of each chunk among the ranks; a rank that gets nothing has an op without items.
+    """Divide the op of each chunk among the ranks; a rank that gets nothing of it has no op.
 
     A matrix that lies on one rank alone stays there and counts in that rank's load before all others are assigned.
 
@@ -33,9 +34,10 @@ def assign_owners(
         sizes: Bytes of each matrix; they break ties between equal loads.
         sole_holders: For each matrix the rank that has all of it, or None.
         loads: What each rank has to do already.
-        strategy: ``"lpt"``: see :func:`longest_first`; loads add up over the chunks. ``"round_robin"``: the i-th matrix
-            to rank ``i % num_ranks``. ``"redundant"``: every matrix to every rank, as where all ranks gather all
-            momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
+        strategy: ``"lpt"``: :func:`longest_first` chunk by chunk with loads that add up, then
+            :func:`~.exchange.even_out` on the last chunks, which no later chunk can even out. ``"round_robin"``: the
+            i-th matrix to rank ``i % num_ranks``. ``"redundant"``: every matrix to every rank, as where all ranks
+            gather all momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
@@ -45,31 +47,35 @@ def assign_owners(
         holder = sole_holders[matrix]
         if holder is not None:
             loads[holder] = (loads[holder][0] + costs[matrix], loads[holder][1])
-    assigned: Program = {rank: [] for rank in range(len(loads))}
+    owners: list[dict[int, int]] = []
     turn = 0
     for op in chunks:
         shared = [item for item in op.items if sole_holders[item] is None]
-        owner_of = {item: holder for item in op.items if (holder := sole_holders[item]) is not None}
-        if strategy == "redundant" and shared:
-            for rank, ops in assigned.items():
-                ops.append(replace(op, rank=rank))
-            continue
-        if strategy == "round_robin":
-            owner_of |= {matrix: (turn + place) % len(loads) for place, matrix in enumerate(shared)}
-            turn += len(shared)
+        if strategy == "lpt":
+            owners.append(longest_first(costs, sizes, loads, taken=shared))
         else:
-            owner_of |= longest_first(costs, sizes, loads, taken=shared)
-        _append_owned(assigned, op, owner_of, costs)
+            owners.append({matrix: (turn + place) % len(loads) for place, matrix in enumerate(shared)})
+            turn += len(shared)
+    if strategy == "lpt":
+        even_out(owners[-EVENED_CHUNKS:], costs, sizes, loads)
+    assigned: Program = {rank: [] for rank in range(len(loads))}
+    for op, owner_of in zip(chunks, owners, strict=True):
+        if strategy == "redundant" and owner_of:
+            everyone = dict.fromkeys(assigned, op.items)
+        else:
+            everyone = _by_owner(op, owner_of, sole_holders)
+        for rank, items in everyone.items():
+            cost = op.cost if items is op.items else sum(costs[item] for item in items)
+            assigned[rank].append(replace(op, rank=rank, items=items, cost=cost))
     return assigned
 
 
-def _append_owned(assigned: Program, op: Op, owner_of: dict[int, int], costs: Sequence[int]) -> None:
+def _by_owner(op: Op, owner_of: dict[int, int], sole_holders: Sequence[int | None]) -> dict[int, tuple[int, ...]]:
     owned: dict[int, list[int]] = {}
     for matrix in op.items:
-        owned.setdefault(owner_of[matrix], []).append(matrix)
-    for rank, ops in assigned.items():
-        items = tuple(owned.get(rank, ()))
-        ops.append(replace(op, rank=rank, items=items, cost=sum(costs[item] for item in items)))
+        holder = sole_holders[matrix]
+        owned.setdefault(owner_of[matrix] if holder is None else holder, []).append(matrix)
+    return {rank: tuple(items) for rank, items in owned.items()}
 
 
 def longest_first(

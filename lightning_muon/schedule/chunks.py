@@ -58,16 +58,19 @@ def _by_bytes(ops: Sequence[Op], sizes: Sequence[int], least: int, most_bytes: i
 def _by_rank(
     ops: Sequence[Op], sizes: Sequence[int], sole_holders: Sequence[int | None], chunk_bytes: int
 ) -> list[list[Op]]:
+    """Each rank fills its own sequence of chunks, so that all ranks have work in chunk after chunk."""
     chunks: list[list[Op]] = []
-    filled: dict[int | None, int] = {}
+    filled: dict[int | None, tuple[int, int]] = {}
     for op in ops:
         matrix = op.items[0]
         rank = sole_holders[matrix]
-        if not chunks or (rank in filled and filled[rank] + sizes[matrix] > chunk_bytes):
+        number, size = filled.get(rank, (0, 0))
+        if size and size + sizes[matrix] > chunk_bytes:
+            number, size = number + 1, 0
+        filled[rank] = (number, size + sizes[matrix])
+        if number == len(chunks):
             chunks.append([])
-            filled = {}
-        chunks[-1].append(op)
-        filled[rank] = filled.get(rank, 0) + sizes[matrix]
+        chunks[number].append(op)
     return chunks
 
 

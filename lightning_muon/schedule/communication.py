@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_muon.schedule.counts import Owners, RankTraffic, count_elements
 from lightning_muon.schedule.holdings import Holdings
@@ -13,19 +12,21 @@ from lightning_muon.schedule.program import Op, Program
 
 # Gradients, momenta and weights are counted as float32.
 STATE_ITEMSIZE = 4
+_NOTHING = RankTraffic()
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk with what each rank sends and receives, in elements."""
+    """A chunk with what each rank of the group holds, owns, sends and receives, in elements; no entry is nothing."""
 
+    key: str
     matrices: tuple[int, ...]
     is_resident: bool
-    traffic: list[RankTraffic]
+    traffic: Mapping[int, RankTraffic]
 
 
 def insert_communication(
-    program: Program, where: Holdings, *, itemsize: int, matrices: Sequence[tuple[int, ...]]
+    program: Program, where: Holdings, *, itemsize: int, chunks: Sequence[Op], keep_idle: bool = True
 ) -> Program:
     """Surround each Newton-Schulz op by momentum, gather, scatter and update.
 
@@ -35,22 +36,16 @@ def insert_communication(
     has no scatters.
 
     Args:
-        program: The Newton-Schulz ops of each rank, one per chunk.
+        program: The Newton-Schulz ops of each rank.
         where: Which rank holds what.
         itemsize: Bytes of an element on the wire.
-        matrices: All matrices of each chunk.
+        chunks: One op per chunk, with its key and all its matrices.
+        keep_idle: Also list the ops of chunks without communication on ranks that hold nothing of them.
     """
     owners = owners_of(program, len(where.specs))
     holders = where.sole_holders()
-    chunks = [
-        _Chunk(
-            matrices=items,
-            is_resident=all(owners[item] == (holders[item],) for item in items),
-            traffic=count_elements({item: owners[item] for item in items}, where),
-        )
-        for items in matrices
-    ]
-    everything = [each for chunk in chunks if not chunk.is_resident for each in chunk.traffic]
+    counted = [_count(op, owners, holders, where) for op in chunks]
+    everything = [each for chunk in counted if not chunk.is_resident for each in chunk.traffic.values()]
     wire = _Wire(
         group=tuple(range(where.num_ranks)),
         itemsize=itemsize,
@@ -58,12 +53,26 @@ def insert_communication(
         gathers=any(any(each.gather_received) for each in everything),
         scatters=any(any(each.scatter_received) for each in everything),
     )
-    return {
-        rank: [
-            op for newton_schulz, chunk in zip(ops, chunks, strict=True) for op in _ops_of(newton_schulz, chunk, wire)
-        ]
-        for rank, ops in program.items()
-    }
+    inserted: Program = {}
+    for rank, ops in program.items():
+        owned = {op.key: op for op in ops}
+        inserted[rank] = []
+        for chunk in counted:
+            if keep_idle or not chunk.is_resident or rank in chunk.traffic:
+                inserted[rank] += _ops_of(rank, chunk, owned.get(chunk.key), wire)
+    return inserted
+
+
+def _count(chunk: Op, owners: Sequence[Owners], holders: Sequence[int | None], where: Holdings) -> _Chunk:
+    if any(holders[item] is None for item in chunk.items):
+        counts = count_elements({item: owners[item] for item in chunk.items}, where)
+        return _Chunk(chunk.key, chunk.items, is_resident=False, traffic=dict(enumerate(counts)))
+    held: dict[int, int] = {}
+    for item in chunk.items:
+        rank = owners[item][0]
+        held[rank] = held.get(rank, 0) + where.specs[item].numel
+    traffic = {rank: RankTraffic(held=numel, owned=numel) for rank, numel in held.items()}
+    return _Chunk(chunk.key, chunk.items, is_resident=True, traffic=traffic)
 
 
 def owners_of(program: Program, num_matrices: int) -> list[Owners]:
@@ -94,41 +103,51 @@ class _Wire:
     scatters: bool
 
 
-def _ops_of(newton_schulz: Op, chunk: _Chunk, wire: _Wire) -> list[Op]:
+def _ops_of(rank: int, chunk: _Chunk, owned: Op | None, wire: _Wire) -> list[Op]:
     """The ops of one rank and chunk in their order, each of which needs the one before."""
-    count, itemsize = chunk.traffic[newton_schulz.rank], wire.itemsize
+    count, itemsize, key = chunk.traffic.get(rank, _NOTHING), wire.itemsize, chunk.key
     packed = sum(count.gather_sent) * itemsize
     to_send = sum(count.scatter_sent) * itemsize
-    # momentum: the gradient is read, the momentum is read and written, and the pieces for the owners are written.
-    # newton_schulz: what came is read and the wholes are written, and from the updates what goes is read and written.
-    # update: the update is read, the weight is read and written.
-    ops = [
-        replace(
-            newton_schulz,
-            kind=MOMENTUM,
-            cost=0,
-            items=chunk.matrices,
-            bytes=3 * STATE_ITEMSIZE * count.held + packed,
-            memory=packed,
-        )
-    ]
+    # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
+    momentum_bytes = 3 * STATE_ITEMSIZE * count.held + packed
+    momentum = Op(kind=MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=chunk.matrices)
+    ops = [momentum]
     if wire.gathers and not chunk.is_resident:
-        ops.append(_transfer(GATHER, ops[0], wire, sent=count.gather_sent, received=count.gather_received))
-    ops.append(replace(newton_schulz, bytes=2 * itemsize * count.owned + 2 * to_send, memory=to_send))
+        ops.append(_transfer(GATHER, ops[-1], chunk, wire, sent=count.gather_sent, received=count.gather_received))
+    newton_schulz = Op(
+        kind=NEWTON_SCHULZ,
+        key=key,
+        rank=rank,
+        cost=owned.cost if owned is not None else 0,
+        deps=(ops[-1].name,),
+        # What came is read and the wholes are written; of the updates, what goes is read and written.
+        bytes=2 * itemsize * count.owned + 2 * to_send,
+        memory=to_send,
+        items=owned.items if owned is not None else (),
+    )
+    ops.append(newton_schulz)
     if wire.scatters and not chunk.is_resident:
-        ops.append(_transfer(SCATTER, ops[0], wire, sent=count.scatter_sent, received=count.scatter_received))
+        ops.append(_transfer(SCATTER, ops[-1], chunk, wire, sent=count.scatter_sent, received=count.scatter_received))
+    # The update is read, the weight is read and written.
     update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * count.held
-    ops.append(replace(ops[0], kind=UPDATE, bytes=update_bytes, memory=0))
-    return [ops[0], *(replace(op, deps=(before.name,)) for before, op in pairwise(ops))]
+    before = (ops[-1].name,)
+    ops.append(Op(kind=UPDATE, key=key, rank=rank, deps=before, bytes=update_bytes, items=chunk.matrices))
+    return ops
 
 
-def _transfer(kind: str, like: Op, wire: _Wire, *, sent: tuple[int, int], received: tuple[int, int]) -> Op:
-    by_axis = tuple(max(pair) * wire.itemsize for pair in zip(sent, received, strict=True))
-    return replace(
-        like,
+def _transfer(
+    kind: str, before: Op, chunk: _Chunk, wire: _Wire, *, sent: tuple[int, int], received: tuple[int, int]
+) -> Op:
+    size = wire.itemsize
+    by_axis = (max(sent[0], received[0]) * size, max(sent[1], received[1]) * size) if wire.has_replicas else ()
+    return Op(
         kind=kind,
-        bytes=max(sum(sent), sum(received)) * wire.itemsize,
-        axis_bytes=by_axis if wire.has_replicas else (),
-        memory=sum(received) * wire.itemsize,
+        key=before.key,
+        rank=before.rank,
+        deps=(before.name,),
+        bytes=max(sum(sent), sum(received)) * size,
+        axis_bytes=by_axis,
+        memory=sum(received) * size,
+        items=chunk.matrices,
         group=wire.group,
     )

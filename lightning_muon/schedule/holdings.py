@@ -94,6 +94,7 @@ def holdings(specs: Sequence[MatrixSpec], replica_of: Sequence[int]) -> Holdings
     by_id: dict[int, int] = {}
     by_value: dict[tuple[int, ...], int] = {}
     layout_of: list[int] = []
+    checked: set[tuple[int, int]] = set()
     for spec in specs:
         index = by_id.get(id(spec.held))
         if index is None:
@@ -101,7 +102,9 @@ def holdings(specs: Sequence[MatrixSpec], replica_of: Sequence[int]) -> Holdings
             if index == len(layouts):
                 layouts.append(_layout(spec, replica_of))
             by_id[id(spec.held)] = index
-        _require_whole(spec, layouts[index], num_replicas)
+        if (index, spec.numel) not in checked:
+            _require_whole(spec, layouts[index], num_replicas)
+            checked.add((index, spec.numel))
         layout_of.append(index)
     return Holdings(
         specs=tuple(specs), replica_of=tuple(replica_of), layouts=tuple(layouts), layout_of=tuple(layout_of)

@@ -51,6 +51,7 @@ def plan_step(
     replica_of: Sequence[int] | None = None,
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
+    keep_idle: bool = True,
 ) -> MuonPlan:
     """Assign owners and chunks, from sizes alone, so that every rank makes the same plan.
 
@@ -67,7 +68,11 @@ def plan_step(
             A (replicate, shard) grid: the index along the replicate axis.
         loads: FLOPs and bytes that each rank has to do already, for example for other exchange groups.
         key_prefix: In front of the chunk number in the keys of the ops.
+        keep_idle: Also list the ops of chunks that do not travel on ranks that hold nothing of them. Without them the
+            lists of the ranks differ; for simulations of thousands of ranks.
     """
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
     where = holdings(specs, [0] * num_ranks if replica_of is None else replica_of)
     if where.num_ranks != num_ranks:
         raise ValueError(f"replica_of has {where.num_ranks} entries for {num_ranks} ranks; give one per rank")
@@ -84,7 +89,6 @@ def plan_step(
         chunk_bytes=chunk_bytes,
         key_prefix=key_prefix,
     )
-    chunks = tuple(op.items for op in chunked[UNASSIGNED])
     assigned = assign_owners(
         chunked,
         costs=[spec.flops for spec in specs],
@@ -95,9 +99,11 @@ def plan_step(
     )
     return MuonPlan(
         owners=tuple(owners_of(assigned, len(specs))),
-        chunks=chunks,
+        chunks=tuple(op.items for op in chunked[UNASSIGNED]),
         flops=tuple(sum(op.cost for op in assigned[rank]) for rank in range(num_ranks)),
-        program=choose_lanes(insert_communication(assigned, where, itemsize=itemsize, matrices=chunks)),
+        program=choose_lanes(
+            insert_communication(assigned, where, itemsize=itemsize, chunks=chunked[UNASSIGNED], keep_idle=keep_idle)
+        ),
     )
 
 

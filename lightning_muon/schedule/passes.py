@@ -13,12 +13,18 @@ from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 def choose_lanes(program: Program, transfer_kinds: Collection[str] = (GATHER, SCATTER)) -> Program:
     """Put ops of the given kinds on the transfer lane and all others on the compute lane."""
     return {
-        rank: [replace(op, lane=TRANSFER if op.kind in transfer_kinds else COMPUTE) for op in ops]
+        rank: [_on(TRANSFER if op.kind in transfer_kinds else COMPUTE, op) for op in ops]
         for rank, ops in program.items()
     }
 
 
-def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None) -> Program:
+def _on(lane: str, op: Op) -> Op:
+    return op if op.lane == lane else replace(op, lane=lane)
+
+
+def prefetch(
+    program: Program, look_ahead: int, memory_bytes: int | None = None, *, scatter_buffers: int = 2
+) -> Program:
     """Let transfers of other chunks run while a rank computes.
 
     Momentum and gather of the first ``look_ahead`` chunks are issued first, then AdamW. After that, for each chunk k:
@@ -26,24 +32,29 @@ def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None)
     as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues behind the
     scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
-    There are buffers for ``look_ahead`` gathers and for two scatters, so momentum k waits for Newton-Schulz
-    k - look_ahead, and Newton-Schulz k for update k - 2. "k - 1" is the chunk before in the list, whatever its key.
+    There are buffers for ``look_ahead`` gathers and for ``scatter_buffers`` scatters, so momentum k waits for
+    Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - scatter_buffers; the update behind scatter k is
+    that of k - scatter_buffers + 1. With more than two, a rank does not wait at once for the slowest owner of the last
+    chunk. "k - 1" is the chunk before in the list, whatever its key.
 
     Args:
         program: For each rank the ops of its chunks in canonical order, and any number of ``adamw`` ops.
         look_ahead: Number of chunks whose gather may be on its way.
         memory_bytes: Upper bound of the buffers of each rank (see :func:`~.memory.peak_memory`). ``look_ahead`` is
-            lowered on all ranks alike until they fit.
+            lowered on all ranks alike until they fit, and ``scatter_buffers`` with it, but not below 2.
+        scatter_buffers: Number of chunks whose updates may be on their way, at least 2.
 
     Raises:
         ValueError: The buffers do not fit even if ``look_ahead`` is 1, or the program has ops of other kinds.
     """
     if look_ahead < 0:
         raise ValueError(f"look_ahead must be at least 0, got {look_ahead}")
+    if scatter_buffers < 2:
+        raise ValueError(f"scatter_buffers must be at least 2, got {scatter_buffers}")
     while True:
         issued = program
         if look_ahead:
-            issued = {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()}
+            issued = {rank: _issue_ahead(ops, look_ahead, scatter_buffers) for rank, ops in program.items()}
         if memory_bytes is None:
             return issued
         peak = peak_memory(issued)
@@ -55,29 +66,41 @@ def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None)
                 f"memory_bytes is {memory_bytes}; raise it or choose a smaller chunk_bytes"
             )
         look_ahead -= 1
+        scatter_buffers = min(scatter_buffers, max(2, look_ahead))
 
 
-def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
+def scatter_buffers_for(look_ahead: int) -> int:
+    """Scatter buffers that go with a look-ahead: with fewer, all ranks wait for the slowest owner of a chunk."""
+    return max(2, look_ahead)
+
+
+def _issue_ahead(ops: Sequence[Op], look_ahead: int, scatter_buffers: int) -> list[Op]:
     others, chunks = _by_chunk(ops)
-    after: dict[str, str] = {}
-    for number, chunk in enumerate(chunks):
-        if number >= look_ahead and MOMENTUM in chunk and NEWTON_SCHULZ in chunks[number - look_ahead]:
-            after[chunk[MOMENTUM].name] = chunks[number - look_ahead][NEWTON_SCHULZ].name
-        if number >= 2 and NEWTON_SCHULZ in chunk and UPDATE in chunks[number - 2]:
-            after[chunk[NEWTON_SCHULZ].name] = chunks[number - 2][UPDATE].name
+    delay = scatter_buffers - 1
     issued: list[Op] = []
     for chunk in chunks[:look_ahead]:
         issued += _present(chunk, MOMENTUM, GATHER)
     issued += others
     for number, chunk in enumerate(chunks):
         issued += _present(chunk, NEWTON_SCHULZ, SCATTER)
-        if number:
-            issued += _present(chunks[number - 1], UPDATE)
+        if number >= delay:
+            issued += _present(chunks[number - delay], UPDATE)
         if number + look_ahead < len(chunks):
             issued += _present(chunks[number + look_ahead], MOMENTUM, GATHER)
-    if chunks:
-        issued += _present(chunks[-1], UPDATE)
+    for chunk in chunks[-delay:]:
+        issued += _present(chunk, UPDATE)
+    after = _buffer_deps(chunks, MOMENTUM, NEWTON_SCHULZ, look_ahead)
+    after |= _buffer_deps(chunks, NEWTON_SCHULZ, UPDATE, scatter_buffers)
     return [replace(op, deps=(*op.deps, after[op.name])) if op.name in after else op for op in issued]
+
+
+def _buffer_deps(chunks: Sequence[Mapping[str, Op]], kind: str, frees: str, distance: int) -> dict[str, str]:
+    """Name of an op that fills a buffer -> name of the op that has to have emptied it."""
+    return {
+        later[kind].name: earlier[frees].name
+        for earlier, later in zip(chunks, chunks[distance:], strict=False)
+        if kind in later and frees in earlier
+    }
 
 
 def _by_chunk(ops: Sequence[Op]) -> tuple[list[Op], list[dict[str, Op]]]:
@@ -150,4 +173,4 @@ def _behind_backward(ops: Sequence[Op], rank: int, flops_per_chunk: Sequence[int
             moved.add(op.name)
             early.append(replace(op, deps=(*op.deps, backward.name)) if op.kind == MOMENTUM else op)
     # Look-ahead over all chunks: only the order of what is left is taken from it.
-    return early + [op for op in _issue_ahead(ops, max(1, len(chunks))) if op.name not in moved]
+    return early + [op for op in _issue_ahead(ops, max(1, len(chunks)), 2) if op.name not in moved]

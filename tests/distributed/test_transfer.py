@@ -73,7 +73,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
             transfer = Transfer(group, taken, pool, ("0", "0"))
             pieces = [job.local_view(local_tensor(job.parameter.tensor)).detach() for job in transfer.jobs]
-            transfer.pack(pieces)
+            transfer.pack(transfer.jobs, pieces)
             for work in transfer.start_gather() if "gather" in kinds else ():
                 work.wait()
             matrices = [torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned]

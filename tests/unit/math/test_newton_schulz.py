@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize
+from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
 from tests.reference.muon import orthogonalized
 
 OPTIONS = {"coefficients": MuonConfig.ns_coefficients, "num_steps": 5, "eps": 1e-7}
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (1, 1)]
+# From a short side of 512 on symmetric products are computed by panels of 192 rows; the last one may be lower.
+PANELED = [(512, 512), (600, 512), (512, 640), (577, 700), (900, 769)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *PANELED], ids=str)
 def test_one_matrix_in_bfloat16_has_the_bits_of_torch(shape: tuple[int, int]) -> None:
     torch.manual_seed(sum(shape))
     grad = torch.randn(shape)
@@ -27,7 +29,7 @@ def test_one_matrix_in_bfloat16_has_the_bits_of_torch(shape: tuple[int, int]) ->
     assert torch.equal(weight.detach(), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (511, 600), *PANELED], ids=str)
 def test_float32_agrees_with_the_reference_bit_for_bit(shape: tuple[int, int]) -> None:
     torch.manual_seed(sum(shape))
     matrix = torch.randn(shape)
@@ -47,14 +49,52 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape: tuple[in
     assert found.diag().min() > 0.65 and found.diag().max() < 1.25
 
 
-def test_a_batch_gives_each_matrix_its_own_result() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_batch_that_is_worth_it_gives_each_matrix_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sides = torch.randint(32, 257, (40,)).tolist()
+    for short, longer, size in zip(sides[::2], sides[1::2], [2, 3, 5, 8] * 5, strict=True):
+        for rows, cols in ((short, longer), (longer, short)):
+            assert worth_batching(rows, cols, "cpu")
+            batch = torch.randn(size, rows, cols)
+            result = orthogonalize(batch, compute_dtype=dtype, **OPTIONS)
+            alone = [orthogonalize(matrix, compute_dtype=dtype, **OPTIONS) for matrix in batch]
+            assert torch.equal(result, torch.stack(alone)), (size, rows, cols)
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (64, 40)], ids=str)
+def test_a_batch_of_one_has_the_bits_of_its_matrix(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    for dtype in (torch.bfloat16, torch.float32):
+        alone = orthogonalize(matrix, compute_dtype=dtype, **OPTIONS)
+        assert torch.equal(orthogonalize(matrix[None, None], compute_dtype=dtype, **OPTIONS)[0, 0], alone)
+
+
+def test_a_batch_of_small_matrices_gives_each_its_own_result() -> None:
     torch.manual_seed(0)
     batch = torch.randn(2, 3, 8, 5)
     result = orthogonalize(batch, compute_dtype=torch.float32, **OPTIONS)
+    assert not worth_batching(8, 5, "cpu")
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3)):
         alone = orthogonalize(batch[tuple(index)], compute_dtype=torch.float32, **OPTIONS)
-        # The batched product adds in another order.
+        # The batched product of matrices as small as these adds in another order.
         torch.testing.assert_close(result[tuple(index)], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "device_type", "expected"),
+    [
+        (128, 128, "cpu", True),
+        (4096, 256, "cpu", True),
+        (512, 512, "cpu", False),
+        (1024, 4096, "cuda", True),
+        (2048, 2048, "cuda", False),
+        (128, 128, "mps", False),
+    ],
+)
+def test_small_matrices_are_worth_batching(rows: int, cols: int, device_type: str, expected: bool) -> None:
+    assert worth_batching(rows, cols, device_type) == worth_batching(cols, rows, device_type) == expected
 
 
 def test_a_zero_matrix_stays_zero_and_the_input_is_not_changed() -> None:

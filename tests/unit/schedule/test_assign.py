@@ -53,10 +53,22 @@ def test_each_rank_gets_its_part_of_each_chunk_in_the_order_of_the_chunk() -> No
         loads=[(0, 0), (0, 0)],
         strategy="lpt",
     )
-    # 5 | 4 + 2, then 10 goes to the lighter rank 0 and 1 to rank 1.
-    assert _items(program) == [[(3,), (1,)], [(4, 2), (0,)]]
-    assert [[op.cost for op in program[rank]] for rank in (0, 1)] == [[5, 10], [6, 1]]
+    # 5 | 4 + 2, then 10 to the lighter rank 0 and 1 to rank 1: 15 | 7. To even out, 5 goes to rank 1 and 1 to rank 0.
+    assert _items(program) == [[(1, 0)], [(4, 3, 2)]]
+    assert [[op.cost for op in program[rank]] for rank in (0, 1)] == [[11], [11]]
     assert {op.rank for op in program[1]} == {1}
+
+
+def test_only_the_last_chunks_of_longest_first_are_evened_out() -> None:
+    items = tuple((2 * chunk + 1, 2 * chunk) for chunk in range(6))
+    arguments = {"sizes": [1] * 12, "sole_holders": [None] * 12, "loads": [(0, 0), (30, 0)]}
+    costs = [4, 3] * 6
+    program = assign_owners(_chunks(*items), costs=costs, strategy="lpt", **arguments)
+    # All goes to rank 0 until it has as much as rank 1; round robin takes turns whatever the load.
+    assert [op.items for op in program[0]][:2] == [(1, 0), (3, 2)]
+    assert abs(sum(op.cost for op in program[0]) - sum(op.cost for op in program[1]) - 30) <= 1
+    turns = assign_owners(_chunks(*items), costs=costs, strategy="round_robin", **arguments)
+    assert _items(turns) == [[(first,) for first, _ in items], [(second,) for _, second in items]]
 
 
 def test_what_lies_on_one_rank_counts_before_all_else_is_assigned() -> None:
@@ -69,7 +81,7 @@ def test_what_lies_on_one_rank_counts_before_all_else_is_assigned() -> None:
         strategy="lpt",
     )
     # Rank 1 starts with 6, so that rank 0 is the lighter one even with 5.
-    assert _items(program) == [[(), (2, 1)], [(0,), ()]]
+    assert _items(program) == [[(2, 1)], [(0,)]]
 
 
 def test_redundant_ranks_do_everything_but_what_lies_elsewhere() -> None:
@@ -81,4 +93,4 @@ def test_redundant_ranks_do_everything_but_what_lies_elsewhere() -> None:
         loads=[(0, 0), (0, 0)],
         strategy="redundant",
     )
-    assert _items(program) == [[(), (2, 1)], [(0,), (2, 1)]]
+    assert _items(program) == [[(2, 1)], [(0,), (2, 1)]]

@@ -41,8 +41,12 @@ def test_matrices_on_one_rank_come_first_with_a_bound_for_each_rank() -> None:
     program = chunk(_ops(6), sizes=[10] * 6, sole_holders=holders, num_owners=2, chunk_bytes=20)
     assert _items(program) == [(4, 3, 2, 1), (5, 0)]
     program = chunk(_ops(6), sizes=[10] * 6, sole_holders=holders, num_owners=2, chunk_bytes=5)
-    # Backward order 4, 3 is on different ranks; 2 would be the second of rank 1.
     assert _items(program) == [(4, 3), (2, 1), (5, 0)]
+
+
+def test_ranks_fill_their_chunks_side_by_side_whatever_the_order_of_their_matrices() -> None:
+    program = chunk(_ops(6), sizes=[10] * 6, sole_holders=[0, 0, 0, 1, 1, 1], num_owners=2, chunk_bytes=10)
+    assert _items(program) == [(5, 2), (4, 1), (3, 0)]
 
 
 def test_no_matrices_make_no_chunks() -> None:

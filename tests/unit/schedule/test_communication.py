@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.communication import insert_communication, owners_of
-from lightning_muon.schedule.holdings import holdings
+from lightning_muon.schedule.holdings import MatrixSpec, holdings
 from lightning_muon.schedule.muon import plan_step
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 from tests.unit.schedule.specs import grid, replicated, sharded
 
 
@@ -17,6 +17,10 @@ def _assigned(*by_rank: tuple[int, ...]) -> Program:
         rank: [Op(kind="newton_schulz", key="0", rank=rank, cost=len(items), items=items)]
         for rank, items in enumerate(by_rank)
     }
+
+
+def _chunk(*items: int) -> Op:
+    return Op(kind="newton_schulz", key="0", rank=UNASSIGNED, items=items)
 
 
 def test_owners_are_read_off_in_ascending_order() -> None:
@@ -30,7 +34,7 @@ def test_owners_are_read_off_in_ascending_order() -> None:
 def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
     # Rank 0 owns 12 elements and holds 6 + 4; rank 1 owns 8 and holds as much.
     program = insert_communication(
-        _assigned((0,), (1,)), holdings(sharded([12, 8], 2), [0, 0]), itemsize=2, matrices=[(1, 0)]
+        _assigned((0,), (1,)), holdings(sharded([12, 8], 2), [0, 0]), itemsize=2, chunks=[_chunk(1, 0)]
     )
     momentum, gather, newton_schulz, scatter, update = program[0]
     assert (momentum.memory, momentum.bytes) == (4 * 2, 10 * 12 + 4 * 2)
@@ -49,7 +53,7 @@ def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
 
 def test_on_a_grid_only_updates_travel_between_replicas() -> None:
     where = holdings(sharded([12], 4, 2), grid(2, 2))
-    program = insert_communication(_assigned((0,), (), (), ()), where, itemsize=1, matrices=[(0,)])
+    program = insert_communication(_assigned((0,), (), (), ()), where, itemsize=1, chunks=[_chunk(0)])
     gathers, scatters = ([ops[index] for ops in program.values()] for index in (1, 3))
     assert [op.axis_bytes for op in gathers] == [(6, 0), (6, 0), (0, 0), (0, 0)]
     assert [op.axis_bytes for op in scatters] == [(6, 12), (6, 0), (0, 6), (0, 6)]
@@ -59,14 +63,15 @@ def test_on_a_grid_only_updates_travel_between_replicas() -> None:
 
 def test_ops_that_move_nothing_on_any_rank_are_left_out() -> None:
     where = holdings(replicated([5, 6], 2), [0, 1])
-    program = insert_communication(_assigned((0,), (1,)), where, itemsize=1, matrices=[(1, 0)])
+    program = insert_communication(_assigned((0,), (1,)), where, itemsize=1, chunks=[_chunk(1, 0)])
     assert [op.kind for op in program[1]] == ["momentum", "newton_schulz", "scatter", "update"]
     assert program[1][1].deps == ("momentum[0]",)
     both = (1, 0)
-    program = insert_communication(_assigned(both, both), where, itemsize=1, matrices=[both])
+    program = insert_communication(_assigned(both, both), where, itemsize=1, chunks=[_chunk(*both)])
     assert [op.kind for op in program[1]] == ["momentum", "newton_schulz", "update"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=15), st.sampled_from([(1, 3), (2, 2), (3, 2)]))
 def test_what_all_ranks_receive_is_what_has_to_arrive(numels: list[int], mesh: tuple[int, int]) -> None:
     num_ranks = mesh[0] * mesh[1]
@@ -78,3 +83,22 @@ def test_what_all_ranks_receive_is_what_has_to_arrive(numels: list[int], mesh: t
     own = sum(spec.held[owners[0]] for spec, owners in zip(specs, plan.owners, strict=True))
     assert memory["momentum"] == memory["gather"] == sum(numels) - own
     assert memory["newton_schulz"] == memory["scatter"] == mesh[0] * sum(numels) - own
+
+
+def test_idle_ranks_of_chunks_that_stay_can_be_left_out() -> None:
+    specs = [MatrixSpec(name="expert", numel=8, flops=1, held=(0, 8, 0)), *sharded([6], 3)]
+    full, short = (
+        plan_step(specs, num_ranks=3, itemsize=2, chunk_bytes=100, keep_idle=keep_idle) for keep_idle in (True, False)
+    )
+    assert short.program[1] == full.program[1]
+    assert short.program[0] == full.program[0][3:]
+    assert [(op.name, op.cost, op.bytes, op.items) for op in full.program[0][:3]] == [
+        ("momentum[0]", 0, 0, (0,)),
+        ("newton_schulz[0]", 0, 0, ()),
+        ("update[0]", 0, 0, (0,)),
+    ]
+    assert [(op.name, op.cost, op.bytes) for op in full.program[1][:3]] == [
+        ("momentum[0]", 0, 8 * 12),
+        ("newton_schulz[0]", 1, 2 * 8 * 2),
+        ("update[0]", 0, 8 * 10),
+    ]

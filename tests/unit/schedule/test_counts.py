@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.counts import RankTraffic, count_elements, server_of
@@ -45,6 +45,7 @@ def _plain(counts: list[RankTraffic]) -> list[dict[str, object]]:
     return [{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(count).items()} for count in counts]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=12),
     st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1)]),

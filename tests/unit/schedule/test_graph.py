@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from lightning_muon.schedule.graph import DeadlockError, build_graph
 from lightning_muon.schedule.program import Op, Program
 from tests.unit.schedule.programs import collective, compute, programs, recv, send
 
 
+@settings(deadline=None)
 @given(programs())
 def test_every_node_comes_behind_all_that_it_waits_for(program: Program) -> None:
     graph = build_graph(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from lightning_muon.schedule.memory import Peak, peak_memory, rank_peaks
 from lightning_muon.schedule.muon import plan_step
@@ -14,6 +14,7 @@ from tests.unit.schedule.programs import UNIT, collective, compute, programs
 from tests.unit.schedule.specs import sharded
 
 
+@settings(deadline=None)
 @given(programs())
 def test_no_simulation_shows_more_than_the_bound(program: Program) -> None:
     bounds = rank_peaks(program)

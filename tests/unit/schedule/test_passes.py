@@ -42,6 +42,23 @@ def test_the_first_gathers_are_issued_before_adamw_and_the_next_after_an_update(
     assert [op.bytes for op in issued[1] if op.kind == "adamw"] == [8]
 
 
+def test_with_more_scatter_buffers_updates_come_later() -> None:
+    issued = prefetch(_program(5), 2, scatter_buffers=3)[0]
+    assert _order(issued) == "M0 G0 M1 G1 C0 S0 M2 G2 C1 S1 M3 G3 C2 S2 U0 M4 G4 C3 S3 U1 C4 S4 U2 U3 U4"
+    deps = {op.name: op.deps for op in issued}
+    assert deps["newton_schulz[2]"] == ("gather[2]",)
+    assert deps["newton_schulz[3]"] == ("gather[3]", "update[0]")
+    with pytest.raises(ValueError, match="scatter_buffers must be at least 2, got 1"):
+        prefetch(_program(2), 1, scatter_buffers=1)
+
+
+def test_scatter_buffers_are_lowered_with_the_look_ahead() -> None:
+    program = _program(8)
+    most = peak_memory(prefetch(program, 3, scatter_buffers=3)).bytes
+    assert prefetch(program, 4, memory_bytes=most, scatter_buffers=4) == prefetch(program, 3, scatter_buffers=3)
+    assert prefetch(program, 4, memory_bytes=most - 1, scatter_buffers=4) == prefetch(program, 2)
+
+
 def test_a_buffer_is_waited_for_before_it_is_filled_again() -> None:
     deps = {op.name: op.deps for op in prefetch(_program(4), 2)[0]}
     assert deps["momentum[1]"] == ()

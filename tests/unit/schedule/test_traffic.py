@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
@@ -11,6 +11,7 @@ from lightning_muon.schedule.traffic import traffic, traffic_floor
 from tests.unit.schedule.specs import grid, replicated, sharded
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=20),
     st.sampled_from([(1, 2), (1, 5), (2, 2), (3, 2), (4, 1)]),

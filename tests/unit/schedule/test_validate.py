@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.graph import DeadlockError
@@ -18,6 +18,7 @@ from tests.unit.schedule.programs import collective, compute, recv, send
 from tests.unit.schedule.specs import grid, sharded
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=20),
     st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),

@@ -1,0 +1,129 @@
+"""Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
+
+    python benchmarks/newton_schulz.py
+    python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
+
+GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
+may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only. "ceiling"
+is the rate of the product of two square matrices with the short side. The candidates take turns and the fastest of each
+counts, since other work on the machine only ever adds. A second table compares batches with one matrix after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
+
+SHAPES = {
+    "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
+    "cuda": ["512x512", "1024x1024", "2048x2048", "4096x4096", "4096x14336", "14336x4096", "8192x8192"],
+}
+BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": ["256x256", "512x512", "1024x1024"]}
+BATCH = 8
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
+    print("| shape | dtype | GFLOP/s | of torch's time | ceiling GFLOP/s | of the ceiling |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for dtype in (getattr(torch, name) for name in arguments.dtypes):
+        for rows, cols in map(parse_shape, arguments.shapes or SHAPES[device]):
+            print(row(torch.randn(rows, cols, device=device), dtype, arguments.seconds), flush=True)
+    print(f"\n| shape | dtype | {BATCH} as a batch, of one after the other | worth_batching |")
+    print("| --- | --- | --- | --- |")
+    for dtype in (getattr(torch, name) for name in arguments.dtypes):
+        for rows, cols in map(parse_shape, BATCHED[device]):
+            print(batch_row(torch.randn(BATCH, rows, cols, device=device), dtype, arguments.seconds), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLS")
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
+    return parser.parse_args()
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    rows, cols = text.split("x")
+    return int(rows), int(cols)
+
+
+def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
+    rows, cols = matrix.shape
+    short = min(rows, cols)
+    square = torch.randn(short, short, device=matrix.device).to(dtype)
+    candidates: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: ours(matrix, dtype),
+        "product": lambda: square @ square,
+    }
+    if dtype == torch.bfloat16:
+        candidates["torch"] = lambda: _zeropower_via_newtonschulz(
+            matrix, MuonConfig.ns_coefficients, MuonConfig.ns_steps, MuonConfig.eps
+        )
+    best = fastest(candidates, seconds)
+    rate = newton_schulz_flops(rows, cols, MuonConfig.ns_steps) / best["ours"]
+    ceiling = 2 * short**3 / best["product"]
+    of_torch = f"{best['ours'] / best['torch']:.2f}" if "torch" in best else "-"
+    return (
+        f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {of_torch} | {ceiling / 1e9:.0f} | "
+        f"{rate / ceiling:.2f} |"
+    )
+
+
+def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
+    best = fastest(
+        {"batch": lambda: ours(batch, dtype), "single": lambda: [ours(matrix, dtype) for matrix in batch]}, seconds
+    )
+    rows, cols = batch.shape[1:]
+    worth = worth_batching(rows, cols, batch.device.type)
+    return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
+
+
+def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return orthogonalize(
+        matrix,
+        coefficients=MuonConfig.ns_coefficients,
+        num_steps=MuonConfig.ns_steps,
+        eps=MuonConfig.eps,
+        compute_dtype=dtype,
+    )
+
+
+def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Seconds of the fastest call of each, in turns."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for run in candidates.values():
+        run()
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        for name, run in candidates.items():
+            synchronize()
+            started = time.perf_counter()
+            run()
+            synchronize()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

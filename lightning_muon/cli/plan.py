@@ -1,0 +1,185 @@
+"""``lightning-muon plan``: what a step will cost on any number of ranks, without starting one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_muon.cli.plan_config import PlannedModel, read_config
+from lightning_muon.cli.plan_data import plan_as_dict
+from lightning_muon.cli.plan_report import plan_as_text
+from lightning_muon.cli.plan_specs import Mesh, with_fused, with_stacks_cut_along
+from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, PlanOptions, compare_strategies
+from lightning_muon.config import MuonConfig
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.shapes import read_shapes, shipped_shapes, write_shapes
+
+MOST_RANKS = 4096
+_DEFAULT_SHARD = 8
+_DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
+strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
+
+
+def plan_command(args: Sequence[str], *, cli_class: Callable[[], type[Any]]) -> None:
+    """Run ``lightning-muon plan``; a failure ends the process with a message.
+
+    Args:
+        args: What follows ``plan`` on the command line.
+        cli_class: Gives ``LightningCLI`` of the installed package; called for ``--config`` only.
+    """
+    options = _parser().parse_args(args)
+    was_collecting = gc.isenabled()
+    # The plan of thousands of ranks has millions of small objects without cycles; looking for some takes a third of the
+    # time.
+    gc.disable()
+    try:
+        _run(options, cli_class)
+    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
+        raise SystemExit(f"lightning-muon plan: {error}") from error
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> None:
+    planned = _read_model(arguments, cli_class)
+    model = with_fused(planned.shapes, dict(arguments.fused))
+    if arguments.stack_shard_dim is not None:
+        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
+    if arguments.write_shapes is not None:
+        write_shapes(model, arguments.write_shapes)
+    mesh = _mesh(arguments, planned)
+    options = _options(arguments, planned.optimizer)
+    outcomes = compare_strategies(model, mesh, options)
+    for path in arguments.draw:
+        _draw(outcomes, path, f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
+    if arguments.json:
+        sys.stdout.write(json.dumps(plan_as_dict(model, mesh, options, outcomes)) + "\n")
+    else:
+        sys.stdout.write(plan_as_text(model, mesh, options, outcomes))
+
+
+def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+    draw_timelines(
+        {outcome.name: outcome.timeline for outcome in outcomes},
+        path,
+        title=title,
+        crowds={outcome.name: outcome.crowd for outcome in outcomes if len(outcome.loads) > MOST_RANKS_IN_FULL},
+    )
+
+
+def _read_model(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> PlannedModel:
+    if arguments.config is not None:
+        return read_config(arguments.config, cli_class())
+    shapes = read_shapes(arguments.shapes)
+    return PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=None)
+
+
+def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
+    replicate = arguments.replicate if arguments.replicate is not None else planned.replicate
+    shard = arguments.shard if arguments.shard is not None else planned.shard
+    if shard is None and arguments.config is not None:
+        raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
+    mesh = Mesh(replicate=1 if replicate is None else replicate, shard=_DEFAULT_SHARD if shard is None else shard)
+    for name, size in (("--replicate", mesh.replicate), ("--shard", mesh.shard)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if mesh.size > MOST_RANKS:
+        raise ValueError(
+            f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}; choose a smaller "
+            "--replicate or --shard"
+        )
+    return mesh
+
+
+def _options(arguments: argparse.Namespace, optimizer: MuonConfig) -> PlanOptions:
+    for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    return PlanOptions(
+        ns_steps=optimizer.ns_steps if arguments.ns_steps is None else arguments.ns_steps,
+        wire_itemsize=arguments.wire_bytes,
+        chunk_bytes=optimizer.chunk_bytes if arguments.chunk_bytes is None else arguments.chunk_bytes,
+        look_ahead=optimizer.look_ahead if arguments.look_ahead is None else arguments.look_ahead,
+        buffer_bytes=arguments.buffer_bytes,
+        cost=_cost_model(arguments),
+    )
+
+
+def _cost_model(arguments: argparse.Namespace) -> CostModel:
+    """The machine: a file or a preset, with single numbers replaced."""
+    cost = PRESETS[arguments.machine]
+    if arguments.cost is not None:
+        try:
+            cost = CostModel.from_json(arguments.cost.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{arguments.cost}: {error}") from error
+    if arguments.flops is not None:
+        cost = replace(cost, flops_per_second=arguments.flops)
+    if arguments.memory_bandwidth is not None:
+        cost = replace(cost, memory_bytes_per_second=arguments.memory_bandwidth)
+    if arguments.bandwidth is not None:
+        cost = replace(cost, bandwidth=(arguments.bandwidth,))
+    if arguments.inter_bandwidth is not None:
+        cost = replace(cost, bandwidth=(cost.bandwidth[0], arguments.inter_bandwidth))
+    if arguments.latency is not None:
+        cost = replace(cost, latency_seconds=(arguments.latency,))
+    return cost
+
+
+def _fused(text: str) -> tuple[str, tuple[int, ...]]:
+    pattern, _, sizes = text.rpartition("=")
+    try:
+        parts = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        parts = ()
+    if not pattern or not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=NUMBER or PATTERN=SIZE,SIZE,...")
+    return pattern, parts
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-muon plan", description=_DESCRIPTION)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
+    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
+    parser.add_argument("--replicate", metavar="R", type=int, help="replicas (default: the config's, or 1)")
+    parser.add_argument("--shard", metavar="S", type=int, help="ranks per replica (default: the config's, or 8)")
+    parser.add_argument("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
+    parser.add_argument(
+        "--stack-shard-dim", metavar="DIM", type=int, help="dimension along which stacks of experts are cut (0)"
+    )
+    parser.add_argument("--ns-steps", metavar="N", type=int, help="Newton-Schulz iterations (the config's, or 5)")
+    parser.add_argument("--wire-bytes", metavar="N", type=int, default=2, help="bytes of an element that travels (2)")
+    parser.add_argument("--chunk-bytes", metavar="N", type=int, help="of what a rank owns of a chunk (the config's)")
+    parser.add_argument("--look-ahead", metavar="N", type=int, help="chunks on their way at a time (the config's)")
+    parser.add_argument("--buffer-bytes", metavar="N", type=int, help="bound of a rank's buffers")
+    _add_machine(parser.add_argument_group("machine"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
+    output.add_argument(
+        "--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf"
+    )
+    output.add_argument("--write-shapes", metavar="FILE.json", type=Path, help="save the shapes of the model")
+    return parser
+
+
+_FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
+
+
+def _add_machine(group: Any) -> None:
+    group.add_argument("--machine", choices=sorted(PRESETS), default="reference", help="rates to start from")
+    group.add_argument("--cost", metavar="FILE.json", type=Path, help="rates from a file, in place of --machine")
+    group.add_argument("--flops", metavar="X", type=float, help="FLOP/s of Newton-Schulz")
+    group.add_argument("--memory-bandwidth", metavar="X", type=float, help="bytes/s of elementwise work")
+    group.add_argument("--bandwidth", metavar="X", type=float, help="bytes/s of a rank's link")
+    group.add_argument("--inter-bandwidth", metavar="X", type=float, help="bytes/s between replicas")
+    group.add_argument("--latency", metavar="X", type=float, help="seconds of every transfer")

@@ -1,0 +1,125 @@
+"""``lightning-muon trace``: record real optimizer steps, and draw them above their prediction."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from lightning_muon.config import Assignment, MuonConfig
+from lightning_muon.monitor.compare import Comparison, compare
+from lightning_muon.monitor.ranks import run_on_ranks
+from lightning_muon.monitor.timeline import trace_events
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes
+
+# Weight, gradient and momentum of a matrix, in float32; AdamW's parameters have one more.
+_BYTES_PER_ELEMENT = 16
+_DESCRIPTION = """Run optimizer steps on random weights of the given shapes, without a model, and write when every op of
+every rank ran: DIR/trace.json (open it at https://ui.perfetto.dev) and DIR/timeline.png and .svg, measured above
+predicted. The prediction comes from a calibration in the same run. Starts gloo processes on this machine; under
+torchrun the ranks are those that it has started, on CUDA if there is any."""
+
+
+def trace_command(args: Sequence[str]) -> None:
+    """Run ``lightning-muon trace``; a failure ends the process with a message.
+
+    Args:
+        args: What follows ``trace`` on the command line.
+    """
+    arguments = _parser().parse_args(args)
+    try:
+        _run(arguments)
+    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
+        raise SystemExit(f"lightning-muon trace: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    model = read_shapes(arguments.shapes)
+    for name in ("ranks", "replicate", "steps"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.ranks % arguments.replicate:
+        raise ValueError(f"--replicate {arguments.replicate} must divide --ranks {arguments.ranks}")
+    is_launched = "RANK" in os.environ
+    if not is_launched:
+        _require_memory(model, arguments.replicate)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    options = {key: getattr(arguments, key) for key in ("assignment", "overlap", "look_ahead", "chunk_bytes")}
+    (comparison,) = run_on_ranks(
+        _compare, model, arguments.replicate, arguments.steps, options, num_ranks=arguments.ranks
+    )
+    if is_launched and os.environ["RANK"] != "0":
+        return
+    _write(comparison, model, arguments)
+
+
+def _compare(model: ModelShapes, num_replicas: int, num_steps: int, options: dict[str, Any]) -> list[Comparison]:
+    return compare(model, num_replicas=num_replicas, num_steps=num_steps, options=[options])
+
+
+def _write(comparison: Comparison, model: ModelShapes, arguments: argparse.Namespace) -> None:
+    trace = arguments.out / "trace.json"
+    trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")
+    (arguments.out / "cost.json").write_text(json.dumps(comparison.cost.to_dict()) + "\n", encoding="utf-8")
+    timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}
+    title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
+    for suffix in (".png", ".svg"):
+        draw_timelines(timelines, arguments.out / f"timeline{suffix}", title=title)
+    sys.stdout.write(_report(comparison, trace))
+
+
+def _report(comparison: Comparison, trace: Path) -> str:
+    steps = " ".join(f"{1e3 * seconds:.1f}" for seconds in comparison.measured_seconds)
+    cost = comparison.cost
+    links = ", ".join(
+        f"{1e6 * latency:.0f} us + bytes / {bandwidth / 1e9:.3g} GB/s"
+        for latency, bandwidth in zip(cost.latency_seconds, cost.bandwidth, strict=True)
+    )
+    memory = f"{cost.memory_bytes_per_second / 1e9:.3g} GB/s of memory"
+    return (
+        f"measured   {1e3 * comparison.measured:9.1f} ms per step (fastest of {steps})\n"
+        f"predicted  {1e3 * comparison.predicted.makespan:9.1f} ms, {comparison.ratio:.2f} of measured\n"
+        f"calibrated {cost.flops_per_second / 1e9:.4g} GFLOP/s, {memory}, "
+        f"{1e6 * cost.op_seconds:.0f} us per op; links: {links}\n"
+        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost)\n"
+    )
+
+
+def _require_memory(model: ModelShapes, num_replicas: int) -> None:
+    """All ranks are on this machine, with all of the model in each replica."""
+    numel = sum(_numel(parameter.shape) for parameter in model.parameters if not parameter.frozen)
+    needed = numel * _BYTES_PER_ELEMENT * num_replicas
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise ValueError(
+            f"{model.name} with its gradients and states takes {needed / 2**30:.0f} GiB, and this machine has "
+            f"{present / 2**30:.0f} GiB; trace fewer layers"
+        )
+
+
+def _numel(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-muon trace", description=_DESCRIPTION)
+    parser.add_argument(
+        "--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}"
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
+    parser.add_argument("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
+    parser.add_argument("--steps", type=int, default=5, help="recorded steps (default 5)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    parser.add_argument("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
+    parser.add_argument("--overlap", choices=("step", "off"), default="step")
+    parser.add_argument("--look-ahead", type=int, default=MuonConfig.look_ahead)
+    parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
+    return parser

@@ -1,0 +1,225 @@
+"""A cost model measured on this machine, with all ranks at work at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_muon.comm.exchange import parts, start_all_to_all
+from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.config import MuonConfig
+from lightning_muon.monitor.ranks import run_on_ranks, this_device
+from lightning_muon.monitor.timeline import Recording, predict, record_step
+from lightning_muon.monitor.workload import make_optimizer
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.kinds import MOMENTUM, NEWTON_SCHULZ, UPDATE
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.simulate import Span
+
+# Larger sides are cut to this: products reach their full rate long before, and the measurement stays short.
+_LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
+_MOST_SHAPES, _MOST_PER_RANK = 4, 32
+_MOST_FLOPS_PER_RANK = {"cpu": 40e9, "cuda": 40e12}
+# Two sizes of chunks tell what an op costs by itself from what its bytes cost.
+_CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
+_LEAST_STEPS, _MOST_STEPS, _STEP_BUDGET_SECONDS = 3, 10, 2.5
+_LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
+_MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
+_FLOPS_PER_STEP = 5
+
+
+def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
+    """Measure Newton-Schulz, memory and links in less than 20 seconds, as they are when all ranks work at once.
+
+    Runs steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices and fits the rates to its ops and
+    to whole steps, serial and overlapped, so that packing and contention for cores count; also times all-to-alls along
+    each axis of the mesh. On the CPUs of one machine all ranks share the cores, so the result holds for ``num_ranks``
+    ranks only.
+
+    Collective inside a process group or under a launcher: every rank must call it, and all get the same result.
+    Elsewhere it starts ``num_ranks`` gloo processes on this machine.
+
+    Args:
+        shapes: Of the matrices, each as often as there are such matrices.
+        num_ranks: Number of ranks.
+        num_replicas: Size of the replicate axis; links between replicas are measured on their own.
+        **options: Of the optimizer that change its arithmetic: ``compute_dtype``, ``wire_dtype``, ``ns_steps``.
+
+    Raises:
+        ValueError: If there are no matrices, or ``num_replicas`` does not divide ``num_ranks``.
+    """
+    counts = Counter((rows, cols) for rows, cols in shapes)
+    if not counts:
+        raise ValueError("there are no matrices to measure; give the shape of at least one")
+    if num_replicas < 1 or num_ranks % num_replicas:
+        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
+    return CostModel.from_dict(run_on_ranks(_measure, dict(counts), num_replicas, options, num_ranks=num_ranks))
+
+
+def sample_matrices(counts: dict[tuple[int, int], int], num_ranks: int, device_type: str = "cpu") -> ModelShapes:
+    """A few matrices per rank with about the mix of ``counts`` (shape -> number), the largest cut to size."""
+    side = _LARGEST_SIDE[device_type]
+    cut: Counter[tuple[int, int]] = Counter()
+    for (rows, cols), count in counts.items():
+        cut[min(rows, side), min(cols, side)] += count
+    work = {shape: count * _work(shape) for shape, count in cut.items()}
+    chosen = sorted(work, key=lambda shape: (-work[shape], shape))[:_MOST_SHAPES]
+    total = sum(cut[shape] for shape in chosen)
+    mean_flops = _FLOPS_PER_STEP * sum(work[shape] for shape in chosen) / total
+    per_rank = min(_MOST_PER_RANK, max(1, int(_MOST_FLOPS_PER_RANK[device_type] / mean_flops)))
+    parameters = [
+        ParameterShape(name=f"{shape[0]}x{shape[1]}.{number}", shape=shape, kind="matrix")
+        for shape in chosen
+        for number in range(num_ranks * max(1, round(per_rank * cut[shape] / total)))
+    ]
+    return ModelShapes(name="sample", source="", parameters=tuple(parameters))
+
+
+def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
+    """Rates of arithmetic and memory that explain the durations of ops best.
+
+    ``bytes / memory_bytes_per_second + op_seconds`` is fitted to the elementwise ops by least squares; what is left of
+    Newton-Schulz gives ``flops_per_second``.
+    """
+    elementwise = [(span.op.bytes, span.end - span.start) for span in spans if span.op.kind in (MOMENTUM, UPDATE)]
+    per_byte, op_seconds = fit_line(elementwise)
+    products = [span for span in spans if span.op.kind == NEWTON_SCHULZ and span.op.cost]
+    seconds = sum(span.end - span.start - op_seconds - per_byte * span.op.bytes for span in products)
+    flops = sum(span.op.cost for span in products)
+    return {
+        "flops_per_second": flops / max(seconds, 1e-9),
+        "memory_bytes_per_second": 1 / per_byte,
+        "op_seconds": op_seconds,
+    }
+
+
+def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: str) -> CostModel:
+    """Correct ``flops_per_second`` so that whole steps, predicted, take as long as they did in geometric mean.
+
+    The mean duration of ops is too short a measure where ranks share cores: they take turns, and at each communication
+    all wait for the one that came last.
+    """
+
+    def surplus(factor: float) -> float:
+        changed = replace(cost, flops_per_second=factor * cost.flops_per_second)
+        return sum(
+            math.log(predict(recording, changed, device_type=device_type).makespan / recording.op_seconds)
+            for recording in recordings
+        )
+
+    low, high = -math.log(_LARGEST_CORRECTION), math.log(_LARGEST_CORRECTION)
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if surplus(math.exp(middle)) > 0 else (low, middle)
+    return replace(cost, flops_per_second=math.exp((low + high) / 2) * cost.flops_per_second)
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """``(slope, constant)`` of ``y = slope x + constant`` by least squares, with slope > 0 and constant >= 0."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    variance = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
+    constant = mean_y - slope * mean_x
+    if slope <= 0 or constant < 0:
+        # Too noisy, or all of one size: then all of the time is put down to the size.
+        return mean_y / mean_x, 0.0
+    return slope, constant
+
+
+def _work(shape: tuple[int, int]) -> float:
+    short, long = sorted(shape)
+    return 2.0 * short * short * (2 * long + short)
+
+
+def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Collective over the default process group; every rank must call it."""
+    device_type = this_device().type
+    model = sample_matrices(counts, dist.get_world_size(), device_type)
+    large, small = ({**options, "chunk_bytes": chunk_bytes} for chunk_bytes in _CHUNK_BYTES)
+    serial, pipelined = (_fastest_step(model, num_replicas, {**large, "overlap": kind}) for kind in ("off", "step"))
+    pieces = _fastest_step(model, num_replicas, {**small, "overlap": "off"})
+    spans = [span for step in (serial, pieces) for each in step.timeline.spans.values() for span in each]
+    latencies, bandwidths = [], []
+    for group in _axes(num_replicas):
+        per_byte, latency = _agree(fit_line(_time_messages(group)))
+        latencies.append(latency)
+        bandwidths.append(1 / per_byte)
+    fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
+    return fit_steps(fitted, (serial, pipelined), device_type=device_type).to_dict()
+
+
+def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]) -> Recording:
+    """The fastest of a few steps: other work on the machine only ever adds."""
+    optimizer = make_optimizer(model, num_replicas=num_replicas, error_if_nonfinite=False, **options)
+    optimizer.step()
+    begun = time.monotonic()
+    recordings = [record_step(optimizer)]
+    while len(recordings) < _MOST_STEPS:
+        (elapsed,) = _agree((time.monotonic() - begun,))
+        if len(recordings) >= _LEAST_STEPS and elapsed > _STEP_BUDGET_SECONDS:
+            break
+        recordings.append(record_step(optimizer))
+    return min(recordings, key=lambda recording: recording.timeline.makespan)
+
+
+def _axes(num_replicas: int) -> list[AxisGroup | None]:
+    """The calling rank's group along each axis of more than one rank, the shard axis first."""
+    num_ranks = dist.get_world_size()
+    num_shards = num_ranks // num_replicas
+    if num_ranks == 1:
+        return [None]
+    found: list[AxisGroup | None] = []
+    rows = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
+    columns = [list(range(shard, num_ranks, num_shards)) for shard in range(num_shards)]
+    for members in (rows, columns):
+        if len(members[0]) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(members)
+            found.append(AxisGroup(group, dist.get_rank(group), tuple((i,) for i in range(len(members[0])))))
+    return found
+
+
+def _time_messages(group: AxisGroup | None) -> list[tuple[float, float]]:
+    """(Bytes that a rank sends, seconds) of uneven all-to-alls, which all groups do at the same time."""
+    if group is None:
+        return [(1.0, 1e-12)]
+    return [_time_message(group, size) for size in _MESSAGE_BYTES]
+
+
+def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
+    device = this_device()
+    # What two ranks exchange depends on their distance, so that parts differ but every rank sends and gets the same.
+    weights = [(peer - group.rank) % group.size for peer in range(group.size)]
+    back = [(group.rank - peer) % group.size for peer in range(group.size)]
+    sent = [size * weight // sum(weights) for weight in weights]
+    received = [size * weight // sum(back) for weight in back]
+    to = parts(range(group.size), [(count,) for count in sent], group.size)
+    source = parts(range(group.size), [(count,) for count in received], group.size)
+    out = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+    into = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    seconds: list[float] = []
+    for _ in range(_NUM_MESSAGES):
+        dist.barrier(group.group)
+        started = time.monotonic()
+        for work in start_all_to_all(out, to, into, source, group):
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - started)
+    # The first ones open connections.
+    return float(sum(sent)), median(seconds[_NUM_MESSAGES // 3 :])
+
+
+def _agree(values: Sequence[float]) -> list[float]:
+    """The mean over all ranks. Collective over the default process group; every rank must call it."""
+    total = torch.tensor(values, dtype=torch.float64, device=this_device())
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()

@@ -1,0 +1,243 @@
+"""When the ops of a real step began and ended, on all ranks: the same kind of timeline as the simulator's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_muon.optim.binding import ExchangeGroup, local_tensor
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.kinds import ADAMW, NEWTON_SCHULZ
+from lightning_muon.schedule.passes import host_order
+from lightning_muon.schedule.program import TRANSFER, Op, Program
+from lightning_muon.schedule.simulate import Span, Timeline, simulate
+
+# AdamW reads gradient, weight and two moments and writes the last three.
+_ADAMW_TENSORS = 7
+_LATEST_END_SECONDS = 30.0
+
+
+class TimelineRecorder:
+    """Notes when each op of the calling rank starts and ends; an executor is told by ``executor.recorder = recorder``.
+
+    On a CPU the clock is ``time.monotonic``, which the processes of a machine share. On CUDA it is that of the device
+    (events on the stream of the op), tied to the host's by one synchronization when recording begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._changed = threading.Condition()
+        self._ops: list[Op] = []
+        self._starts: list[Any] = []
+        self._ends: dict[str, Any] = {}
+        self._origin: Any = None
+
+    def begin(self) -> None:
+        """Forget everything and start anew; waits for the device."""
+        with self._changed:
+            self._ops, self._starts, self._ends = [], [], {}
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            self._origin = (time.monotonic(), self._now())
+            torch.cuda.synchronize()
+
+    def started(self, op: Op) -> None:
+        """See :class:`~lightning_muon.runtime.executor.Recorder`."""
+        now = self._now()
+        with self._changed:
+            self._ops.append(op)
+            self._starts.append(now)
+
+    def ended(self, op: Op) -> None:
+        """See :class:`~lightning_muon.runtime.executor.Recorder`."""
+        now = self._now()
+        with self._changed:
+            self._ends[op.name] = now
+            self._changed.notify_all()
+
+    def spans(self) -> list[Span]:
+        """What was recorded, in order of issue, in seconds of the host's clock; waits until all ops have ended.
+
+        Raises:
+            RuntimeError: If an op has not ended within 30 seconds.
+        """
+        with self._changed:
+            # A rank that waited for a communication goes on a moment before the backend's thread says that it ended.
+            if not self._changed.wait_for(lambda: len(self._ends) == len(self._ops), _LATEST_END_SECONDS):
+                missing = [op.name for op in self._ops if op.name not in self._ends]
+                raise RuntimeError(f"{missing[:4]} had not ended {_LATEST_END_SECONDS} s after the step")
+            if self._is_cuda:
+                torch.cuda.synchronize()
+            return [
+                Span(op, self._seconds(start), self._seconds(self._ends[op.name]))
+                for op, start in zip(self._ops, self._starts, strict=True)
+            ]
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        if not self._is_cuda:
+            return moment
+        seconds, event = self._origin
+        return seconds + event.elapsed_time(moment) / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A step as it ran.
+
+    Attributes:
+        timeline: Of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of
+            its group have reached it, as in :func:`~lightning_muon.schedule.simulate.simulate`.
+        seconds: From there until the last rank has finished the step.
+        program: The ops in the order in which they were issued; ranks are global ranks.
+        matrices: Rank -> name of an op -> names of the matrices that it works on.
+    """
+
+    timeline: Timeline
+    seconds: float
+    program: Program
+    matrices: dict[int, dict[str, list[str]]]
+
+    @property
+    def op_seconds(self) -> float:
+        """From the start of the first op on any rank to the end of the last one."""
+        return self.timeline.makespan - min(spans[0].start for spans in self.timeline.spans.values() if spans)
+
+
+def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timeline:
+    """The timeline of the recorded program from a cost model. A CPU starts no transfer while it computes."""
+    return simulate(host_order(recording.program) if device_type == "cpu" else recording.program, cost)
+
+
+def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) -> Recording:
+    """Take one step and say when everything happened. Collective over the default process group; every rank must call.
+
+    Args:
+        optimizer: Has taken a step before, so that its plan is made.
+        step: In place of ``optimizer.step``, for example backward and step.
+    """
+    bound = optimizer._bound
+    if bound is None:
+        raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
+    executor = bound.matrix_step.executor
+    recorder = executor.recorder = TimelineRecorder(local_tensor(bound.binding.parameters[0].tensor).device)
+    recorder.begin()
+    dist.barrier()
+    begun = time.monotonic()
+    try:
+        (step or optimizer.step)()
+        spans = recorder.spans()
+    finally:
+        executor.recorder = None
+    finished = time.monotonic()
+    groups = bound.binding.exchange_groups
+    named = {span.op.name: _matrices(span.op, groups) for span in spans}
+    spans = [span._replace(op=_with_global_ranks(span.op, groups, optimizer)) for span in spans]
+    shift = _clock_shift()
+    mine = (begun + shift, finished + shift, [Span(op, a + shift, b + shift) for op, a, b in spans], named)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return _merge(everyone)
+
+
+def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str]]]]) -> Recording:
+    begun = max(start for start, _, _, _ in everyone)
+    reached: dict[tuple[str, tuple[int, ...]], float] = {}
+    for _, _, spans, _ in everyone:
+        for op, start, _ in spans:
+            key = op.name, op.group
+            reached[key] = max(start, reached.get(key, start)) if op.group else start
+    timeline: dict[int, list[Span]] = {}
+    for rank, (_, _, spans, _) in enumerate(everyone):
+        timeline[rank] = []
+        for op, start, end in spans:
+            start = min(end, reached[op.name, op.group]) if op.group else start
+            timeline[rank].append(Span(op, max(0.0, start - begun), max(0.0, end - begun)))
+    return Recording(
+        timeline=Timeline(timeline),
+        seconds=max(finished for _, finished, _, _ in everyone) - begun,
+        program={rank: [span.op for span in spans] for rank, spans in timeline.items()},
+        matrices={rank: named for rank, (_, _, _, named) in enumerate(everyone)},
+    )
+
+
+def _matrices(op: Op, groups: Sequence[ExchangeGroup]) -> list[str]:
+    if op.kind == ADAMW:
+        return []
+    group = groups[_group_number(op)]
+    return [group.jobs[index].matrix.name for index in op.items]
+
+
+def _group_number(op: Op) -> int:
+    return int(op.key.partition(".")[0])
+
+
+def _with_global_ranks(op: Op, groups: Sequence[ExchangeGroup], optimizer: ParallelMuon) -> Op:
+    """The op with ranks of the world, not of its exchange group; AdamW with its memory traffic."""
+    rank = dist.get_rank()
+    if op.kind == ADAMW:
+        routes = zip(optimizer.routes, optimizer._bound.binding.parameters, strict=True)
+        held = sum(local_tensor(p.tensor).nbytes for route, p in routes if route.algorithm == "adamw")
+        return replace(op, rank=rank, bytes=_ADAMW_TENSORS * held)
+    axes = groups[_group_number(op)].axes
+    members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
+    return replace(op, rank=rank, group=tuple(members[member] for member in op.group))
+
+
+def _clock_shift() -> float:
+    """Seconds to add to this rank's clock to get rank 0's; 0 on one machine. Collective over the default group.
+
+    Ranks of several machines take the end of a barrier for one moment, which is off by less than the barrier takes.
+    """
+    dist.barrier()
+    moments: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(moments, (socket.gethostname(), time.monotonic()))
+    here, now = moments[dist.get_rank()]
+    return 0.0 if here == moments[0][0] else moments[0][1] - now
+
+
+def trace_events(recording: Recording) -> dict[str, Any]:
+    """The recording in the format of Chrome's tracing: open the JSON at https://ui.perfetto.dev.
+
+    One process per rank with a thread for each lane; times in microseconds.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, spans in recording.timeline.spans.items():
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(("compute", "transfer"))
+        ]
+        events += [_event(rank, span, recording.matrices[rank].get(span.op.name, [])) for span in spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(rank: int, span: Span, matrices: Sequence[str]) -> dict[str, Any]:
+    op = span.op
+    arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": list(matrices)}
+    if op.kind == NEWTON_SCHULZ:
+        arguments["gflop"] = op.cost / 1e9
+    return {
+        "ph": "X",
+        "name": op.name,
+        "cat": op.kind,
+        "pid": rank,
+        "tid": int(op.lane == TRANSFER),
+        "ts": 1e6 * span.start,
+        "dur": 1e6 * (span.end - span.start),
+        "args": arguments,
+    }

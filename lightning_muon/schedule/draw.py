@@ -1,0 +1,225 @@
+"""Timelines as a picture: rows are ranks, boxes are ops (G[i] gather, C[i] Newton-Schulz, S[i] scatter, U[i] update).
+
+Needs matplotlib, which is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_muon.schedule.crowd import Crowd
+from lightning_muon.schedule.kinds import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
+from lightning_muon.schedule.program import TRANSFER
+from lightning_muon.schedule.simulate import Span, Timeline
+
+
+class _Style(NamedTuple):
+    letter: str
+    title: str
+    color: str
+
+
+# After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/), whose colors color-blind readers can tell apart; lighter
+# where black letters would be hard to read.
+_STYLES = {
+    BACKWARD: _Style("B", "backward", "#999999"),
+    MOMENTUM: _Style("M", "momentum", "#CC79A7"),
+    GATHER: _Style("G", "gather", "#56B4E9"),
+    NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),
+    SCATTER: _Style("S", "scatter", "#29B98A"),
+    UPDATE: _Style("U", "update", "#F0E442"),
+    ADAMW: _Style("A", "AdamW", "#A58ADB"),
+}
+_OTHER = _Style("", "other", "#D55E00")
+_MOST_ROWS = 16  # More ranks than this are summarized.
+_WIDTH, _ROW_HEIGHT, _LEAST_PANEL, _TITLE_HEIGHT = 12.0, 0.34, 0.5, 0.42  # Inches.
+_CUT = 2.5  # The time axis ends with the longest timeline that is at most so many times as long as the shortest.
+_TRANSFERS, _ARITHMETIC = (0.06, 0.30), (0.38, 0.56)  # Top and height of the lanes in a row of height 1.
+_LETTER_WIDTH = 4.4  # Points, at the size of the labels.
+
+
+def draw_timelines(
+    timelines: Mapping[str, Timeline], path: Path, *, title: str, crowds: Mapping[str, Crowd] | None = None
+) -> None:
+    """Draw timelines below each other on one time axis, and save them as what the suffix of ``path`` says.
+
+    Each rank is a row with two lanes, transfers above arithmetic; ranks that all do the same are one row. Of more than
+    16 ranks the busiest, the median and the idlest are shown, beside the load of all of them. Timelines that are far
+    longer than the shortest are cut off.
+
+    Args:
+        timelines: Title -> timeline.
+        path: ``.png``, ``.svg`` or ``.pdf``.
+        title: Of the figure.
+        crowds: Title of a timeline that stands for more ranks than it has -> those ranks.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If ``path`` has another suffix, or there is nothing to draw.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: pictures are .png, .svg or .pdf files")
+    if not any(timeline.makespan for timeline in timelines.values()):
+        raise ValueError(f"there is no timeline to draw in {path}")
+    canvas = _Canvas(timelines, title, crowds or {})
+    for index, (name, timeline) in enumerate(timelines.items()):
+        canvas.draw_ranks(index, name, timeline)
+        canvas.draw_loads(index, name, timeline)
+    canvas.save(path)
+
+
+def rows_shown(timeline: Timeline, crowd: Crowd | None = None) -> dict[int, str]:
+    """Rank -> label of its row: all of a few ranks; of many the busiest, the median and the idlest."""
+    sizes = crowd.sizes if crowd is not None else dict.fromkeys(timeline.spans, 1)
+    ranks = sorted(timeline.spans)
+    times = {rank: [(span.op.name, span.start, span.end) for span in timeline.spans[rank]] for rank in ranks}
+    if all(each == times[ranks[0]] for each in times.values()):
+        return {ranks[0]: "each rank"} if sum(sizes.values()) > 1 else {ranks[0]: f"rank {ranks[0]}"}
+    if sum(sizes.values()) <= _MOST_ROWS:
+        return {rank: f"rank {rank}" for rank in ranks}
+    ordered = sorted(ranks, key=lambda rank: (-timeline.ranks[rank].compute_seconds, rank))
+    chosen = (("busiest", ordered[0]), ("median", _median(ordered, sizes)), ("idlest", ordered[-1]))
+    labels: dict[int, str] = {}
+    for what, rank in chosen:
+        labels[rank] = f"{labels[rank].partition(chr(10))[0]}, {what}" if rank in labels else what
+        labels[rank] += f"\nrank {rank}" + (f" ({sizes[rank]} alike)" if sizes[rank] > 1 else "")
+    return labels
+
+
+def headline(name: str, timeline: Timeline, crowd: Crowd | None = None) -> str:
+    """Title of a panel: the strategy, its duration, and how well it hides communication."""
+    idle = timeline.idle if crowd is None else crowd.idle(timeline)
+    hidden = timeline.hidden if crowd is None else crowd.hidden(timeline)
+    return f"{name}: {_milliseconds(timeline.makespan)}, idle {idle:.1%}, communication hidden {hidden:.1%}"
+
+
+def _median(ordered: Sequence[int], sizes: Mapping[int, int]) -> int:
+    before, half = 0, sum(sizes.values()) / 2
+    for rank in ordered:
+        before += sizes[rank]
+        if before > half:
+            return rank
+    return ordered[-1]
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+class _Canvas:
+    """A figure with one panel per timeline."""
+
+    def __init__(self, timelines: Mapping[str, Timeline], title: str, crowds: Mapping[str, Crowd]) -> None:
+        self._patches = _matplotlib("patches")
+        self._crowds = crowds
+        self._rows = [rows_shown(timeline, crowds.get(name)) for name, timeline in timelines.items()]
+        self._has_loads = bool(crowds) or any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
+        lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
+        self._end = max(length for length in lengths if length <= _CUT * min(lengths))
+        least = 3 * _ROW_HEIGHT if self._has_loads else _LEAST_PANEL
+        heights = [max(least, len(rows) * _ROW_HEIGHT) + _TITLE_HEIGHT for rows in self._rows]
+        self._figure = _matplotlib("figure").Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained")
+        self._panels = self._figure.subplots(
+            len(heights),
+            2 if self._has_loads else 1,
+            squeeze=False,
+            gridspec_kw={"height_ratios": heights, **({"width_ratios": [4, 1]} if self._has_loads else {})},
+        )
+        self._figure.suptitle(title, fontsize=11, fontweight="bold")
+        self._used: set[str] = set()
+
+    def draw_ranks(self, index: int, name: str, timeline: Timeline) -> None:
+        """Draw the rows of a timeline in its panel."""
+        panel, rows = self._panels[index][0], self._rows[index]
+        for row, rank in enumerate(rows):
+            self._draw_rank(panel, row, timeline.spans[rank])
+        panel.set_title(headline(name, timeline, self._crowds.get(name)), fontsize=9, loc="left")
+        panel.set_xlim(0, self._end * 1.005)
+        panel.set_ylim(len(rows), 0)
+        panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
+        panel.tick_params(axis="y", length=0)
+        panel.tick_params(axis="x", labelsize=7)
+        for row in range(1, len(rows)):
+            panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
+        _hide_spines(panel, "top", "right", "left")
+        if 1e3 * timeline.makespan > self._end * 1.001:
+            text = f"goes on until {_milliseconds(timeline.makespan)} $\\rightarrow$"
+            panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
+        else:
+            panel.axvline(1e3 * timeline.makespan, color="black", linewidth=0.8, linestyle=":")
+        if index == len(self._panels) - 1:
+            panel.set_xlabel("time (ms)", fontsize=8)
+        else:
+            panel.set_xticklabels([])
+
+    def _draw_rank(self, panel: Any, row: int, spans: Sequence[Span]) -> None:
+        boxes: dict[tuple[str, tuple[float, float]], list[tuple[float, float]]] = {}
+        for span in spans:
+            start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
+            if width <= 0 or start > self._end:
+                continue
+            lane = _TRANSFERS if span.op.lane == TRANSFER else _ARITHMETIC
+            boxes.setdefault((span.op.kind, lane), []).append((start, width))
+            self._label(panel, span, (start, width), row + lane[0] + lane[1] / 2)
+        for (kind, (top, height)), places in boxes.items():
+            self._used.add(_style(kind).title)
+            color = _style(kind).color
+            panel.broken_barh(places, (row + top, height), facecolors=color, edgecolors="white", linewidth=0.3)
+
+    def _label(self, panel: Any, span: Span, place: tuple[float, float], middle: float) -> None:
+        """Write the name of an op into its box if it fits."""
+        start, width = place
+        label = f"{_style(span.op.kind).letter}[{span.op.key}]"
+        points_per_ms = 72 * _WIDTH * (0.7 if self._has_loads else 0.93) / self._end
+        if width * points_per_ms > _LETTER_WIDTH * len(label) and start + width <= self._end * 1.005:
+            panel.text(start + width / 2, middle, label, fontsize=6, ha="center", va="center")
+
+    def draw_loads(self, index: int, name: str, timeline: Timeline) -> None:
+        """Draw the load of all ranks, largest first, beside the timeline, if some are not in it."""
+        if not self._has_loads:
+            return
+        panel = self._panels[index][1]
+        crowd = self._crowds.get(name)
+        loads = crowd.loads if crowd is not None else [each.compute_seconds for each in timeline.ranks.values()]
+        mean = sum(loads) / len(loads) or 1.0
+        values = [load / mean for load in sorted(loads, reverse=True)]
+        panel.stairs(values, baseline=0, fill=True, color=_STYLES[NEWTON_SCHULZ].color)
+        panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        panel.set_title("load / mean, all ranks", fontsize=8, loc="left")
+        panel.set_ylim(0, 1.1 * max(1.0, *values))
+        panel.set_xlim(0, len(values))
+        panel.tick_params(labelsize=7)
+        _hide_spines(panel, "top", "right")
+
+    def save(self, path: Path) -> None:
+        """Add the legend and write the file."""
+        handles = [
+            self._patches.Patch(color=style.color, label=f"{style.letter}[i] {style.title}".removeprefix("[i] "))
+            for style in (*_STYLES.values(), _OTHER)
+            if style.title in self._used
+        ]
+        self._figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+        # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
+        settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
+        with _matplotlib("").rc_context(settings):
+            self._figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _hide_spines(panel: Any, *sides: str) -> None:
+    for side in sides:
+        panel.spines[side].set_visible(False)
+
+
+def _style(kind: str) -> _Style:
+    return _STYLES.get(kind, _OTHER)
+
+
+def _matplotlib(module: str) -> Any:
+    try:
+        return importlib.import_module(f"matplotlib.{module}" if module else "matplotlib")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("drawing needs matplotlib; pip install matplotlib") from error

@@ -1,0 +1,183 @@
+"""Files that list the parameters of a model: what ``lightning-muon plan`` needs instead of the model."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+FOLDER = Path(__file__).with_name("shape_files")
+_KINDS = ("matrix", "convolution", "stack", "elementwise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """One parameter of a model that is planned without being built.
+
+    Attributes:
+        name: Qualified name.
+        shape: Global shape.
+        kind: ``"matrix"``, ``"convolution"``, ``"stack"`` (all but the last two dimensions count matrices) or
+            ``"elementwise"`` (AdamW).
+        reason: Why it is of this kind, for the table.
+        splits: Sizes of the fused sub-matrices (Q, K, V) along ``split_dim``; empty if the weight is one matrix.
+        split_dim: 0, or 1 for layers that store (inputs, outputs).
+        shard_dim: Dimension along which FSDP2 cuts it.
+        frozen: Whether it is not trained.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    reason: str = ""
+    splits: tuple[int, ...] = ()
+    split_dim: int = 0
+    shard_dim: int = 0
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"parameter {self.name!r} {self.shape}"
+        if self.kind not in _KINDS:
+            raise ValueError(f"{where}: kind must be one of {_KINDS}, got {self.kind!r}{_nearest(self.kind, _KINDS)}")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{where}: sizes must be >= 0")
+        smallest = {"matrix": 2, "convolution": 2, "stack": 3, "elementwise": 0}[self.kind]
+        if len(self.shape) < smallest or (self.kind == "matrix" and len(self.shape) != 2):
+            raise ValueError(f"{where} is {len(self.shape)}-D and cannot be of kind {self.kind!r}")
+        if self.shape and not 0 <= self.shard_dim < len(self.shape):
+            raise ValueError(f"{where}: shard_dim must be in [0, {len(self.shape) - 1}], got {self.shard_dim}")
+        if self.splits and sum(self.splits) != self.shape[self.split_dim]:
+            raise ValueError(f"{where}: splits {self.splits} do not sum to dimension {self.split_dim}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShapes:
+    """The parameters of a model.
+
+    Attributes:
+        name: For titles.
+        source: Where the dimensions come from.
+        parameters: In the order of the forward pass.
+    """
+
+    name: str
+    source: str
+    parameters: tuple[ParameterShape, ...]
+
+
+def shipped_shapes() -> dict[str, Path]:
+    """Name -> file of the models that come with the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+
+
+def read_shapes(source: str | Path) -> ModelShapes:
+    """Read a shape file.
+
+    Args:
+        source: A path, or the name of a file that comes with the package, with or without ``.json``.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no JSON, or has a wrong key, kind or shape; the message names the nearest right one.
+    """
+    path, shipped = Path(source), shipped_shapes()
+    if not path.is_file():
+        name = path.name.removesuffix(".json")
+        if name not in shipped:
+            raise FileNotFoundError(
+                f"there is no shape file {source}{_nearest(name, shipped)}; the package has {', '.join(shipped)}"
+            )
+        path = shipped[name]
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    try:
+        return _model(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write_shapes(model: ModelShapes, path: Path) -> None:
+    """Write ``model`` so that :func:`read_shapes` gives it back."""
+    lines = [json.dumps(_entry(parameter)) for parameter in model.parameters]
+    head = f'"name": {json.dumps(model.name)},\n  "source": {json.dumps(model.source)}'
+    body = ",\n    ".join(lines)
+    path.write_text(f'{{\n  {head},\n  "parameters": [\n    {body}\n  ]\n}}\n', encoding="utf-8")
+
+
+def _entry(parameter: ParameterShape) -> dict[str, Any]:
+    """Keys that differ from the defaults."""
+    return {
+        field.name: getattr(parameter, field.name)
+        for field in fields(ParameterShape)
+        if getattr(parameter, field.name) != field.default
+    }
+
+
+def _model(content: object) -> ModelShapes:
+    checked = _checked(content, ("name", "source", "parameters"), "the file", required=("name", "parameters"))
+    parameters = tuple(_parameters(_list(checked["parameters"], "parameters")))
+    if not parameters:
+        raise ValueError("parameters is empty")
+    names = [parameter.name for parameter in parameters]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two parameters have the name {twice!r}; repeated layers need {{i}} in their names")
+    return ModelShapes(name=str(checked["name"]), source=str(checked.get("source", "")), parameters=parameters)
+
+
+def _parameters(entries: Iterable[object]) -> Iterable[ParameterShape]:
+    """Parameters of ``entries``; ``{"repeat": n, "parameters": [...]}`` is n layers, ``{i}`` the number of a layer."""
+    keys = [field.name for field in fields(ParameterShape)]
+    for entry in entries:
+        if isinstance(entry, dict) and "repeat" in entry:
+            block = _checked(
+                cast(object, entry), ("repeat", "first", "parameters"), "a block", required=("parameters",)
+            )
+            layers = list(_parameters(_list(block["parameters"], "parameters of a block")))
+            first = int(block.get("first", 0))
+            for i in range(first, first + int(block["repeat"])):
+                for layer in layers:
+                    yield replace(layer, name=layer.name.replace("{i}", str(i)))
+        else:
+            yield _parameter(_checked(cast(object, entry), keys, "a parameter", required=("name", "shape", "kind")))
+
+
+def _parameter(values: Mapping[str, Any]) -> ParameterShape:
+    tuples: dict[str, Any] = {}
+    for key in ("shape", "splits"):
+        value = values.get(key, [])
+        if not isinstance(value, list) or not all(type(size) is int for size in cast("list[object]", value)):
+            raise ValueError(f"parameter {values['name']!r}: {key} must be a list of integers, got {value!r}")
+        tuples[key] = tuple(cast("list[int]", value))
+    return ParameterShape(**{**values, **tuples})
+
+
+def _checked(content: object, allowed: Sequence[str], what: str, *, required: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} must be an object with the keys {', '.join(allowed)}, got {content!r}")
+    found = cast("dict[str, Any]", content)
+    for key in found:
+        if key not in allowed:
+            raise ValueError(
+                f"{what} has the unknown key {key!r}{_nearest(key, allowed)}; keys are {', '.join(allowed)}"
+            )
+    for key in required:
+        if key not in found:
+            raise ValueError(f"{what} has no key {key!r}: {str(found)[:120]}")
+    return found
+
+
+def _list(content: object, what: str) -> list[object]:
+    if not isinstance(content, list):
+        raise ValueError(f"{what} must be a list, got {type(content).__name__}")
+    return cast("list[object]", content)
+
+
+def _nearest(wrong: str, right: Iterable[str]) -> str:
+    close = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

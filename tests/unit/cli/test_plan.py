@@ -1,0 +1,157 @@
+"""``lightning-muon plan``, run through the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_muon.cli.main import main
+from lightning_muon.schedule.shapes import read_shapes
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(["plan", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def _error(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    return str(caught.value)
+
+
+def test_the_10b_model_on_8_ranks_is_balanced_busy_and_hides_its_communication(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = _plan(
+        capsys, "--shapes", "10b", "--shard", "8", "--flops", "150e12", "--bandwidth", "40e9", "--look-ahead", "3"
+    )
+    assert len(plan["model"]["matrices"]) == 160
+    best = plan["strategies"]["lpt+pipeline"]
+    assert best["load"]["max_over_bound"] <= 1.02
+    assert best["idle"] <= 0.05
+    assert best["hidden"] >= 0.95
+    assert all(each["total"] == each["floor"] for each in best["bytes"])
+    times = {name: strategy["makespan_seconds"] for name, strategy in plan["strategies"].items()}
+    assert times["lpt+pipeline"] < times["lpt"] < times["redundant"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shapes", "10b", "--shard", "4096"),
+        ("--shapes", "deepseek-v3", "--shard", "4096"),
+        ("--shapes", "deepseek-v3", "--shard", "4096", "--stack-shard-dim", "1"),
+        ("--shapes", "deepseek-v3", "--replicate", "8", "--shard", "512"),
+    ],
+    ids=" ".join,
+)
+def test_thousands_of_ranks_are_planned_in_seconds(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.process_time()
+    plan = _plan(capsys, *arguments)
+    # 10 seconds is what the command promises; twice that leaves room for a slower machine.
+    assert time.process_time() - started < 20
+    assert plan["mesh"]["ranks"] == 4096
+    for strategy in plan["strategies"].values():
+        assert strategy["load"]["max_over_bound"] >= 0.999
+        assert 0 <= strategy["hidden"] <= 1 and 0 <= strategy["idle"] <= 1
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cost = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": 1e9}
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
+    plan = _plan(
+        capsys,
+        *("--shapes", "t5-small", "--replicate", "2", "--shard", "2", "--ns-steps", "4", "--wire-bytes", "4"),
+        *("--chunk-bytes", "1000000", "--look-ahead", "4", "--buffer-bytes", "1000000000"),
+        *("--cost", str(tmp_path / "cost.json"), "--inter-bandwidth", "5e8", "--latency", "1e-3"),
+        *("--memory-bandwidth", "2e11", "--fused", "*SelfAttention.q.weight=8", "--fused", "*wi.weight=1024,1024"),
+    )
+    assert plan["options"] == {
+        "ns_steps": 4,
+        "wire_itemsize": 4,
+        "chunk_bytes": 1_000_000,
+        "look_ahead": 4,
+        "buffer_bytes": 10**9,
+        "cost": {
+            "flops_per_second": 1e12,
+            "memory_bytes_per_second": 2e11,
+            "bandwidth": [1e9, 5e8],
+            "op_seconds": 0.0,
+            "latency_seconds": [1e-3],
+        },
+    }
+    assert len(plan["model"]["matrices"]) == 96 + 12 * 7 + 12
+    assert "lpt+pipeline, owner grid" in plan["strategies"]
+
+
+def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
+    shapes = tmp_path / "shapes.json"
+    main(["plan", "--shapes", "t5-small", "--shard", "2", "--draw", *map(str, pictures), "--write-shapes", str(shapes)])
+    assert "T5-small on 1 x 2 = 2 ranks (replicate x shard)" in capsys.readouterr().out
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
+    assert read_shapes(shapes) == read_shapes("t5-small")
+
+
+def test_a_config_file_is_planned_for_its_own_mesh(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("lightning.pytorch")
+    (tmp_path / "planned_module.py").write_text(
+        "import lightning.pytorch as pl\nfrom torch import nn\n\n\nclass Net(pl.LightningModule):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))\n"
+    )
+    strategy = "{class_path: lightning_muon.ParallelMuonStrategy, init_args: {replicate_size: 2}}"
+    (tmp_path / "config.yaml").write_text(
+        f"model: planned_module.Net\ntrainer: {{accelerator: cpu, devices: 6, strategy: {strategy}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = ("--config", str(tmp_path / "config.yaml"))
+    plan = _plan(capsys, *config)
+    assert plan["mesh"] == {"replicate": 2, "shard": 3, "ranks": 6}
+    assert plan["model"]["matrices"] == ["layers.0.weight", "layers.1.weight"]
+    assert _plan(capsys, *config, "--replicate", "1", "--shard", "4")["mesh"]["ranks"] == 4
+    (tmp_path / "config.yaml").write_text("model: planned_module.Net\n")
+    assert "does not say how many ranks there are; add --shard" in _error(*config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shapes", "lama3-8b"), "no shape file lama3-8b (did you mean 'llama3-8b'?)"),
+        (("--shapes", "10b", "--shard", "0"), "--shard must be at least 1, got 0"),
+        (("--shapes", "10b", "--replicate", "-1"), "--replicate must be at least 1, got -1"),
+        (("--shapes", "10b", "--shard", "512", "--replicate", "9"), "4608 ranks are more than 4096"),
+        (("--shapes", "10b", "--chunk-bytes", "0"), "--chunk-bytes must be at least 1, got 0"),
+        (("--shapes", "10b", "--fused", "nothing=2"), "'nothing' matches no matrix"),
+        (("--shapes", "10b", "--stack-shard-dim", "1"), "has no stacks"),
+        (("--shapes", "10b", "--flops", "-1"), "flops_per_second must be above 0"),
+        (("--shapes", "10b", "--draw", "plan.txt"), "pictures are .png, .svg or .pdf files"),
+        (("--config", "nothing.yaml"), "there is no config file nothing.yaml"),
+        (("--shapes", "10b", "--cost", "nothing.json"), "nothing.json"),
+    ],
+)
+def test_a_mistake_is_explained(arguments: tuple[str, ...], message: str) -> None:
+    assert message in _error(*arguments)
+
+
+def test_a_wrong_key_of_the_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text('{"flops_per_secnd": 1}')
+    text = _error("--shapes", "10b", "--cost", str(tmp_path / "cost.json"))
+    assert "cost.json" in text and "did you mean 'flops_per_second'?" in text
+
+
+def test_a_pattern_without_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    _error("--shapes", "10b", "--fused", "*qkv*")
+    assert "'*qkv*' is not PATTERN=NUMBER" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""A YAML file of ``fit`` is read without training, processes or weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_muon.cli.plan_config import read_config, shapes_of
+from lightning_muon.config import MuonConfig
+
+cli = pytest.importorskip("lightning.pytorch.cli")
+pytest.importorskip("jsonargparse")
+
+_MODULE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Net(pl.LightningModule):
+    devices = []
+
+    def __init__(self, width: int = 8, needs_numbers: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.fused = nn.Linear(width, 3 * width)
+        if needs_numbers:
+            assert torch.ones(1).item() == 1
+        Net.devices.append(self.first.weight.device.type)
+
+    def configure_model(self) -> None:
+        self.head = nn.Linear(self.fused.out_features, 2)
+"""
+_YAML = """
+model: {{class_path: planned_net.Net, init_args: {{width: 6, needs_numbers: {needs_numbers}}}}}
+trainer:
+  accelerator: cpu
+  devices: {devices}
+  strategy:
+    class_path: lightning_muon.ParallelMuonStrategy
+    init_args: {{{strategy}}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "planned_net.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "planned_net", raising=False)
+
+    def written(strategy: str = "", devices: object = 8, needs_numbers: bool = False) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(_YAML.format(strategy=strategy, devices=devices, needs_numbers=str(needs_numbers).lower()))
+        return path
+
+    return written
+
+
+def test_the_model_is_built_on_the_meta_device_with_the_layers_of_configure_model(write: Any) -> None:
+    planned = read_config(write(), cli.LightningCLI)
+    assert [(p.name, p.shape, p.kind) for p in planned.shapes.parameters] == [
+        ("first.weight", (6, 4), "matrix"),
+        ("first.bias", (6,), "elementwise"),
+        ("fused.weight", (18, 6), "matrix"),
+        ("fused.bias", (18,), "elementwise"),
+        ("head.weight", (2, 18), "elementwise"),
+        ("head.bias", (2,), "elementwise"),
+    ]
+    assert sys.modules["planned_net"].Net.devices == ["meta"]
+    assert planned.optimizer == MuonConfig()
+
+
+def test_a_constructor_that_needs_numbers_gets_real_tensors(write: Any) -> None:
+    planned = read_config(write(needs_numbers=True), cli.LightningCLI)
+    assert len(planned.shapes.parameters) == 6
+    assert sys.modules["planned_net"].Net.devices == ["cpu"]
+
+
+def test_patterns_and_fused_come_from_the_strategy(write: Any) -> None:
+    options = 'optimizer: {ns_steps: 3, adamw_patterns: ["first.*"], fused: {"fused.weight": 3}}'
+    planned = read_config(write(options), cli.LightningCLI)
+    assert planned.optimizer.ns_steps == 3
+    assert planned.shapes.parameters[0].kind == "elementwise"
+    assert planned.shapes.parameters[2].splits == (6, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "expected"),
+    [
+        ("", 8, (1, 8)),
+        ("replicate_size: 2", 8, (2, 4)),
+        ("shard_size: 2", 8, (4, 2)),
+        ("replicate_size: 2", "auto", (2, None)),
+        ("replicate_size: 2, shard_size: 3", "auto", (2, 3)),
+    ],
+)
+def test_the_mesh_is_what_the_file_determines(
+    write: Any, strategy: str, devices: object, expected: tuple[int | None, int | None]
+) -> None:
+    planned = read_config(write(strategy, devices), cli.LightningCLI)
+    assert (planned.replicate, planned.shard) == expected
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no config file .*nothing\.yaml"):
+        read_config(tmp_path / "nothing.yaml", cli.LightningCLI)
+
+
+def test_frozen_parameters_are_marked() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[0].weight.requires_grad_(False)
+    shapes = shapes_of(module, MuonConfig(), name="net", source="")
+    assert [parameter.frozen for parameter in shapes.parameters] == [True, False, False, False]

@@ -1,0 +1,95 @@
+"""Rates that are fitted to measured durations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lightning_muon.monitor.calibrate import calibrate, fit_compute, fit_line, fit_steps, sample_matrices
+from lightning_muon.monitor.timeline import Recording
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.kinds import GATHER, MOMENTUM, NEWTON_SCHULZ, UPDATE
+from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.simulate import Span, simulate
+from tests.support.processes import ProcessPool
+
+
+def test_a_line_is_found_exactly() -> None:
+    assert fit_line([(1.0, 5.0), (3.0, 9.0), (2.0, 7.0)]) == pytest.approx((2.0, 3.0))
+
+
+@pytest.mark.parametrize("points", [[(2.0, 6.0), (2.0, 8.0)], [(1.0, 9.0), (3.0, 5.0)], [(1.0, 1.0), (3.0, 13.0)]])
+def test_points_without_a_sensible_line_are_put_down_to_their_size(points: list[tuple[float, float]]) -> None:
+    slope, constant = fit_line(points)
+    assert constant == 0.0
+    assert slope == pytest.approx(sum(y for _, y in points) / sum(x for x, _ in points))
+
+
+def test_the_rates_behind_simulated_durations_are_found_again() -> None:
+    machine = CostModel(
+        flops_per_second=2e11, memory_bytes_per_second=1e10, bandwidth=(1e9,), op_seconds=1e-4, latency_seconds=(1e-5,)
+    )
+    ops = [
+        Op(kind=MOMENTUM, key="0", rank=0, bytes=10**7),
+        Op(kind=GATHER, key="0", rank=0, bytes=10**6, lane=TRANSFER, group=(0, 1)),
+        Op(kind=NEWTON_SCHULZ, key="0", rank=0, cost=4 * 10**9, bytes=10**6),
+        Op(kind=NEWTON_SCHULZ, key="1", rank=0, cost=0, bytes=0),
+        Op(kind=UPDATE, key="0", rank=0, bytes=3 * 10**6),
+    ]
+    found = fit_compute([Span(op, 1.0, 1.0 + machine.seconds(op)) for op in ops])
+    assert found == pytest.approx(
+        {"flops_per_second": 2e11, "memory_bytes_per_second": 1e10, "op_seconds": 1e-4}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("wrong", [0.5, 1.0, 3.0])
+def test_the_rate_that_whole_steps_had_is_found(wrong: float) -> None:
+    machine = CostModel(flops_per_second=2e9, memory_bytes_per_second=1e9, bandwidth=(1e8,))
+    recordings: list[Recording] = []
+    for flops in (10**9, 3 * 10**9):
+        ops = [Op(kind=MOMENTUM, key="0", rank=0, bytes=10**8), Op(kind=NEWTON_SCHULZ, key="0", rank=0, cost=flops)]
+        timeline = simulate({0: ops}, machine)
+        recordings.append(Recording(timeline=timeline, seconds=timeline.makespan, program={0: ops}, matrices={0: {}}))
+    found = fit_steps(replace(machine, flops_per_second=wrong * 2e9), recordings, device_type="cpu")
+    assert found.flops_per_second == pytest.approx(2e9, rel=1e-6)
+    assert found.memory_bytes_per_second == 1e9
+
+
+def test_the_sample_has_the_mix_of_the_model_for_every_rank() -> None:
+    model = sample_matrices({(512, 512): 72, (2048, 512): 12, (512, 2048): 12, (5, 5): 1}, num_ranks=3)
+    shapes = Counter(parameter.shape for parameter in model.parameters)
+    # Long sides are cut to 1024, and three of four matrices are square, as in the model.
+    assert shapes == {(512, 512): 36, (1024, 512): 6, (512, 1024): 6, (5, 5): 3}
+
+
+def test_large_matrices_are_few_and_cut() -> None:
+    model = sample_matrices({(8192, 28672): 80}, num_ranks=2)
+    assert [parameter.shape for parameter in model.parameters] == [(1024, 1024)] * 6
+
+
+def _calibrated(num_ranks: int, num_replicas: int) -> dict[str, object]:
+    shapes = [(64, 64)] * 6 + [(32, 96)] * 2
+    return calibrate(shapes, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32").to_dict()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas", "num_links"), [(1, 1, 1), (2, 1, 1), (4, 2, 2), (2, 2, 1)])
+def test_all_ranks_measure_the_same_machine(
+    gloo: ProcessPool, num_ranks: int, num_replicas: int, num_links: int
+) -> None:
+    results = gloo.run(_calibrated, num_ranks, num_replicas, world_size=num_ranks)
+    assert all(result == results[0] for result in results)
+    machine = CostModel.from_dict(results[0])
+    assert len(machine.bandwidth) == len(machine.latency_seconds) == num_links
+    # Any computer on which this runs: from 10 MFLOP/s to 100 TFLOP/s, from 1 MB/s of links on.
+    assert 1e7 < machine.flops_per_second < 1e14
+    assert machine.memory_bytes_per_second > 1e6 and min(machine.bandwidth) > 1e6
+    assert 0 <= machine.op_seconds < 1 and max(machine.latency_seconds) < 1
+
+
+def test_nothing_to_measure_and_uneven_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="no matrices"):
+        calibrate([], num_ranks=2)
+    with pytest.raises(ValueError, match="3 ranks cannot be divided into 2 replicas"):
+        calibrate([(4, 4)], num_ranks=3, num_replicas=2)

@@ -1,0 +1,151 @@
+"""Recorded steps: complete, in the order that the plan promises, and without influence on the weights."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_muon import ParallelMuon
+from lightning_muon.monitor import timeline
+from lightning_muon.monitor.timeline import Recording, TimelineRecorder, predict, record_step, trace_events
+from lightning_muon.monitor.workload import make_optimizer
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.kinds import ADAMW, MOMENTUM, NEWTON_SCHULZ, SCATTER
+from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.simulate import Span, Timeline
+from lightning_muon.schedule.validate import validate
+from tests.support.processes import ProcessPool
+
+MODEL = ModelShapes(
+    name="odd",
+    source="",
+    parameters=(
+        ParameterShape(name="a", shape=(13, 7), kind="matrix"),
+        ParameterShape(name="b", shape=(7, 20), kind="matrix"),
+        ParameterShape(name="c", shape=(3, 5), kind="matrix"),
+        ParameterShape(name="bias", shape=(9,), kind="elementwise"),
+    ),
+)
+
+
+def _record(num_replicas: int, overlap: str, dedupe: str) -> Recording:
+    optimizer = make_optimizer(MODEL, num_replicas=num_replicas, overlap=overlap, dedupe=dedupe, chunk_bytes=50)
+    optimizer.step()
+    return record_step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_replicas", "overlap", "dedupe"),
+    [(1, 1, "step", "auto"), (3, 1, "step", "auto"), (4, 1, "off", "auto"), (4, 2, "step", "never")],
+)
+def test_every_op_is_recorded_after_what_it_depends_on(
+    gloo: ProcessPool, world_size: int, num_replicas: int, overlap: str, dedupe: str
+) -> None:
+    recordings = gloo.run(_record, num_replicas, overlap, dedupe, world_size=world_size)
+    assert len({repr(each.timeline) for each in recordings}) == 1, "every rank has all of it"
+    recording = recordings[0]
+    validate(recording.program)
+    assert sorted(recording.program) == list(range(world_size))
+    owned = [
+        name for named in recording.matrices.values() for op, names in named.items() if "newton" in op for name in names
+    ]
+    assert sorted(owned) == sorted(["a", "b", "c"] * num_replicas)
+    for rank, spans in recording.timeline.spans.items():
+        ends = {span.op.name: span.end for span in spans}
+        assert {span.op.rank for span in spans} == {rank}
+        assert sum(span.op.kind == ADAMW for span in spans) == 1
+        assert len(ends) == len(spans)
+        for op, start, end in spans:
+            assert 0 <= start <= end <= recording.seconds
+            # A communication ends in a thread that may say so later than its waiter goes on: see below.
+            assert op.lane == TRANSFER or all(ends[name] <= end + 0.05 for name in op.deps)
+
+
+def test_a_communication_begins_at_one_time_on_all_ranks_of_its_group(gloo: ProcessPool) -> None:
+    recording = gloo.run(_record, 2, "step", "never", world_size=4)[0]
+    starts: dict[tuple[str, tuple[int, ...]], set[float]] = {}
+    for spans in recording.timeline.spans.values():
+        for op, start, end in spans:
+            if op.group and start < end:
+                assert op.group in ((0, 1), (2, 3)), "ranks of the world, not of the exchange group"
+                starts.setdefault((op.name, op.group), set()).add(start)
+    assert starts and all(len(times) == 1 for times in starts.values())
+
+
+def _weights(is_recorded: bool) -> list[torch.Tensor]:
+    optimizer = make_optimizer(MODEL)
+    optimizer.step()
+    if is_recorded:
+        record_step(optimizer)
+    else:
+        optimizer.step()
+    optimizer.step()
+    return [parameter.to_local().detach() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def test_recording_does_not_change_the_weights(gloo: ProcessPool) -> None:
+    recorded = gloo.run(_weights, True, world_size=2)
+    for one, other in zip(recorded, gloo.run(_weights, False, world_size=2), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_spans_wait_for_an_op_that_ends_in_another_thread() -> None:
+    recorder = TimelineRecorder(torch.device("cpu"))
+    recorder.begin()
+    op = Op(kind="gather", key="0", rank=0, lane=TRANSFER)
+    recorder.started(op)
+    timer = threading.Timer(0.05, recorder.ended, [op])
+    timer.start()
+    (span,) = recorder.spans()
+    assert span.op is op and span.end - span.start >= 0.05
+    recorder.begin()
+    assert recorder.spans() == []
+
+
+def test_an_op_that_never_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_LATEST_END_SECONDS", 0.01)
+    recorder = TimelineRecorder(torch.device("cpu"))
+    recorder.started(Op(kind="gather", key="3", rank=0))
+    with pytest.raises(RuntimeError, match=r"gather\[3\]"):
+        recorder.spans()
+
+
+def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="take one step before"):
+        record_step(ParallelMuon([nn.Parameter(torch.zeros(2, 2))]))
+
+
+def test_a_trace_has_one_process_per_rank_and_one_thread_per_lane() -> None:
+    compute = Op(kind=NEWTON_SCHULZ, key="0.1", rank=1, cost=3 * 10**9, bytes=8, items=(0,))
+    transfer = Op(kind="scatter", key="0.1", rank=1, lane=TRANSFER, bytes=40)
+    spans = [Span(compute, 0.001, 0.003), Span(transfer, 0.003, 0.0035)]
+    recording = Recording(
+        timeline=Timeline({1: spans}),
+        seconds=0.0035,
+        program={1: [compute, transfer]},
+        matrices={1: {"newton_schulz[0.1]": ["w"]}},
+    )
+    events = trace_events(recording)["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 1", "compute", "transfer"]
+    first, second = (event for event in events if event["ph"] == "X")
+    assert first["name"] == "newton_schulz[0.1]" and (first["pid"], first["tid"]) == (1, 0)
+    assert first["ts"] == pytest.approx(1000) and first["dur"] == pytest.approx(2000)
+    assert first["args"] == {"bytes": 8, "matrices": ["w"], "gflop": 3.0}
+    assert (second["tid"], second["args"]) == (1, {"bytes": 40, "matrices": []})
+
+
+def test_a_cpu_starts_no_transfer_while_it_computes() -> None:
+    ops = [
+        Op(kind=MOMENTUM, key="0", rank=0, bytes=100),
+        Op(kind=SCATTER, key="0", rank=0, bytes=10, lane=TRANSFER),
+    ]
+    recording = Recording(timeline=Timeline({}), seconds=0.0, program={0: ops}, matrices={})
+    cost = CostModel(flops_per_second=1.0, memory_bytes_per_second=100.0, bandwidth=(10.0,))
+    assert predict(recording, cost, device_type="cpu").makespan == pytest.approx(2.0)
+    assert predict(recording, cost, device_type="cuda").makespan == pytest.approx(1.0)

@@ -1,0 +1,168 @@
+"""Both executors on small programs: order, waiting, early ops. CUDA's streams are played by objects that take notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_muon.runtime import executor as executor_module
+from lightning_muon.runtime.executor import HostExecutor, StreamExecutor, make_executor
+from lightning_muon.schedule.program import TRANSFER, Op
+
+GATHER = Op(kind="gather", key="0", rank=0, lane=TRANSFER)
+COMPUTE = Op(kind="compute", key="0", rank=0, deps=("gather[0]",))
+OTHER = Op(kind="compute", key="1", rank=0)
+
+
+class _Work:
+    """A communication that is finished by waiting for it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+
+    def wait(self) -> None:
+        self._log.append(f"wait {self._name}")
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+
+def _actions(log: list[str]) -> dict[str, Any]:
+    def gather(op: Op) -> list[_Work]:
+        log.append(f"start {op.name}")
+        return [_Work(log, op.name)]
+
+    def compute(op: Op) -> tuple[()]:
+        log.append(op.name)
+        return ()
+
+    return {"gather": gather, "compute": compute}
+
+
+class _Recorder:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def started(self, op: Op) -> None:
+        self._log.append(f"started {op.name}")
+
+    def ended(self, op: Op) -> None:
+        self._log.append(f"ended {op.name}")
+
+
+def test_the_host_waits_for_a_transfer_when_an_op_needs_it_and_not_before() -> None:
+    log: list[str] = []
+    executor = HostExecutor(_actions(log))
+    for op in (GATHER, OTHER, COMPUTE):
+        executor.execute(op)
+    assert log == ["start gather[0]", "compute[1]", "wait gather[0]", "compute[0]"]
+
+
+def test_finish_waits_for_what_nobody_needed_once() -> None:
+    log: list[str] = []
+    executor = HostExecutor(_actions(log))
+    executor.execute_early(GATHER)
+    executor.finish()
+    executor.finish()
+    executor.wait("gather[0]")
+    assert log == ["start gather[0]", "wait gather[0]"]
+
+
+def test_the_recorder_sees_transfers_end_when_they_do() -> None:
+    log: list[str] = []
+    executor = HostExecutor(_actions(log))
+    executor.recorder = _Recorder(log)
+    for op in (GATHER, OTHER, COMPUTE):
+        executor.execute(op)
+    assert log == [
+        *("started gather[0]", "start gather[0]"),
+        *("started compute[1]", "compute[1]", "ended compute[1]"),
+        *("wait gather[0]", "ended gather[0]"),
+        *("started compute[0]", "compute[0]", "ended compute[0]"),
+    ]
+
+
+def test_a_cpu_gets_the_host_executor() -> None:
+    assert isinstance(make_executor({}, torch.device("cpu")), HostExecutor)
+
+
+class _Stream:
+    """Notes what it is told; ``current`` is the stream that ops run on."""
+
+    current: _Stream
+    log: list[str]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.log.append(f"{self.name} waits for all of {other.name}")
+
+    def record_event(self) -> str:
+        return f"{self.name}:{len(self.log)}"
+
+
+class _Use:
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before, _Stream.current = _Stream.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        _Stream.current = self._before
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    log: list[str] = []
+    _Stream.log, _Stream.current = log, _Stream("main")
+    names = iter(("transfer", "early"))
+    cuda = mock.Mock(Stream=lambda _: _Stream(next(names)), stream=_Use, current_stream=lambda: _Stream.current)
+    with mock.patch.object(executor_module.torch, "cuda", cuda):
+        yield log
+
+
+def _stream_executor(log: list[str]) -> StreamExecutor:
+    def note(op: Op) -> tuple[()]:
+        log.append(f"{op.name} on {_Stream.current.name}")
+        return ()
+
+    return StreamExecutor({"gather": note, "compute": note}, torch.device("cuda", 0))
+
+
+def test_streams_wait_for_the_events_of_other_ops_and_the_host_for_nothing(log: list[str]) -> None:
+    executor = _stream_executor(log)
+    for op in (GATHER, OTHER, COMPUTE):
+        executor.execute(op)
+    assert log == [
+        "gather[0] on transfer",
+        "compute[1] on main",
+        "main waits for transfer:1",
+        "compute[0] on main",
+    ]
+
+
+def test_early_ops_run_beside_the_stream_of_the_hook_but_after_what_it_has_done(log: list[str]) -> None:
+    executor = _stream_executor(log)
+    executor.execute_early(OTHER)
+    executor.execute(COMPUTE)
+    assert log == ["early waits for all of main", "compute[1] on early", "compute[0] on main"]
+
+
+def test_a_step_begins_without_the_events_of_the_last_one(log: list[str]) -> None:
+    executor = _stream_executor(log)
+    executor.execute(GATHER)
+    executor.finish()
+    executor.execute(COMPUTE)
+    assert log == ["gather[0] on transfer", "main waits for transfer:1", "compute[0] on main"]

@@ -1,0 +1,114 @@
+"""Pictures of timelines: what is in them, not how they look."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_muon.schedule import draw
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.crowd import Crowd
+from lightning_muon.schedule.draw import draw_timelines, headline, rows_shown
+from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.simulate import Timeline, simulate
+
+_MACHINE = CostModel(flops_per_second=1.0, memory_bytes_per_second=1.0, bandwidth=(1.0,))
+
+
+def _timeline(*costs: int) -> Timeline:
+    """One rank per cost: a gather of 1 second on rank 0, Newton-Schulz of so many seconds on each."""
+    program = {rank: [Op(kind="newton_schulz", key="0", rank=rank, cost=cost)] for rank, cost in enumerate(costs)}
+    program[0].insert(0, Op(kind="gather", key="0", rank=0, bytes=1, lane=TRANSFER))
+    return simulate(program, _MACHINE)
+
+
+def test_an_svg_has_titles_labels_ranks_and_a_legend(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    draw_timelines({"first": _timeline(4, 2), "second": _timeline(3, 3)}, path, title="two plans")
+    text = path.read_text()
+    for words in ("two plans", "first: 4000 ms, idle 25.0%, communication hidden 100.0%", "rank 0", "rank 1", "C[0]"):
+        assert words in text
+    assert "G[i] gather" in text and "C[i] Newton-Schulz" in text and "S[i] scatter" not in text
+    assert "time (ms)" in text
+
+
+def test_the_same_timeline_gives_the_same_svg(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("a.svg", "b.svg"):
+        draw_timelines({"lpt": _timeline(4, 2)}, tmp_path / name, title="plan")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_png_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_timelines({"lpt": _timeline(4, 2)}, tmp_path / "plan.png", title="plan")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_that_is_far_longer_than_the_shortest_is_cut_off(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    draw_timelines({"long": _timeline(90, 2), "short": _timeline(2, 1)}, path, title="plan")
+    assert "goes on until 90000 ms" in path.read_text()
+
+
+def test_few_ranks_have_a_row_each_and_equal_ones_share_it() -> None:
+    assert rows_shown(_timeline(3, 2, 1)) == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    equal = simulate({rank: [Op(kind="update", key="0", rank=rank, cost=1)] for rank in range(40)}, _MACHINE)
+    assert rows_shown(equal) == {0: "each rank"}
+
+
+def test_of_many_ranks_the_busiest_the_median_and_the_idlest_are_shown() -> None:
+    labels = rows_shown(_timeline(*range(1, 22)))
+    assert list(labels) == [20, 10, 0]
+    assert [label.split()[0] for label in labels.values()] == ["busiest", "median", "idlest"]
+
+
+def test_the_median_counts_the_ranks_behind_a_row() -> None:
+    crowd = Crowd(sizes={0: 1, 1: 1, 2: 98}, loads=[9.0, 5.0, *[1.0] * 98])
+    assert rows_shown(_timeline(9, 5, 1), crowd) == {
+        0: "busiest\nrank 0",
+        2: "median, idlest\nrank 2 (98 alike)",
+    }
+
+
+def test_the_loads_of_a_crowd_and_its_idle_share_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = _timeline(4, 2)
+    crowd = Crowd(sizes={0: 1, 1: 31}, loads=[4.0, *[2.0] * 31])
+    assert headline("lpt", timeline, crowd).startswith(f"lpt: 4000 ms, idle {31 / 32 / 2:.1%}")
+    draw_timelines({"lpt": timeline}, tmp_path / "plan.svg", title="plan", crowds={"lpt": crowd})
+    assert "load / mean, all ranks" in (tmp_path / "plan.svg").read_text()
+
+
+def test_every_kind_of_op_has_a_letter_of_its_own() -> None:
+    letters = [style.letter for style in draw._STYLES.values()]
+    assert len(set(letters)) == len(letters)
+    assert all(re.fullmatch("[A-Z]", letter) for letter in letters)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"plan\.txt: pictures are \.png, \.svg or \.pdf files"):
+        draw_timelines({"lpt": _timeline(1)}, tmp_path / "plan.txt", title="plan")
+    with pytest.raises(ValueError, match="there is no timeline to draw"):
+        draw_timelines({"lpt": simulate({}, _MACHINE)}, tmp_path / "plan.png", title="plan")
+
+
+def test_a_missing_matplotlib_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+        draw_timelines({"lpt": _timeline(1)}, tmp_path / "plan.png", title="plan")
+
+
+def test_the_package_and_the_module_import_no_matplotlib() -> None:
+    code = "import sys, lightning_muon, lightning_muon.schedule.draw; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

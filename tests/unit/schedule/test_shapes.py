@@ -1,0 +1,117 @@
+"""Files that list parameters: what comes with the package, what is read, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes, write_shapes
+
+_WEIGHT = {"name": "a.weight", "shape": [4, 2], "kind": "matrix"}
+
+
+def _write(path: Path, parameters: Any, **other: Any) -> Path:
+    path.write_text(json.dumps({"name": "model", "parameters": parameters, **other}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "num_matrices", "num_elements"),
+    [
+        # Elements as the publishers count them, matrices by the layers of the configs.
+        ("10b", 40 * 4, 10_305_653_760),
+        ("llama3-8b", 32 * 7, 8_030_261_248),
+        ("llama3-70b", 80 * 7, 70_553_706_496),
+        ("t5-small", 12 * 6 + 6 * 4, 60_506_624),
+        ("t5-base", 2 * (12 * 6 + 12 * 2), 222_903_552),
+        ("deepseek-v3", 61 * 5 + 3 * 3 + 58 * (1 + 3 + 3 * 256), 671_026_404_352),
+    ],
+)
+def test_shipped_files_have_the_sizes_of_the_published_models(name: str, num_matrices: int, num_elements: int) -> None:
+    model = read_shapes(name)
+    stacks = {"stack": lambda shape: math.prod(shape[:-2]), "matrix": lambda shape: 1}
+    counted = sum(stacks[p.kind](p.shape) for p in model.parameters if p.kind != "elementwise")
+    assert counted == num_matrices
+    assert sum(math.prod(p.shape) for p in model.parameters) == num_elements
+    assert model.source.startswith("https://")
+
+
+def test_every_shipped_file_is_covered_above() -> None:
+    assert set(shipped_shapes()) == {"10b", "llama3-8b", "llama3-70b", "t5-small", "t5-base", "deepseek-v3"}
+
+
+def test_shipped_t5_files_equal_what_routing_says_of_the_real_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from lightning_muon.params.routing import route_module
+
+    config = transformers.T5Config(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    routes = route_module(model)
+    expected = [
+        (route.name, tuple(parameter.shape), route.kind, route.reason)
+        for route, parameter in zip(routes.values(), model.parameters(), strict=True)
+    ]
+    assert [(p.name, p.shape, p.kind, p.reason) for p in read_shapes("t5-small").parameters] == expected
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    model = ModelShapes(
+        name="mine",
+        source="a config",
+        parameters=(
+            ParameterShape(name="a", shape=(6, 2), kind="matrix", reason="Linear", splits=(2, 4), frozen=True),
+            ParameterShape(name="b", shape=(3, 4, 2), kind="stack", shard_dim=1),
+            ParameterShape(name="c", shape=(), kind="elementwise"),
+        ),
+    )
+    write_shapes(model, tmp_path / "model.json")
+    assert read_shapes(tmp_path / "model.json") == model
+
+
+def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> None:
+    layers = [{**_WEIGHT, "name": "layers.{i}.a"}, {**_WEIGHT, "name": "layers.{i}.b"}]
+    path = _write(tmp_path / "m.json", [_WEIGHT, {"repeat": 2, "first": 3, "parameters": layers}])
+    names = [parameter.name for parameter in read_shapes(path).parameters]
+    assert names == ["a.weight", "layers.3.a", "layers.3.b", "layers.4.a", "layers.4.b"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({**_WEIGHT, "shap": [1]}, r"unknown key 'shap' \(did you mean 'shape'\?\)"),
+        ({**_WEIGHT, "kind": "matrx"}, r"got 'matrx' \(did you mean 'matrix'\?\)"),
+        ({"name": "a", "kind": "matrix"}, "has no key 'shape'"),
+        ({**_WEIGHT, "shape": "4x2"}, "shape must be a list of integers, got '4x2'"),
+        ({**_WEIGHT, "shape": [4]}, "is 1-D and cannot be of kind 'matrix'"),
+        ({**_WEIGHT, "splits": [1, 2]}, "do not sum to dimension 0"),
+        ({**_WEIGHT, "shard_dim": 2}, r"shard_dim must be in \[0, 1\], got 2"),
+        ({"repeat": 2, "parameters": [_WEIGHT]}, "need {i} in their names"),
+        ([], "must be an object"),
+    ],
+)
+def test_a_wrong_entry_is_named(tmp_path: Path, entry: Any, message: str) -> None:
+    path = _write(tmp_path / "m.json", [entry])
+    with pytest.raises(ValueError, match=message) as caught:
+        read_shapes(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_names_the_nearest_shipped_one() -> None:
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'llama3-8b'\?"):
+        read_shapes("lama3-8b.json")
+
+
+def test_text_that_is_no_json_and_an_empty_list_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        read_shapes(tmp_path / "m.json")
+    with pytest.raises(ValueError, match="parameters is empty"):
+        read_shapes(_write(tmp_path / "m.json", []))
+    with pytest.raises(ValueError, match="the file has the unknown key 'sourc'"):
+        read_shapes(_write(tmp_path / "m.json", [_WEIGHT], sourc="x"))
