@@ -14,12 +14,13 @@ from typing import Any
 
 from lightning_muon.cli.convert import convert_command
 from lightning_muon.cli.plan import plan_command
+from lightning_muon.cli.trace import trace_command
 from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
 from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
 
 _PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan
-shows who owns which matrix and predicts the time of a step."""
+shows who owns which matrix and predicts the time of a step; lightning-muon trace records real steps."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -27,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
-    ``--optimizer`` and ``--lr_scheduler``. ``convert`` and ``plan`` are commands of our own.
+    ``--optimizer`` and ``--lr_scheduler``. ``convert``, ``plan`` and ``trace`` are commands of our own.
 
     Args:
         args: In place of those of the process.
@@ -40,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> None:
         convert_command(words[1:], metadata_name=metadata_filename(LightningPackage(_installed_package())))
     elif words[:1] == ["plan"]:
         plan_command(words[1:], cli_class=_lightning_cli)
+    elif words[:1] == ["trace"]:
+        trace_command(words[1:])
     else:
         make_cli(args, parser_kwargs={"epilog": _EPILOG})
 

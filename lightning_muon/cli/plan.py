@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,9 +18,11 @@ from lightning_muon.cli.plan_report import plan_as_text
 from lightning_muon.cli.plan_specs import Mesh, with_fused, with_stacks_cut_along
 from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, PlanOptions, compare_strategies
 from lightning_muon.config import MuonConfig
+from lightning_muon.monitor.calibrate import calibrate
+from lightning_muon.monitor.compare import matrix_shapes
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.shapes import read_shapes, shipped_shapes, write_shapes
+from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes, write_shapes
 
 MOST_RANKS = 4096
 _DEFAULT_SHARD = 8
@@ -56,7 +59,7 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
     if arguments.write_shapes is not None:
         write_shapes(model, arguments.write_shapes)
     mesh = _mesh(arguments, planned)
-    options = _options(arguments, planned.optimizer)
+    options = _options(arguments, planned.optimizer, model, mesh)
     outcomes = compare_strategies(model, mesh, options)
     for path in arguments.draw:
         _draw(outcomes, path, f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
@@ -99,7 +102,7 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
     return mesh
 
 
-def _options(arguments: argparse.Namespace, optimizer: MuonConfig) -> PlanOptions:
+def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> PlanOptions:
     for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -110,14 +113,16 @@ def _options(arguments: argparse.Namespace, optimizer: MuonConfig) -> PlanOption
         chunk_bytes=optimizer.chunk_bytes if arguments.chunk_bytes is None else arguments.chunk_bytes,
         look_ahead=optimizer.look_ahead if arguments.look_ahead is None else arguments.look_ahead,
         buffer_bytes=arguments.buffer_bytes,
-        cost=_cost_model(arguments),
+        cost=_cost_model(arguments, model, mesh),
     )
 
 
-def _cost_model(arguments: argparse.Namespace) -> CostModel:
-    """The machine: a file or a preset, with single numbers replaced."""
+def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -> CostModel:
+    """The machine: measured, a file or a preset, with single numbers replaced."""
     cost = PRESETS[arguments.machine]
-    if arguments.cost is not None:
+    if arguments.calibrate:
+        cost = _measured(model, mesh)
+    elif arguments.cost is not None:
         try:
             cost = CostModel.from_json(arguments.cost.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -133,6 +138,17 @@ def _cost_model(arguments: argparse.Namespace) -> CostModel:
     if arguments.latency is not None:
         cost = replace(cost, latency_seconds=(arguments.latency,))
     return cost
+
+
+def _measured(model: ModelShapes, mesh: Mesh) -> CostModel:
+    """Rates of this machine, with one process for each rank of the mesh."""
+    num_cores = os.cpu_count() or 1
+    if mesh.size > 4 * num_cores:
+        raise ValueError(
+            f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
+            "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
+        )
+    return calibrate(matrix_shapes(model), num_ranks=mesh.size, num_replicas=mesh.replicate)
 
 
 def _fused(text: str) -> tuple[str, tuple[int, ...]]:
@@ -178,6 +194,11 @@ _FUSED_HELP = "divide the weights with matching names into N equal matrices, or 
 def _add_machine(group: Any) -> None:
     group.add_argument("--machine", choices=sorted(PRESETS), default="reference", help="rates to start from")
     group.add_argument("--cost", metavar="FILE.json", type=Path, help="rates from a file, in place of --machine")
+    group.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine, with a process for each rank; takes some 20 seconds",
+    )
     group.add_argument("--flops", metavar="X", type=float, help="FLOP/s of Newton-Schulz")
     group.add_argument("--memory-bandwidth", metavar="X", type=float, help="bytes/s of elementwise work")
     group.add_argument("--bandwidth", metavar="X", type=float, help="bytes/s of a rank's link")
