@@ -1,10 +1,11 @@
 """Time of one optimizer step on the same FSDP2-sharded matrices, as ratios in one run.
 
-    python benchmarks/optimizer_step.py --ranks 2 4
+    python benchmarks/optimizer_step.py --meshes 2 4 2x2
 
 Starts gloo processes on this machine (one thread each) and takes turns between
 
 - ParallelMuon,
+- on a grid of replicas x shards also ParallelMuon with an owner in each replica (``dedupe="never"``),
 - torch.optim.Muon on the same DTensors,
 - the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
 - AdamW, which has no matrices to orthogonalize,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -52,16 +54,18 @@ Step = Callable[[], None]
 def main() -> None:
     arguments = parse_arguments()
     rows = []
-    for num_ranks in arguments.ranks:
+    for mesh_shape in arguments.meshes:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, args=(num_ranks, arguments, folder), nprocs=num_ranks)
+            mp.spawn(worker, args=(mesh_shape, arguments, folder), nprocs=math.prod(mesh_shape))
             rows.append(json.loads(Path(folder, "result.json").read_text()))
     print(table(rows, arguments.shapes))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--meshes", type=parse_mesh, nargs="+", default=[(2,), (4,), (2, 2)], help="ranks, or replicas x shards: 4 2x2"
+    )
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -69,11 +73,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def worker(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: str) -> None:
+def parse_mesh(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x"))
+
+
+def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    num_ranks = math.prod(mesh_shape)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     contenders, weights = make_contenders(mesh, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(arguments.rounds + 1):
@@ -88,7 +97,7 @@ def worker(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: str
             check_equal(weights["ParallelMuon"], weights["redundant all-gather"])
     if rank == 0:
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        Path(folder, "result.json").write_text(json.dumps({"ranks": num_ranks, "seconds": medians}))
+        Path(folder, "result.json").write_text(json.dumps({"mesh": "x".join(map(str, mesh_shape)), "seconds": medians}))
     dist.destroy_process_group()
 
 
@@ -97,35 +106,32 @@ def make_contenders(
 ) -> tuple[dict[str, Step], dict[str, list[nn.Parameter]]]:
     """One optimizer step per name, each with its own copy of the same weights and gradients."""
     dtype = resolve_compute_dtype(arguments.compute_dtype, torch.device("cpu"))
+    options = {"compute_dtype": arguments.compute_dtype, "chunk_bytes": arguments.chunk_bytes}
     makers: dict[str, Callable[[list[nn.Parameter]], Step]] = {
-        "ParallelMuon": lambda params: (
-            ParallelMuon(
-                params,
-                LR,
-                WEIGHT_DECAY,
-                MOMENTUM,
-                compute_dtype=arguments.compute_dtype,
-                chunk_bytes=arguments.chunk_bytes,
-            ).step
-        ),
+        "ParallelMuon": lambda params: ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, **options).step,
         "torch.optim.Muon": lambda params: (
             torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw").step
         ),
         "redundant all-gather": lambda params: RedundantMuon(params, dtype).step,
         "AdamW": lambda params: torch.optim.AdamW(params, LR, fused=True).step,
     }
+    if mesh.ndim == 2:
+        makers['ParallelMuon, dedupe="never"'] = lambda params: (
+            ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, dedupe="never", **options).step
+        )
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     weights: dict[str, list[nn.Parameter]] = {}
     steps: dict[str, Step] = {}
     for name, make in makers.items():
         generator = torch.Generator().manual_seed(0)
         draw = partial(torch.randn, generator=generator)
         weights[name] = [
-            nn.Parameter(distribute_tensor(draw(rows, cols), mesh, [Shard(0)]))
+            nn.Parameter(distribute_tensor(draw(rows, cols), mesh, placements))
             for rows, cols, count in SHAPES[arguments.shapes]
             for _ in range(count)
         ]
         for parameter in weights[name]:
-            parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, [Shard(0)])
+            parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, placements)
         steps[name] = make(weights[name])
     steps["floor: Newton-Schulz alone"] = make_floor(mesh, arguments.shapes, dtype)
     return steps, weights
@@ -160,18 +166,20 @@ class RedundantMuon:
             buffer.to_local().lerp_(param.grad.to_local(), 1 - MOMENTUM)
             local = param.grad.to_local().lerp(buffer.to_local(), MOMENTUM).to(self.dtype)
             ahead.append(DTensor.from_local(local, param.device_mesh, param.placements, run_check=False))
-        following = ahead[0].redistribute(placements=[Replicate()], async_op=True)
+        whole = [Replicate()] * ahead[0].device_mesh.ndim
+        following = ahead[0].redistribute(placements=whole, async_op=True)
         for index, param in enumerate(self.params):
-            whole = following.to_local()
+            gathered = following.to_local()
             if index + 1 < len(ahead):
-                following = ahead[index + 1].redistribute(placements=[Replicate()], async_op=True)
-            self._update(param, whole)
+                following = ahead[index + 1].redistribute(placements=whole, async_op=True)
+            self._update(param, gathered)
 
     def _update(self, param: nn.Parameter, whole: Tensor) -> None:
         update = orthogonalize(
             whole, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=self.dtype
         )
-        mine = update.chunk(dist.get_world_size())[dist.get_rank()]
+        mesh = param.device_mesh
+        mine = update.chunk(mesh.size(-1))[mesh.get_local_rank(mesh.ndim - 1)]
         local = param.to_local()
         local.mul_(1 - LR * WEIGHT_DECAY)
         local.add_(mine, alpha=-LR * lr_scale(*param.shape, "match_rms_adamw"))
@@ -186,13 +194,13 @@ def table(rows: list[dict], shapes: str) -> str:
     flops = sum(newton_schulz_flops(r, c, 5) * n for r, c, n in SHAPES[shapes])
     lines = [
         f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
-        "| ranks | optimizer | ms per step | of torch.optim.Muon |",
+        "| mesh | optimizer | ms per step | of torch.optim.Muon |",
         "| --- | --- | --- | --- |",
     ]
     for row in rows:
         base = row["seconds"]["torch.optim.Muon"]
         lines += [
-            f"| {row['ranks']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |"
+            f"| {row['mesh']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |"
             for name, value in row["seconds"].items()
         ]
     return "\n".join(lines)

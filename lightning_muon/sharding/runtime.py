@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,18 @@ def free_unsharded(module: nn.Module) -> None:
     """
     for unit in fsdp_modules(module):
         unit.reshard()
+
+
+def let_gathers_start(module: nn.Module) -> None:
+    """Let the all-gathers of the next forward wait for the weights of now, not for what is queued until then; local.
+
+    Call it on CUDA right after the optimizer step. Whatever changes weights between this call and the next forward must
+    do so on a stream that the all-gathers wait for, or their result may miss it. FSDP2 takes one event for all units of
+    a root, so the first unit's all-gather waits for the whole step.
+    """
+    event = torch.cuda.current_stream().record_event()
+    for root in _outermost(module):
+        root.set_post_optim_event(event)
 
 
 def initialize_roots(module: nn.Module) -> None:

@@ -12,16 +12,18 @@ from torch import nn
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.lightning.steps import explain_shards
 from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, set_gradient_sync
+from lightning_muon.sharding.runtime import free_unsharded, let_gathers_start, set_gradient_sync
 
 
 class RunningStrategy:
     """Runs the user's steps on a sharded module, and keeps its gradients and buffers equal in meaning on all ranks."""
 
     lightning_module: Any
+    root_device: torch.device
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, early_all_gather: bool, **kwargs: Any) -> None:
         self._agreement: GradientAgreement | None = None
+        self._early_all_gather = early_all_gather
         super().__init__(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,10 @@ class RunningStrategy:
                 self._agreement.finish()
             return result
 
-        return super().optimizer_step(optimizer, agreed, model, **kwargs)
+        result = super().optimizer_step(optimizer, agreed, model, **kwargs)
+        if self._early_all_gather and self.root_device.type == "cuda":
+            let_gathers_start(self.lightning_module)
+        return result
 
     def on_validation_start(self) -> None:
         """Evaluate with the running statistics of rank 0, as DDP does."""

@@ -65,6 +65,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             and so on; without ``configure_optimizers`` it is the optimizer.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
+        early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
+            queued after it. Not together with callbacks that change weights after a step.
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
         tensor_parallel_size: Must be 1.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
@@ -82,6 +84,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         wrap_policy: WrapPolicy = "auto",
         reshard_after_forward: bool = True,
         *,
+        early_all_gather: bool = False,
         data_parallel_size: Size = "auto",
         tensor_parallel_size: Size = "auto",
         save_distributed_checkpoint: bool = True,
@@ -102,6 +105,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         self._meshes: tuple[DeviceMesh, DeviceMesh] | None = None
         self._replaced: ReplacedParameters | None = None
         super().__init__(
+            early_all_gather=early_all_gather,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

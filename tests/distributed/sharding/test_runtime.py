@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, initialize_roots, set_gradient_sync
+from lightning_muon.sharding.runtime import free_unsharded, initialize_roots, let_gathers_start, set_gradient_sync
 from tests.distributed.sharding.models import (
     Net,
     assert_close,
@@ -105,3 +107,22 @@ def _thaw() -> list[bool]:
 
 def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) -> None:
     assert gloo.run(_thaw, world_size=2) == [[False, True]] * 2
+
+
+def _told_events() -> list[tuple[bool, str]]:
+    model = Net()
+    shard_model(model, make_mesh((1, 2)))
+    stream = mock.Mock(record_event=lambda: "event")
+    told: list[tuple[bool, str]] = []
+    with (
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(
+            FSDPModule, "set_post_optim_event", lambda module, event: told.append((module is model, event))
+        ),
+    ):
+        let_gathers_start(model)
+    return told
+
+
+def test_the_root_is_told_what_its_all_gathers_wait_for(gloo: ProcessPool) -> None:
+    assert gloo.run(_told_events, world_size=2) == [[(True, "event")]] * 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
+from lightning_muon.optim import matrix_step
 from lightning_muon.optim.binding import BoundParameter, PlanOptions, bind
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.runtime.executor import HostExecutor, make_executor
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
@@ -19,7 +23,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     meshes = group_by_mesh(parameters, None)
     options = PlanOptions(
         itemsize=4,
-        device_type="cpu",
+        device_type=parameters[0].device.type,
         chunk_bytes=100,
         assignment="lpt",
         dedupe="auto",
@@ -32,7 +36,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         options=options,
         wire_dtype=torch.float32,
         compute_dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=parameters[0].device,
     )
 
 
@@ -117,3 +121,21 @@ def test_weight_decay_of_bfloat16_weights_is_not_rounded_to_bfloat16() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert (weight == torch.tensor(256.0 * 0.998).bfloat16()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_streams_give_the_bits_of_a_host_that_waits() -> None:
+    shapes = [(256, 256), (512, 128), (128, 512), (256, 256), (64, 64)]
+    gradients = [torch.randn(shape, device="cuda") for shape in shapes]
+    results: list[list[Tensor]] = []
+    for make in (make_executor, lambda actions, _: HostExecutor(actions)):
+        parameters = [nn.Parameter(torch.ones(shape, device="cuda")) for shape in shapes]
+        states = _state(parameters)
+        with mock.patch.object(matrix_step, "make_executor", make):
+            step = _step(parameters)
+        for _ in range(3):
+            step.run(dict(zip(parameters, gradients, strict=True)), states, adamw=lambda: None)
+        results.append([parameter.detach() for parameter in parameters])
+    assert all(map(torch.equal, *results))
