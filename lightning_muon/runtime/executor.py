@@ -66,6 +66,7 @@ class HostExecutor(Executor):
     def __init__(self, actions: Mapping[str, Action]) -> None:
         super().__init__(actions)
         self._pending: dict[str, Sequence[dist.Work]] = {}
+        self._to_record: dict[str, tuple[Recorder, Op]] = {}
 
     @override
     def execute(self, op: Op) -> None:
@@ -89,13 +90,19 @@ class HostExecutor(Executor):
     def wait(self, name: str) -> None:
         for work in self._pending.pop(name, ()):
             work.wait()
-
-    @staticmethod
-    def _record_end(op: Op, works: Sequence[dist.Work], recorder: Recorder) -> None:
-        if works:
-            works[-1].get_future().then(lambda _: recorder.ended(op))
-        else:
+        if name in self._to_record:
+            recorder, op = self._to_record.pop(name)
             recorder.ended(op)
+
+    def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Recorder) -> None:
+        if not works:
+            recorder.ended(op)
+            return
+        try:
+            works[-1].get_future().then(lambda _: recorder.ended(op))
+        except RuntimeError:
+            # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
+            self._to_record[op.name] = recorder, op
 
 
 class StreamExecutor(Executor):

@@ -89,6 +89,19 @@ def test_the_recorder_sees_transfers_end_when_they_do() -> None:
     ]
 
 
+def test_a_transfer_without_a_future_ends_for_the_recorder_when_it_is_waited_for() -> None:
+    log: list[str] = []
+    executor = HostExecutor(_actions(log))
+    executor.recorder = _Recorder(log)
+    with mock.patch.object(_Work, "get_future", side_effect=RuntimeError("not implemented")):
+        executor.execute(GATHER)
+    executor.execute(COMPUTE)
+    assert log == [
+        *("started gather[0]", "start gather[0]", "wait gather[0]", "ended gather[0]"),
+        *("started compute[0]", "compute[0]", "ended compute[0]"),
+    ]
+
+
 def test_a_cpu_gets_the_host_executor() -> None:
     assert isinstance(make_executor({}, torch.device("cpu")), HostExecutor)
 
