@@ -62,6 +62,11 @@ class BufferPool:
             self._buffers[name] = buffer
         return buffer
 
+    def drop(self, suffix: str) -> None:
+        """Give back the memory of the buffers whose names end so."""
+        for name in [name for name in self._buffers if name.endswith(suffix)]:
+            del self._buffers[name]
+
 
 def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:
     """Begin an uneven all-to-all of two packed buffers.

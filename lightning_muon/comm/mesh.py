@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -51,20 +53,44 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     return AxisGroup(group, members.index(dist.get_rank()), coordinates)
 
 
-def private_group(group: AxisGroup) -> AxisGroup:
-    """The same ranks with a process group that nobody else communicates over.
+class PrivateGroups:
+    """Process groups that nobody else communicates over, one set for each optimizer.
 
     What is launched from hooks of the backward pass may fall between any two communications of FSDP2, and not between
-    the same two on all ranks; so it must not share a group with them. Successive calls take turns among a few groups.
-
-    Collective over ``group``; every rank of it must call it.
+    the same two on all ranks; so it must not share a group with them. Successive optimizers on the same ranks take
+    turns among a few groups; an optimizer that makes a new plan keeps its own.
     """
-    if group.group is None:
-        return group
-    ranks = tuple(dist.get_process_group_ranks(group.group))
-    world = dist.group.WORLD
-    turn = _turns[world, ranks] = (_turns.get((world, ranks), -1) + 1) % _NUM_PRIVATE_GROUPS
-    return replace(group, group=_new_group(ranks, world, turn))  # type: ignore[arg-type]
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], int] = {}
+
+    def of(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
+        """The same ranks with groups of this optimizer's, different ones also where the ranks are the same.
+
+        Collective over each of ``groups``; every rank of it must call it, in the same order of groups.
+        """
+        ordinals: Counter[tuple[int, ...]] = Counter()
+        result: list[AxisGroup] = []
+        for group in groups:
+            if group.group is not None:
+                ranks = tuple(dist.get_process_group_ranks(group.group))
+                number = self._number(ranks, ordinals[ranks])
+                ordinals[ranks] += 1
+                group = replace(group, group=_new_group(ranks, dist.group.WORLD, number))  # type: ignore[arg-type]
+            result.append(group)
+        return result
+
+    def _number(self, ranks: tuple[int, ...], ordinal: int) -> int:
+        key = dist.group.WORLD, ranks, ordinal
+        if key not in self._numbers:
+            self._numbers[key] = _turns[dist.group.WORLD, ranks] % _NUM_PRIVATE_GROUPS
+            _turns[dist.group.WORLD, ranks] += 1
+        return self._numbers[key]
+
+
+# So many exchange groups of live optimizers may share their ranks.
+_NUM_PRIVATE_GROUPS = 16
+_turns: Counter[tuple[dist.ProcessGroup | None, tuple[int, ...]]] = Counter()
 
 
 def host_group(group: AxisGroup) -> AxisGroup:
@@ -76,11 +102,6 @@ def host_group(group: AxisGroup) -> AxisGroup:
         return group
     ranks = tuple(dist.get_process_group_ranks(group.group))
     return replace(group, group=_new_group(ranks, dist.group.WORLD, backend="gloo"))  # type: ignore[arg-type]
-
-
-# So many optimizers with hooks may live side by side on the same ranks.
-_NUM_PRIVATE_GROUPS = 8
-_turns: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], int] = {}
 
 
 def _group_of(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that is running ends.
-
-    Uses ``torch.autograd.Variable._execution_engine`` (2.11 to 2.13).
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def cpu_multiplies_bfloat16_fast() -> bool:

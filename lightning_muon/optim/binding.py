@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.mesh import AxisGroup, private_group
+from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
 from lightning_muon.config import Assignment, Dedupe, Overlap
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
@@ -126,7 +126,12 @@ class Binding:
 
 
 def bind(
-    parameters: Sequence[BoundParameter], meshes: tuple[MeshMembers, ...], *, options: PlanOptions, settings: str
+    parameters: Sequence[BoundParameter],
+    meshes: tuple[MeshMembers, ...],
+    private_groups: PrivateGroups,
+    *,
+    options: PlanOptions,
+    settings: str,
 ) -> Binding:
     """Make the plan, and check that all ranks made the same.
 
@@ -135,17 +140,20 @@ def bind(
     Args:
         parameters: All parameters, trainable or not, in the order of the param groups.
         meshes: The meshes of these parameters.
+        private_groups: Of this optimizer.
         options: Of the plan.
         settings: What else must be equal on all ranks, for example the dtypes.
     """
     _compare(parameters, meshes, f"{settings} {options}")
+    found = _group_jobs(parameters, options)
+    private = private_groups.of([home.axes for home, _ in found])
     loads = Loads()
     groups: list[ExchangeGroup] = []
-    for number, (home, jobs) in enumerate(_group_jobs(parameters, options)):
+    for number, ((home, jobs), axes) in enumerate(zip(found, private, strict=True)):
         specs = _specs(jobs)
         plan = plan_step(
             specs,
-            num_ranks=home.axes.size,
+            num_ranks=axes.size,
             itemsize=options.itemsize,
             chunk_bytes=options.chunk_bytes,
             strategy=options.assignment,
@@ -154,7 +162,6 @@ def bind(
             key_prefix=f"{number}.",
         )
         loads.add(home, specs, plan, options.itemsize)
-        axes = private_group(home.axes)
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
         groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan))

@@ -1,74 +1,49 @@
-"""Gathers that start while backward still runs, and the proof that what they sent is still the gradient.
+"""Gathers that start while backward still runs, and the proof that what they sent is what the step would send.
 
 FSDP2 calls the post-accumulate-grad hooks of a sharded parameter after its reduce-scatter. When all gradients of a
-chunk are there, and the chunks before it are on their way, the chunk is sent on a bet: that nobody changes these
-gradients before the step. At the step all ranks compare notes (:mod:`lightning_muon.optim.gradients`): a chunk that any
-rank has sent is sent by all, so that communications match, and its result counts only if no rank has seen a change. So
-gradient clipping, scalers, further backward passes and parameters that only some ranks use are exact; they cost the
-head start.
+chunk are there, and the chunks before it are on their way, the chunk is sent on a bet: that nobody changes gradients,
+momentum or hyper-parameters before the step. At the step each rank computes again what it would send now and compares
+(:meth:`MatrixStep.differs_from_early`), and all ranks compare notes (:mod:`lightning_muon.optim.gradients`): a chunk
+that any rank has sent is sent by all, so that communications match, and its result counts only if no rank has found a
+difference. So gradient clipping, scalers, further backward passes and parameters that only some ranks use are exact;
+they cost the head start.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
-from lightning_muon.compat.torch import call_after_backward
 from lightning_muon.optim.binding import local_tensor
 from lightning_muon.optim.matrix_step import Chunk, Gradients, MatrixStep, States
 
 _log = logging.getLogger(__name__)
-# So many steps in a row a chunk may be sent in vain before it waits for the step.
-_MAX_FAILURES = 2
-
-
-class _Source:
-    """A tensor that went into what was sent, and its version."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Weak: a gradient that the user has dropped must not live on here. Not its id, which a new one may get.
-        self._ref = TensorWeakRef(tensor)
-        self.renew()
-
-    def renew(self) -> None:
-        """Take the version of now."""
-        tensor = self._ref()
-        self._version = None if tensor is None else _version(tensor)
-
-    def is_unchanged(self, tensor: Tensor | None) -> bool:
-        return tensor is not None and self._ref() is tensor and self._version == _version(tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """What a chunk was made from; any difference at the step makes it void."""
-
-    gradients: list[_Source]
-    buffers: list[_Source]
-    options: list[tuple[object, ...]]
-    norms: list[Tensor]
+# A chunk that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
+_FREE_FAILURES, _LONGEST_PAUSE = 1, 64
 
 
 @dataclass
 class _Progress:
-    """Of one chunk: the gradients that are still to come, and how often it was sent in vain."""
+    """Of one chunk.
+
+    Attributes:
+        missing: Parameters whose gradients are still to come.
+        is_sent: Whether this rank has sent it since the last step.
+        failures: How often in a row it was sent in vain.
+        resume: Number of the step from which on it may be sent again.
+    """
 
     missing: set[Tensor]
-    sent: _Sent | None = None
-    is_void: bool = False
+    is_sent: bool = False
     failures: int = 0
-
-    @property
-    def is_worth_trying(self) -> bool:
-        return self.failures < _MAX_FAILURES
+    resume: int = 0
 
 
 @dataclass
@@ -87,178 +62,141 @@ class EarlyGathers:
     Args:
         step: Runs the ops.
         states: Of the optimizer.
-        compare_norms: Compare also the norms of the gradients, which finds changes behind autograd's back
-            (``grad.data``).
     """
 
-    def __init__(self, step: MatrixStep, states: States, *, compare_norms: bool) -> None:
-        self._step, self._states, self._compare_norms = step, states, compare_norms
-        self._chunks = {chunk.key: chunk for chunk in step.gathered_chunks}
+    def __init__(self, step: MatrixStep, states: States) -> None:
+        self._step, self._states = step, states
+        self._chunks = {
+            chunk.key: chunk
+            for chunk in step.gathered_chunks
+            if all(isinstance(tensor, DTensor) for tensor in chunk.tensors)
+        }
         self._progress = {key: _Progress(set(chunk.tensors)) for key, chunk in self._chunks.items()}
-        self._arrivals: dict[Tensor, _Arrivals] = {}
-        self._handles: list[RemovableHandle] = []
         self._keys_of: dict[Tensor, list[str]] = {}
-        self._renewal_is_due = False
         for key, chunk in self._chunks.items():
             for tensor in chunk.tensors:
                 self._keys_of.setdefault(tensor, []).append(key)
-        this = weakref.ref(self)
-        for tensor in self._keys_of:
-            self._arrivals[tensor] = _Arrivals()
-            self._handles.append(tensor.register_post_accumulate_grad_hook(_hook(this)))
+        self._arrivals = {tensor: _Arrivals() for tensor in self._keys_of}
+        self._num_steps = 0
+        hook = _hook(weakref.ref(self))
+        handles = [tensor.register_post_accumulate_grad_hook(hook) for tensor in self._keys_of]
+        # Not __del__: the hooks must go also if the optimizer is dropped without a word.
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks of these parameters, in their order."""
         return [key for key, chunk in self._chunks.items() if chunk.tensors[0] in tensors]
 
-    def is_sent(self, key: str) -> bool:
-        """Whether this rank has sent the chunk since the last step."""
-        return self._progress[key].sent is not None
-
     def keys_of(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks that hold any of these parameters."""
         return [key for tensor in tensors for key in self._keys_of.get(tensor, ())]
 
-    def is_changed(self, key: str, norms: Mapping[Tensor, Tensor]) -> bool:
-        """Whether this rank has sent the chunk and sees that it is void.
+    def is_sent(self, key: str) -> bool:
+        """Whether this rank has sent the chunk since the last step."""
+        return self._progress[key].is_sent
+
+    def lacks(self, key: str, gradients: Gradients) -> bool:
+        """Whether this rank has sent the chunk, and a gradient of it is gone."""
+        return self.is_sent(key) and any(tensor not in gradients for tensor in self._chunks[key].tensors)
+
+    def differs(self, key: str, gradients: Gradients) -> Tensor:
+        """Whether the step would send other bits than this rank has sent: a bool on the device.
 
         Args:
-            key: The chunk.
-            norms: Norms of the gradients now, if they are known; they tell of changes behind autograd's back.
+            key: A chunk; one that this rank has not sent does not differ.
+            gradients: Local gradients now, all of the chunk.
         """
-        sent = self._progress[key].sent
-        if sent is None:
-            return False
-        tensors = self._chunks[key].tensors
-        is_same = (
-            not self._progress[key].is_void
-            and sent.options == _options(self._chunks[key])
-            and all(map(_Source.is_unchanged, sent.gradients, (tensor.grad for tensor in tensors)))
-            and all(map(_Source.is_unchanged, sent.buffers, map(self._buffer, tensors)))
-            and all(bool(norms[t] == norm) for t, norm in zip(tensors, sent.norms, strict=False) if t in norms)
-        )
-        return not is_same
+        if not self.is_sent(key):
+            return torch.tensor(False)
+        return self._step.differs_from_early(key, gradients, self._states)
 
-    def settle(self, sent: Sequence[str], valid: Collection[str], gradients: Gradients) -> None:
+    def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
 
         Collective over the private groups of the exchange groups; every rank must call it, with equal ``sent`` and
-        ``valid``.
+        ``void``.
 
         Args:
             sent: Chunks that any rank has sent.
-            valid: Those of them that count.
+            void: Those of them that do not count.
             gradients: Local gradients; parameters without one send zeros.
         """
-        for key in sent:
-            if not self.is_sent(key):
+        for key, progress in self._progress.items():
+            if key in sent and not progress.is_sent:
                 tensors = self._chunks[key].tensors
                 filled = {t: gradients[t] if t in gradients else torch.zeros_like(local_tensor(t)) for t in tensors}
                 self._step.start_early(key, filled, self._states)
-        for key in sent:
-            progress = self._progress[key]
-            progress.failures = 0 if key in valid else progress.failures + 1
-            if key not in valid:
-                self._step.drop_early(key)
-                if not progress.is_worth_trying:
-                    _log.info(
-                        "Gradients of %s, ... change between backward and the step (by clipping, for example): their "
-                        "gather no longer starts during backward. overlap='step' says so from the start.",
-                        self._chunks[key].group.jobs[self._chunks[key].taken[0]].matrix.name,
-                    )
+        self._num_steps += 1
+        self.failed(void)
         for key, progress in self._progress.items():
-            progress.sent, progress.is_void = None, False
+            progress.is_sent = False
             progress.missing = set(self._chunks[key].tensors)
         for arrivals in self._arrivals.values():
             arrivals.expected, arrivals.seen = max(1, arrivals.seen), 0
 
+    def succeeded(self, valid: Collection[str]) -> None:
+        """These chunks were used by the step; the same on all ranks."""
+        for key in valid:
+            self._progress[key].failures = 0
+
+    def failed(self, void: Collection[str]) -> None:
+        """These chunks are of no use, and their buffers are free again; the same on all ranks."""
+        for key in self._chunks:
+            if key not in void:
+                continue
+            self._step.drop_early(key)
+            progress = self._progress[key]
+            progress.failures += 1
+            if progress.failures > _FREE_FAILURES:
+                pause = min(2**progress.failures, _LONGEST_PAUSE)
+                progress.resume = self._num_steps + pause
+                _log.info(
+                    "Gradients of %s, ... change between backward and the step (by clipping, for example): their "
+                    "gather waits for the step in the next %d steps. overlap='step' says so from the start.",
+                    self._chunks[key].group.jobs[self._chunks[key].taken[0]].matrix.name,
+                    pause,
+                )
+
     def close(self) -> None:
         """Remove the hooks; local."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks()
 
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
         """A gradient has been accumulated; send the chunks that are complete now, in their order."""
         arrivals = self._arrivals[tensor]
         arrivals.seen += 1
-        if arrivals.seen > arrivals.expected:
-            for key in self._keys_of[tensor]:
-                self._progress[key].is_void = True
         if arrivals.seen != arrivals.expected:
             return
-        completed = False
+        is_complete = False
         for key in self._keys_of[tensor]:
             missing = self._progress[key].missing
             missing.discard(tensor)
-            completed |= not missing
-        if completed:
+            is_complete |= not missing
+        if is_complete:
             self._send_complete()
 
     def _send_complete(self) -> None:
-        """Send what is complete; within an exchange group a chunk waits for those before it."""
-        number: str | None = None
-        blocked = False
+        """Send what is complete; a chunk waits for all before it, so that the order is the same on all ranks."""
         for key, progress in self._progress.items():
-            group_number = key.partition(".")[0]
-            if group_number != number:
-                number, blocked = group_number, False
-            if blocked or progress.sent is not None or not progress.is_worth_trying:
+            if progress.is_sent or self._num_steps < progress.resume:
                 continue
-            if progress.missing or not self._can_send(self._chunks[key]):
-                blocked = True
-            else:
-                self._send(key, progress)
-
-    @staticmethod
-    def _can_send(chunk: Chunk) -> bool:
-        return all(
-            isinstance(tensor, DTensor)
-            and isinstance(tensor.grad, DTensor)
-            and tensor.grad.placements == tensor.placements
-            and not tensor.grad.is_complex()
-            for tensor in chunk.tensors
-        )
-
-    def _send(self, key: str, progress: _Progress) -> None:
-        chunk = self._chunks[key]
-        gradients = {tensor: local_gradient(tensor) for tensor in chunk.tensors}
-        norms = gradient_norms(list(gradients.values())) if self._compare_norms else []
-        progress.sent = _Sent(
-            [_Source(tensor.grad) for tensor in chunk.tensors],
-            [_Source(self._states[tensor]["momentum_buffer"]) for tensor in chunk.tensors],
-            _options(chunk),
-            norms,
-        )
-        self._step.start_early(key, gradients, self._states)
-        if not self._renewal_is_due:
-            self._renewal_is_due = True
-            call_after_backward(self._renew)
-
-    def _renew(self) -> None:
-        """Take the versions at the end of backward.
-
-        FSDP2 reduces the gradients of a unit into views of one buffer, which share one version: it still counts up when
-        later gradients of the unit are added. What changes a gradient in earnest calls its hook again.
-        """
-        self._renewal_is_due = False
-        for progress in self._progress.values():
-            for source in progress.sent.gradients if progress.sent is not None else ():
-                source.renew()
-
-    def _buffer(self, tensor: Tensor) -> Tensor | None:
-        return self._states[tensor].get("momentum_buffer")
+            if progress.missing or not _can_be_sent(self._chunks[key]):
+                return
+            progress.is_sent = True
+            gradients = {tensor: local_gradient(tensor) for tensor in self._chunks[key].tensors}
+            self._step.start_early(key, gradients, self._states)
 
 
-def _options(chunk: Chunk) -> list[tuple[object, ...]]:
-    groups = [chunk.group.jobs[index].parameter.group for index in chunk.taken]
-    return [(float(group["momentum"]), group["nesterov"]) for group in groups]
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Changes with every in-place operation."""
-    return tensor._version, local_tensor(tensor)._version
+def _can_be_sent(chunk: Chunk) -> bool:
+    """Whether every gradient is whole and of a kind that the step takes."""
+    return all(
+        isinstance(tensor, DTensor)
+        and isinstance(tensor.grad, DTensor)
+        and tensor.grad.placements == tensor.placements
+        and not tensor.grad.is_complex()
+        for tensor in chunk.tensors
+    )
 
 
 def _hook(this: weakref.ref[EarlyGathers]) -> Callable[[Tensor], None]:
@@ -270,9 +208,9 @@ def _hook(this: weakref.ref[EarlyGathers]) -> Callable[[Tensor], None]:
     return arrived
 
 
-def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """2-norm of each gradient: equal gradients on a CPU have equal norms, bit for bit."""
-    return list(torch._foreach_norm(list(gradients))) if gradients else []
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def local_gradient(tensor: Tensor) -> Tensor:

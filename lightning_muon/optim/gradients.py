@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,7 +15,7 @@ from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import AxisGroup, axis_group
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.optim.binding import Binding, local_tensor
-from lightning_muon.optim.early import EarlyGathers, gradient_norms
+from lightning_muon.optim.early import EarlyGathers, local_gradient
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import mesh_and_placements
@@ -28,12 +28,21 @@ class Agreement:
     Attributes:
         gradients: Local gradient of every parameter that takes part in the step.
         valid_early: Chunks whose early gather counts.
-        verdict: Where finding out takes a device (CUDA): waits for it, and raises as :func:`agree_on_gradients` does.
+        verdict: Where finding out takes a device (CUDA): waits for it, and raises as :func:`agree_on_gradients` does,
+            or :class:`EarlyGathersAreVoid`.
     """
 
     gradients: Gradients
     valid_early: frozenset[str]
     verdict: Callable[[], None] | None = None
+
+
+class EarlyGathersAreVoid(Exception):  # noqa: N818 - no error: the step is run once more
+    """The device has found, on some rank, other gradients than those that were sent; the same on all ranks."""
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        super().__init__(keys)
+        self.keys = keys
 
 
 @dataclass
@@ -47,6 +56,7 @@ class _Findings:
     sent: tuple[str, ...] = ()
     void: tuple[str, ...] = ()
     partly: tuple[tuple[MeshMembers, Tensor], ...] = ()
+    unreduced: tuple[Tensor, ...] = ()
 
 
 def agree_on_gradients(
@@ -69,23 +79,32 @@ def agree_on_gradients(
 
     Raises:
         NonFiniteGradientError: On all ranks, with the names of the parameters, if the norm of a gradient is NaN or Inf.
-        TypeError: On all ranks, if a gradient is sparse or complex.
+        TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
     """
     found: Gradients = {}
     findings = _Findings(is_stale=is_stale)
-    on_host = binding.device.type == "cpu"
     for members in binding.meshes:
-        _agree_on_mesh(members, binding.names, found, findings, early, check=error_if_nonfinite and on_host)
-    valid = _valid_early(findings, early)
+        _agree_on_mesh(members, binding.names, found, findings, early, check=error_if_nonfinite)
+    void = _void_early(findings, early)
+    valid = frozenset(findings.sent) - void
+    verdict = None
+    if not _host_reads_device(binding) and not findings.must_stop and not findings.is_stale:
+        verdict = _verdict_of_device(binding, found, early, valid, check=error_if_nonfinite)
     if early is not None:
-        early.settle(findings.sent, valid, found)
+        early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
     if findings.is_stale:
         return None
+    for tensor in findings.unreduced:
+        found[tensor] = _reduced_gradient(tensor)
     for members, tensor in findings.partly:
         _fill_in(members, tensor, found)
-    verdict = _verdict_of_device(binding, found) if error_if_nonfinite and not on_host else None
     return Agreement(found, valid, verdict)
+
+
+def _host_reads_device(binding: Binding) -> bool:
+    """Whether looking at gradients does not make the host wait."""
+    return binding.device.type == "cpu"
 
 
 def _agree_on_mesh(
@@ -98,91 +117,136 @@ def _agree_on_mesh(
     check: bool,
 ) -> None:
     """Add the local gradients to ``found`` and what the mesh knows to ``findings``."""
-    tensors, num = members.tensors, len(members.tensors)
+    tensors = members.tensors
     have = [tensor.requires_grad and tensor.grad is not None for tensor in tensors]
     unusable = [has and _is_unusable(tensor.grad) for tensor, has in zip(tensors, have, strict=True)]
+    unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
         if has and not bad:
-            found[tensor] = _local_gradient(tensor)
-    norms = _norms(tensors, found) if check else {}
+            found[tensor] = local_gradient(tensor)
+    looks = local_tensor(tensors[0]).device.type == "cpu"
+    norms = _norms(tensors, found) if check and looks else {}
     nonfinite = [tensor in norms and not norms[tensor].isfinite() for tensor in tensors]
     keys = early.keys(set(tensors)) if early is not None else []
     sent = [early.is_sent(key) for key in keys] if early is not None else []
-    void = [early.is_changed(key, norms) for key in keys] if early is not None else []
-    flags = [*have, *unusable, *nonfinite, *sent, *void, findings.is_stale, findings.must_stop]
-    counts = torch.tensor(flags, dtype=torch.int32)
-    if members.host.group is not None:
-        start_all_reduce_sum(counts, members.host).wait()
-    values = iter(counts.tolist())
-    present, bad, infinite = (list(islice(values, num)) for _ in range(3))
-    findings.sent += tuple(key for key, count in zip(keys, islice(values, len(keys)), strict=True) if count)
-    findings.void += tuple(key for key, count in zip(keys, islice(values, len(keys)), strict=True) if count)
-    stale, stop = values
+    void = (
+        [early.lacks(key, found) or (looks and bool(early.differs(key, found))) for key in keys]
+        if early is not None
+        else []
+    )
+    present, bad, partial, infinite, any_sent, any_void, (stale, stop) = _sum_flags(
+        members, have, unusable, unreduced, nonfinite, sent, void, [findings.is_stale, findings.must_stop]
+    )
+    findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
+    findings.void += tuple(key for key, count in zip(keys, any_void, strict=True) if count)
+    partly = [0 < count < members.axes.size for count in present]
+    bad = [one or (two and three) for one, two, three in zip(bad, partial, partly, strict=True)]
     findings.unusable += tuple(names[tensor] for tensor, count in zip(tensors, bad, strict=True) if count)
     findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
     findings.is_stale = findings.is_stale or stale > 0
     findings.must_stop = findings.must_stop or stop > 0 or any(bad) or any(infinite)
-    partly = [tensor for tensor, count in zip(tensors, present, strict=True) if 0 < count < members.axes.size]
-    findings.partly += tuple((members, tensor) for tensor in partly)
+    findings.partly += tuple((members, tensor) for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
+    findings.unreduced += tuple(tensor for tensor, count in zip(tensors, partial, strict=True) if count)
 
 
-def _valid_early(findings: _Findings, early: EarlyGathers | None) -> frozenset[str]:
-    """Chunks that were sent, and that no rank has seen a change of."""
-    if early is None or findings.is_stale or findings.must_stop:
+def _early_flags(
+    early: EarlyGathers | None, tensors: Sequence[Tensor], found: Gradients, *, looks: bool
+) -> tuple[list[str], list[bool], list[bool]]:
+    """The chunks of a mesh, whether this rank has sent them, and whether it knows that they are void."""
+    if early is None:
+        return [], [], []
+    keys = early.keys(set(tensors))
+    void = [early.lacks(key, found) or (looks and bool(early.differs(key, found))) for key in keys]
+    return keys, [early.is_sent(key) for key in keys], void
+
+
+def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[int]]:
+    """For every flag the number of ranks of the mesh that raise it.
+
+    Collective over the mesh; every rank of it must call it.
+    """
+    counts = torch.tensor([flag for each in flags for flag in each], dtype=torch.int32)
+    if members.host.group is not None:
+        start_all_reduce_sum(counts, members.host).wait()
+    values = iter(counts.tolist())
+    return (list(islice(values, len(each))) for each in flags)
+
+
+def _void_early(findings: _Findings, early: EarlyGathers | None) -> frozenset[str]:
+    """Chunks that were sent and do not count, as far as the host knows."""
+    if early is None:
         return frozenset()
+    if findings.is_stale or findings.must_stop:
+        return frozenset(findings.sent)
     # The mean over the replicas, which _fill_in takes, is another gradient than the one that was sent.
     averaged = {tensor for members, tensor in findings.partly if _replicas(members, tensor) is not None}
-    return frozenset(findings.sent) - frozenset(findings.void) - frozenset(early.keys_of(averaged))
+    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of(averaged)])
 
 
 def _is_unusable(grad: Tensor | None) -> bool:
     return grad is not None and (grad.is_sparse or grad.is_complex())
 
 
-def _local_gradient(tensor: Tensor) -> Tensor:
+def _is_unreduced(tensor: Tensor) -> bool:
+    """Whether the gradient is a partial sum, for example, which needs a reduction on all ranks."""
     grad = tensor.grad
-    assert grad is not None
-    if isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements:
-        # A partial sum, for example: reduced here as torch's own optimizers do it, on all ranks.
-        grad = grad.redistribute(placements=tensor.placements)
-    return local_tensor(grad).to(tensor.dtype)
+    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
+
+
+def _reduced_gradient(tensor: Tensor) -> Tensor:
+    """The gradient laid out like its parameter, as torch's own optimizers do it.
+
+    Collective over the mesh of the parameter; every rank must call it.
+    """
+    grad = tensor.grad
+    assert isinstance(grad, DTensor) and isinstance(tensor, DTensor)
+    return local_tensor(grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
 
 
 def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
     """Norm of each local gradient that has elements."""
     filled = [tensor for tensor in tensors if tensor in found and found[tensor].numel()]
     # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
-    return dict(zip(filled, gradient_norms([found[tensor] for tensor in filled]), strict=True))
+    norms = torch._foreach_norm([found[tensor] for tensor in filled]) if filled else ()
+    return dict(zip(filled, norms, strict=True))
 
 
-def _verdict_of_device(binding: Binding, found: Gradients) -> Callable[[], None]:
-    """Begin to look for NaN and Inf on the device; the result waits for the device and raises.
+def _verdict_of_device(
+    binding: Binding, found: Gradients, early: EarlyGathers | None, valid: frozenset[str], *, check: bool
+) -> Callable[[], None]:
+    """Begin to look at the gradients on the device; the result waits for the device and raises.
 
     Collective over every mesh of the parameters; every rank of it must call it.
     """
-    results: list[tuple[MeshMembers, Tensor]] = []
-    stop = torch.zeros(1, dtype=torch.int32, device=binding.device)
+    results: list[tuple[MeshMembers, list[str], Tensor]] = []
+    stop = torch.zeros(1, dtype=torch.bool, device=binding.device)
     for members in binding.meshes:
-        norms = _norms(members.tensors, found)
-        flags = torch.zeros(len(members.tensors) + 1, dtype=torch.int32, device=binding.device)
+        norms = _norms(members.tensors, found) if check else {}
+        nonfinite = torch.zeros(len(members.tensors), dtype=torch.bool, device=binding.device)
         places = [index for index, tensor in enumerate(members.tensors) if tensor in norms]
         if places:
-            finite = torch.stack([norm.float() for norm in norms.values()]).isfinite()
-            flags[places] = finite.logical_not().int()
-        flags[-1:] = stop
+            nonfinite[places] = torch.stack([norm.float() for norm in norms.values()]).isfinite().logical_not()
+        keys = [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
+        differs = [early.differs(key, found).to(binding.device).reshape(1) for key in keys] if early is not None else []
+        flags = torch.cat([nonfinite, *differs, stop]).int()
         if members.axes.group is not None:
             start_all_reduce_sum(flags, members.axes).wait()
-        stop = flags.max().reshape(1).clamp(max=1)
-        results.append((members, flags))
+        stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().reshape(1)
+        results.append((members, keys, flags))
 
     def verdict() -> None:
         findings = _Findings(is_stale=False)
-        for members, flags in results:
-            *counts, stopped = flags.tolist()
-            bad = [tensor for tensor, count in zip(members.tensors, counts, strict=True) if count]
-            findings.nonfinite += tuple(binding.names[tensor] for tensor in bad)
-            findings.must_stop |= bool(bad) or stopped > 0
+        for members, keys, flags in results:
+            values = iter(flags.tolist())
+            infinite = list(islice(values, len(members.tensors)))
+            findings.nonfinite += tuple(
+                binding.names[tensor] for tensor, count in zip(members.tensors, infinite, strict=True) if count
+            )
+            findings.void += tuple(key for key, count in zip(keys, values, strict=False) if count)
+            findings.must_stop |= any(infinite) or flags[-1].item() > 0
         _raise_if_needed(findings)
+        if findings.void:
+            raise EarlyGathersAreVoid(frozenset(findings.void))
 
     return verdict
 
@@ -217,8 +281,9 @@ def _fill_in(members: MeshMembers, tensor: Tensor, found: Gradients) -> None:
 def _raise_if_needed(findings: _Findings) -> None:
     if findings.unusable:
         raise TypeError(
-            f"the gradient of {_listed(findings.unusable)} is sparse or complex; ParallelMuon takes dense real "
-            "ones. For an embedding, set sparse=False"
+            f"the gradient of {_listed(findings.unusable)} is sparse or complex, or a partial sum that only some "
+            "ranks have; ParallelMuon takes dense real ones, and partial sums only from all ranks. For an embedding, "
+            "set sparse=False"
         )
     if findings.must_stop:
         where = _listed(findings.nonfinite) if findings.nonfinite else "a parameter of another mesh"

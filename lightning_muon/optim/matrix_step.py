@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, PlanOptions, local_tensor
+from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions, local_tensor
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.runtime.executor import make_executor
 from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
@@ -47,6 +47,14 @@ class _Inputs:
     states: States
     adamw: Callable[[], None]
     verdict: Callable[[], None] | None
+    options: dict[tuple[int, str], Any] = field(default_factory=dict[tuple[int, str], Any])
+
+    def option(self, group: ParamGroup, key: str) -> Any:
+        """A hyper-parameter as a number; one that is a tensor is read from the device once per step."""
+        if (id(group), key) not in self.options:
+            value = group[key]
+            self.options[id(group), key] = float(value) if isinstance(value, Tensor) else value
+        return self.options[id(group), key]
 
 
 class MatrixStep:
@@ -70,8 +78,7 @@ class MatrixStep:
         self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
         self._ops = _ops_of_this_rank(groups, self._look_ahead)
         self._by_name = {op.name: op for op in self._ops}
-        keeps_all = options.overlap == "backward"
-        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead, keeps_all=keeps_all)}
+        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead)}
         self._transfers: dict[str, Transfer] = {}
         # Chunks whose momentum is in the state already in this step.
         self._committed: set[str] = set()
@@ -99,15 +106,29 @@ class MatrixStep:
         Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
         chunks.
         """
-        self._transfers[key] = self._transfer(key, self.chunks[key].taken)
+        self._transfers[key] = self._transfer(key, self.chunks[key].taken, is_early=True)
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
         for kind in (MOMENTUM, GATHER):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
         self._inputs = None
 
+    def differs_from_early(self, key: str, gradients: Gradients, states: States) -> Tensor:
+        """Whether :meth:`start_early` would now send other bits than it has sent; a bool on the device."""
+        self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
+        transfer = self._transfers[key]
+        same = [
+            equal
+            for jobs, pieces in self._look_ahead_of(transfer, in_place=False)
+            for equal in transfer.is_packed(jobs, pieces)
+        ]
+        self._inputs = None
+        return torch.stack(same).all().logical_not() if same else torch.tensor(False)
+
     def drop_early(self, key: str) -> None:
-        """Wait for an early gather whose result is not wanted; its buffers are free again."""
+        """Wait for an early gather whose result is not wanted, and give its buffers back."""
         self.executor.wait(f"{GATHER}[{key}]")
+        self._transfers.pop(key, None)
+        self._pool.drop(_early_slot(key))
 
     def run(
         self,
@@ -135,7 +156,7 @@ class MatrixStep:
         for key, chunk in self.chunks.items():
             if key not in valid_early:
                 active = tuple(i for i in chunk.taken if chunk.group.jobs[i].parameter.tensor in gradients)
-                self._transfers[key] = self._transfer(key, active)
+                self._transfers[key] = self._transfer(key, active, is_early=False)
         for op in self._in_order(valid_early):
             if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
                 self._ask(self._inputs.verdict)
@@ -165,32 +186,41 @@ class MatrixStep:
             verdict()
         except Exception:
             self.executor.finish()  # The same on all ranks, so what is on its way arrives.
+            self._inputs = None
             raise
         self._inputs = replace(self._inputs, verdict=None)
 
-    def _transfer(self, key: str, taken: tuple[int, ...]) -> Transfer:
+    def _transfer(self, key: str, taken: tuple[int, ...], *, is_early: bool) -> Transfer:
         """The transfer of a chunk, kept as long as the same jobs take part: its layout is costly to make."""
-        kept = self._transfers.get(key)
-        if kept is not None and kept.taken == taken:
-            return kept
         chunk = self.chunks[key]
-        return Transfer(chunk.group, taken, self._pool, chunk.slots)
+        slots = (_early_slot(key), chunk.slots[1]) if is_early else chunk.slots
+        kept = self._transfers.get(key)
+        if kept is not None and kept.taken == taken and kept.slots == slots:
+            return kept
+        return Transfer(chunk.group, taken, self._pool, slots)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
         assert self._inputs is not None
-        transfer = self._transfers[op.key]
         in_place = self._inputs.verdict is None
+        transfer = self._transfers[op.key]
+        for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
+            transfer.pack(jobs, pieces)
+        if in_place:
+            self._committed.add(op.key)
+        return ()
+
+    def _look_ahead_of(
+        self, transfer: Transfer, *, in_place: bool
+    ) -> Iterator[tuple[Sequence[MatrixJob], Sequence[Tensor]]]:
+        """What is to be orthogonalized of the calling rank's pieces, some jobs at a time."""
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             grads, buffers = self._grads_and_buffers(jobs)
             if in_place:
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
             else:
                 buffers = torch._foreach_lerp(buffers, grads, 1 - momentum)
-            transfer.pack(jobs, torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers)
-        if in_place:
-            self._committed.add(op.key)
-        return ()
+            yield jobs, torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
@@ -234,9 +264,12 @@ class MatrixStep:
         update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
         for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
             views = [job.local_view(local_tensor(job.parameter.tensor)) for job in jobs]
-            for view in views:
-                # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
-                view.mul_(1 - lr * weight_decay)
+            if self._pool.device.type == "cpu":
+                for view in views:
+                    # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
+                    view.mul_(1 - lr * weight_decay)
+            else:
+                torch._foreach_mul_(views, 1 - lr * weight_decay)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
                 by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
@@ -245,13 +278,18 @@ class MatrixStep:
                 torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
         return ()
 
-    def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterable[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
+    def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Jobs to be treated together: those whose param groups have equal values for ``keys``.
 
         On a CPU one by one, so that what one operation writes is still in the cache for the next: on pieces of 0.5 to
         2 MB momentum and packing are 2.5 times faster.
         """
-        for values, members in _group_by(jobs, *keys):
+        assert self._inputs is not None
+        by_values: dict[tuple[Any, ...], list[MatrixJob]] = {}
+        for job in jobs:
+            values = tuple(self._inputs.option(job.parameter.group, key) for key in keys)
+            by_values.setdefault(values, []).append(job)
+        for values, members in by_values.items():
             if self._pool.device.type == "cpu":
                 yield from ((values, [job]) for job in members)
             else:
@@ -279,15 +317,19 @@ def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[
     return prefetch({0: [*ops, adamw]}, look_ahead, scatter_buffers=scatter_buffers_for(look_ahead))[0]
 
 
-def _chunks(groups: Sequence[ExchangeGroup], look_ahead: int, *, keeps_all: bool) -> Iterable[Chunk]:
-    """All chunks in the order of the step; ``keeps_all`` gives each its own buffers on the way to the owners."""
+def _chunks(groups: Sequence[ExchangeGroup], look_ahead: int) -> Iterator[Chunk]:
+    """All chunks in the order of the step, with the rolling buffers that they use in it."""
     number = 0
     for group_number, group in enumerate(groups):
         for chunk_number, taken in enumerate(group.plan.chunks):
-            there = number if keeps_all else number % max(1, look_ahead)
-            back = number % scatter_buffers_for(look_ahead)
-            yield Chunk(f"{group_number}.{chunk_number}", group, taken, (str(there), str(back)))
+            slots = (str(number % max(1, look_ahead)), str(number % scatter_buffers_for(look_ahead)))
+            yield Chunk(f"{group_number}.{chunk_number}", group, taken, slots)
             number += 1
+
+
+def _early_slot(key: str) -> str:
+    """Buffers of its own for each chunk that is sent early, since all of them are on their way at once."""
+    return f"early-{key}"
 
 
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[int]]:
@@ -301,14 +343,3 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[int]]:
             key = index
         batches.setdefault(key, []).append(index)
     return list(batches.values())
-
-
-def _group_by(jobs: Sequence[MatrixJob], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[MatrixJob]]]:
-    """Jobs by the values that their param groups have for ``keys``."""
-    found: dict[tuple[Any, ...], list[MatrixJob]] = {}
-    for job in jobs:
-        values = tuple(
-            float(value) if isinstance(value, Tensor) else value for value in map(job.parameter.group.get, keys)
-        )
-        found.setdefault(values, []).append(job)
-    return found.items()

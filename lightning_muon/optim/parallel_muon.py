@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.config import (
     AdjustLr,
     Algorithm,
@@ -27,7 +28,7 @@ from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, Plan
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.early import EarlyGathers
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.optim.gradients import Agreement, agree_on_gradients
+from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, agree_on_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import routes_of
@@ -164,6 +165,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._module = params if isinstance(params, nn.Module) else None
         self._routes: dict[Tensor, Route] = {}
         self._bound: _Bound | None = None
+        self._private_groups = PrivateGroups()
         super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
         if self._module is not None:
             self._bind_parameters()
@@ -208,15 +210,25 @@ class ParallelMuon(torch.optim.Optimizer):
             bound = self._bind()
             agreed = self._agree_on_gradients(bound)
             assert agreed is not None, "parameters changed during the step"
-        gradients = agreed.gradients
+        try:
+            self._run(bound, agreed)
+        except EarlyGathersAreVoid as void:
+            # Found out on the device, with nothing changed yet: once more, without what was sent early.
+            assert bound.early is not None
+            bound.early.failed(void.keys)
+            self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
+        return loss
+
+    def _run(self, bound: _Bound, agreed: Agreement) -> None:
         bound.matrix_step.run(
-            gradients,
+            agreed.gradients,
             self.state,
-            adamw=lambda: self._step_elementwise(bound.binding, gradients),
+            adamw=lambda: self._step_elementwise(bound.binding, agreed.gradients),
             valid_early=agreed.valid_early,
             verdict=agreed.verdict,
         )
-        return loss
+        if bound.early is not None:
+            bound.early.succeeded(agreed.valid_early)
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds; the plan is made anew."""
@@ -226,6 +238,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch; hyper-parameters that another optimizer's state lacks get their defaults."""
         super().__setstate__(state)
+        self.__dict__.setdefault("_private_groups", PrivateGroups())
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -284,7 +297,7 @@ class ParallelMuon(torch.optim.Optimizer):
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
         plan_options = options.plan_options(wire_dtype, device)
         settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype}"
-        binding = bind(parameters, meshes, options=plan_options, settings=settings)
+        binding = bind(parameters, meshes, self._private_groups, options=plan_options, settings=settings)
         step = MatrixStep(
             binding.exchange_groups,
             options=plan_options,
@@ -294,9 +307,7 @@ class ParallelMuon(torch.optim.Optimizer):
         )
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
-        early = None
-        if options.overlap == "backward":
-            early = EarlyGathers(step, self.state, compare_norms=options.error_if_nonfinite and device.type == "cpu")
+        early = EarlyGathers(step, self.state) if options.overlap == "backward" else None
         self._bound = _Bound(self._key(), binding, step, early)
         return self._bound
 

@@ -80,15 +80,16 @@ class Transfer:
     """
 
     def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: tuple[str, str]) -> None:
-        self.group, self.taken = group, tuple(taken)
+        self.group, self.taken, self.slots = group, tuple(taken), slots
         self.jobs = [group.jobs[index] for index in taken]
         self._owners = [group.plan.owners[index] for index in taken]
-        self._pool, self._slots = pool, slots
+        self._pool = pool
         self._owned = [index for index, owners in enumerate(self._owners) if self._me in owners]
         self.owned = [self.jobs[index] for index in self._owned]
         self._index_of = {job: index for index, job in enumerate(self.jobs)}
         self._own_pieces: dict[int, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._cached_send_views: tuple[list[Tensor], dict[int, list[Tensor]]] | None = None
 
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
@@ -103,12 +104,28 @@ class Transfer:
                 self._own_pieces[index] = piece
         _copy(targets, sources)
 
+    def is_packed(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Whether the pieces of some of the jobs have the bits of those that were packed: bools on the device."""
+        views = self._send_views()
+        return [
+            (packed == piece.to(packed.dtype)).all()
+            for job, piece in zip(jobs, pieces, strict=True)
+            for packed in (*views.get(self._index_of[job], ()), *self._own_piece(job))
+        ]
+
+    def _own_piece(self, job: MatrixJob) -> list[Tensor]:
+        piece = self._own_pieces.get(self._index_of[job])
+        return [] if piece is None else [piece]
+
     def _send_views(self) -> dict[int, list[Tensor]]:
         """Where the pieces of each job go; a piece for several owners is there once for each."""
-        views: dict[int, list[Tensor]] = {}
-        for (index, _), view in zip(self._gather.sent, self._views(self._gather, _SENT), strict=True):
-            views.setdefault(index, []).append(view)
-        return views
+        views = self._views(self._gather, _SENT)
+        if self._cached_send_views is None or self._cached_send_views[0] is not views:
+            by_index: dict[int, list[Tensor]] = {}
+            for (index, _), view in zip(self._gather.sent, views, strict=True):
+                by_index.setdefault(index, []).append(view)
+            self._cached_send_views = views, by_index
+        return self._cached_send_views[1]
 
     def start_gather(self) -> Sequence[dist.Work]:
         """Send the pieces to the owners. Collective over the exchange group; every rank of it must call it."""
@@ -199,7 +216,7 @@ class Transfer:
         )
 
     def _buffer(self, leg: Leg, direction: str) -> Tensor:
-        slot = self._slots[leg.name == "scatter"]
+        slot = self.slots[leg.name == "scatter"]
         layout = leg.send_layout if direction == _SENT else leg.receive_layout
         return self._pool.take(f"{leg.name}-{direction}-{slot}", layout.numel)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind, local_tensor
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.routing import route_by_shape
@@ -32,7 +33,7 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always") -> B
         look_ahead=2,
         overlap="step",
     )
-    return bind(parameters, meshes, options=options, settings="")
+    return bind(parameters, meshes, PrivateGroups(), options=options, settings="")
 
 
 Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]

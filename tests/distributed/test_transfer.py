@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.exchange import BufferPool
+from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind, local_tensor
 from lightning_muon.optim.meshes import group_by_mesh
@@ -38,7 +39,7 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, shard: bool) -> tupl
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
     options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
-    (group,) = bind(parameters, meshes, options=options, settings="").exchange_groups
+    (group,) = bind(parameters, meshes, PrivateGroups(), options=options, settings="").exchange_groups
     return group, full
 
 

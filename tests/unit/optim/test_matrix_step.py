@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
+from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.binding import BoundParameter, PlanOptions, bind
 from lightning_muon.optim.matrix_step import MatrixStep
@@ -30,7 +31,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         look_ahead=2,
         overlap=overlap,  # type: ignore[arg-type]
     )
-    groups = bind(bound, meshes, options=options, settings="").exchange_groups
+    groups = bind(bound, meshes, PrivateGroups(), options=options, settings="").exchange_groups
     return MatrixStep(
         groups,
         options=options,
