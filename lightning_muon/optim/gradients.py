@@ -88,7 +88,7 @@ def agree_on_gradients(
     void = _void_early(findings, early)
     valid = frozenset(findings.sent) - void
     verdict = None
-    if not _host_reads_device(binding) and not findings.must_stop and not findings.is_stale:
+    if not _looks_at_once(binding.device) and not findings.must_stop and not findings.is_stale:
         verdict = _verdict_of_device(binding, found, early, valid, check=error_if_nonfinite)
     if early is not None:
         early.settle(findings.sent, void, found)
@@ -102,9 +102,9 @@ def agree_on_gradients(
     return Agreement(found, valid, verdict)
 
 
-def _host_reads_device(binding: Binding) -> bool:
+def _looks_at_once(device: torch.device) -> bool:
     """Whether looking at gradients does not make the host wait."""
-    return binding.device.type == "cpu"
+    return device.type == "cpu"
 
 
 def _agree_on_mesh(
@@ -124,7 +124,7 @@ def _agree_on_mesh(
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
         if has and not bad:
             found[tensor] = local_gradient(tensor)
-    looks = local_tensor(tensors[0]).device.type == "cpu"
+    looks = _looks_at_once(local_tensor(tensors[0]).device)
     norms = _norms(tensors, found) if check and looks else {}
     nonfinite = [tensor in norms and not norms[tensor].isfinite() for tensor in tensors]
     keys = early.keys(set(tensors)) if early is not None else []

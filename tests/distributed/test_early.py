@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.optim import gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from tests.support.processes import ProcessPool
 
@@ -83,6 +84,41 @@ def _scaled_behind_autograd(model: _Net, optimizer: ParallelMuon, step: int) -> 
             parameter.grad.data.to_local().data.mul_(0.5)  # type: ignore[attr-defined]
 
 
+def _clipped_by_value(model: _Net, optimizer: ParallelMuon, step: int) -> None:
+    _plain(model, optimizer, step)
+    nn.utils.clip_grad_value_(model.parameters(), 0.001)
+
+
+def _clipped_without_effect(model: _Net, optimizer: ParallelMuon, step: int) -> None:
+    _plain(model, optimizer, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def _flipped(model: _Net, optimizer: ParallelMuon, step: int) -> None:
+    """The norm of each gradient stays."""
+    _plain(model, optimizer, step)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = parameter.grad.data.to_local()  # type: ignore[attr-defined]
+            local.copy_(local.flip(0))
+
+
+def _hooked_later(model: _Net, optimizer: ParallelMuon, step: int) -> None:
+    """Hooks that run after those of the optimizer."""
+    if step == 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(0.1))  # type: ignore[attr-defined]
+    _plain(model, optimizer, step)
+
+
+def _reduced_again(model: _Net, optimizer: ParallelMuon, step: int) -> None:
+    _plain(model, optimizer, step)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.to_local().mul_(2 if dist.get_rank() else 1)  # type: ignore[attr-defined]
+
+
 def _accumulated(model: _Net, optimizer: ParallelMuon, step: int) -> None:
     optimizer.zero_grad()
     for part in range(3):
@@ -139,6 +175,10 @@ def _unfrozen_later(model: _Net, optimizer: ParallelMuon, step: int) -> None:
 BACKWARDS = [
     _plain,
     _clipped,
+    _clipped_by_value,
+    _flipped,
+    _hooked_later,
+    _reduced_again,
     _scaled_behind_autograd,
     _accumulated,
     _without_sync,
@@ -248,12 +288,38 @@ def test_gradients_that_always_change_are_no_longer_sent_early(gloo: ProcessPool
         assert counts == [(0, 0), (2, 0), (2, 0), (0, 0)]
 
 
+def test_clipping_that_changes_nothing_keeps_the_head_start(gloo: ProcessPool) -> None:
+    for counts in gloo.run(_count_early, _clipped_without_effect, EARLY, world_size=2):
+        assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
+
+
 def test_overlap_step_sends_nothing_early(gloo: ProcessPool) -> None:
     for counts in gloo.run(_count_early, _plain, {"overlap": "step"}, world_size=2):
         assert counts == [(0, 0)] * NUM_STEPS
 
 
-def _nan_after_early() -> tuple[bool, bool]:
+def _compare_as_on_cuda(backward: Callable[..., None]) -> list[str]:
+    """As :func:`_compare`, with the host looking at no gradient before Newton-Schulz is under way."""
+    expected = _train((dist.get_world_size(),), {"overlap": "off"}, backward)
+    with mock.patch.object(gradients, "_looks_at_once", return_value=False):
+        found = _train((dist.get_world_size(),), EARLY, backward)
+    return [name for name, weight in found.items() if not torch.equal(weight, expected[name])]
+
+
+@pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__.strip("_"))
+def test_a_difference_that_the_device_finds_runs_the_step_again(
+    gloo: ProcessPool, backward: Callable[..., None]
+) -> None:
+    for differences in gloo.run(_compare_as_on_cuda, backward, world_size=2):
+        assert differences == []
+
+
+def _nan_after_early(looks_at_once: bool) -> tuple[bool, bool]:
+    with mock.patch.object(gradients, "_looks_at_once", return_value=looks_at_once):
+        return _step_over_nan()
+
+
+def _step_over_nan() -> tuple[bool, bool]:
     """A NaN reaches the step when its chunk is on the way: is nothing changed, and does the next step work?"""
     model = _sharded((dist.get_world_size(),))
     optimizer = _optimizer(model)
@@ -274,8 +340,11 @@ def _nan_after_early() -> tuple[bool, bool]:
     return unchanged, all(p.detach().to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
 
 
-def test_a_step_that_is_given_up_changes_nothing_and_leaves_nothing_behind(gloo: ProcessPool) -> None:
-    assert gloo.run(_nan_after_early, world_size=2) == [(True, True)] * 2
+@pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])
+def test_a_step_that_is_given_up_changes_nothing_and_leaves_nothing_behind(
+    gloo: ProcessPool, looks_at_once: bool
+) -> None:
+    assert gloo.run(_nan_after_early, looks_at_once, world_size=2) == [(True, True)] * 2
 
 
 def _two_optimizers() -> bool:

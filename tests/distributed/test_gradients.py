@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from tests.reference.muon import ReferenceMuon
@@ -202,3 +202,28 @@ def _nothing_for_muon() -> None:
 
 def test_nothing_for_muon_is_an_error_that_lists_the_parameters(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_nothing_for_muon, match="norm.weight", exception=ValueError, world_size=2)
+
+
+def _partial_sum(lacking_rank: int | None) -> bool:
+    """A replicated weight whose gradient is still a sum over the ranks."""
+    mesh = _mesh()
+    weight = nn.Parameter(distribute_tensor(torch.ones(6, 6), mesh, [Replicate()]))
+    optimizer = ParallelMuon([weight], lr=0.02, compute_dtype="float32", wire_dtype="float32")
+    torch.manual_seed(0)
+    full = torch.randn(6, 6)
+    if dist.get_rank() != lacking_rank:
+        share = full / dist.get_world_size()
+        weight.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    optimizer.step()
+    reference = ReferenceMuon({"weight": torch.ones(6, 6)}, lr=0.02)
+    reference.step({"weight": full})
+    torch.testing.assert_close(weight.detach().full_tensor(), reference.matrices["weight"], rtol=0, atol=1e-6)  # type: ignore[attr-defined]
+    return True
+
+
+def test_a_partial_sum_is_reduced_before_it_is_used(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_partial_sum, None, world_size=2))
+
+
+def test_a_partial_sum_that_a_rank_lacks_stops_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_partial_sum, 1, match="partial sum", exception=TypeError, world_size=2)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.mesh import PrivateGroups, axis_group
 from tests.support.processes import ProcessPool
 
 
@@ -46,3 +46,19 @@ def _sum_over_half() -> int:
 
 def test_a_mesh_on_a_part_of_the_world_has_its_own_group(gloo: ProcessPool) -> None:
     assert gloo.run(_sum_over_half) == [2, 4, 2, 4]
+
+
+def _private_groups() -> tuple[bool, bool, bool]:
+    axes = axis_group(init_device_mesh("cpu", (dist.get_world_size(),)), (0,))
+    mine, others = PrivateGroups(), PrivateGroups()
+    first, second = mine.of([axes, axes])
+    (other,) = others.of([axes])
+    again, _ = mine.of([axes, axes])
+    groups = [axes.group, first.group, second.group, other.group]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    return len(set(groups)) == 4, again.group is first.group, first.coordinates == axes.coordinates
+
+
+def test_every_optimizer_has_groups_of_its_own_and_keeps_them(gloo: ProcessPool) -> None:
+    assert gloo.run(_private_groups, world_size=2) == [(True, True, True)] * 2

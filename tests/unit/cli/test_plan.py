@@ -91,6 +91,13 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "lpt+pipeline, owner grid" in plan["strategies"]
 
 
+def test_bandwidth_and_latency_replace_those_within_a_replica_only(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--shapes", "t5-small", "--shard", "2", "--machine", "h100")
+    cost = _plan(capsys, *machine, "--bandwidth", "1e11", "--latency", "1e-3")["options"]["cost"]
+    assert cost["bandwidth"] == [1e11, 40e9]
+    assert cost["latency_seconds"] == [1e-3, 40e-6]
+
+
 def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
@@ -136,7 +143,8 @@ def test_a_config_file_is_planned_for_its_own_mesh(
         (("--shapes", "10b", "--chunk-bytes", "0"), "--chunk-bytes must be at least 1, got 0"),
         (("--shapes", "10b", "--fused", "nothing=2"), "'nothing' matches no matrix"),
         (("--shapes", "10b", "--stack-shard-dim", "1"), "has no stacks"),
-        (("--shapes", "10b", "--flops", "-1"), "flops_per_second must be above 0"),
+        (("--shapes", "10b", "--flops", "-1"), "flops_per_second must be finite and above 0, got -1"),
+        (("--shapes", "10b", "--flops", "inf"), "flops_per_second must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "pictures are .png, .svg or .pdf files"),
         (("--config", "nothing.yaml"), "there is no config file nothing.yaml"),
         (("--shapes", "10b", "--cost", "nothing.json"), "nothing.json"),

@@ -45,6 +45,25 @@ def test_a_machine_with_one_kind_of_link_uses_it_for_all_axes() -> None:
     assert machine.seconds(_transfer(bytes=8, axis_bytes=(2, 8))) == 4
 
 
+def test_axes_that_share_a_link_take_the_time_of_their_bytes_together() -> None:
+    one_link = CostModel(flops_per_second=1.0, memory_bytes_per_second=1.0, bandwidth=(1e9,))
+    both = _transfer(bytes=2 * 10**9, axis_bytes=(10**9, 10**9))
+    assert one_link.seconds(both) == 2
+    # One GB comes from within and another one goes out: a link does that at the same time.
+    assert one_link.seconds(_transfer(bytes=10**9, axis_bytes=(10**9, 10**9))) == 1
+    assert CostModel.from_dict(one_link.to_dict() | {"bandwidth": [1e9, 1e9]}).seconds(both) == 1
+    two_links = CostModel(flops_per_second=1.0, memory_bytes_per_second=1.0, bandwidth=(8.0, 1.0))
+    assert two_links.seconds(_transfer(bytes=13, axis_bytes=(8, 2, 3))) == 5
+
+
+def test_a_shared_link_has_the_latency_of_its_slowest_axis_that_carries_any() -> None:
+    machine = CostModel(
+        flops_per_second=1.0, memory_bytes_per_second=1.0, bandwidth=(2.0,), latency_seconds=(0.25, 1.0)
+    )
+    assert machine.seconds(_transfer(bytes=8, axis_bytes=(6, 2))) == 1 + 4
+    assert machine.seconds(_transfer(bytes=8, axis_bytes=(8, 0))) == 0.25 + 4
+
+
 def test_a_cost_model_survives_json() -> None:
     for machine in (MACHINE, *PRESETS.values()):
         assert CostModel.from_json(json.dumps(machine.to_dict())) == machine
@@ -58,11 +77,12 @@ def test_a_cost_model_survives_json() -> None:
     [
         ({"bandwith": [1]}, "'bandwith' is no key of a cost model; did you mean 'bandwidth'"),
         ({"zzz": 1}, "'zzz' is no key of a cost model; the keys are"),
-        ({"flops_per_second": 0}, "flops_per_second must be above 0, got 0"),
-        ({"bandwidth": [1.0, -2.0]}, r"bandwidth must be above 0, got \(1.0, -2.0\)"),
+        ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
+        ({"bandwidth": [1.0, -2.0]}, r"bandwidth must be finite and above 0, got \(1.0, -2.0\)"),
         ({"bandwidth": []}, "bandwidth must have an entry for at least one kind of link"),
-        ({"latency_seconds": -1}, r"latency_seconds must be at least 0, got \(-1,\)"),
-        ({"op_seconds": float("nan")}, "op_seconds must be at least 0, got nan"),
+        ({"latency_seconds": -1}, r"latency_seconds must be finite and at least 0, got \(-1,\)"),
+        ({"flops_per_second": float("inf")}, "flops_per_second must be finite and above 0, got inf"),
+        ({"op_seconds": float("nan")}, "op_seconds must be finite and at least 0, got nan"),
     ],
 )
 def test_a_wrong_entry_is_named(change: dict[str, Any], message: str) -> None:
