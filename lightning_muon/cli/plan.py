@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_muon.cli.plan_choice import choice_of, wire_itemsize
 from lightning_muon.cli.plan_config import PlannedModel, read_config
 from lightning_muon.cli.plan_data import plan_as_dict
 from lightning_muon.cli.plan_report import plan_as_text
@@ -63,10 +64,13 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
     outcomes = compare_strategies(model, mesh, options)
     for path in arguments.draw:
         _draw(outcomes, path, f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
+    choice = None
+    if arguments.config is not None:
+        choice = choice_of(planned.optimizer, outcomes[-1].ranks, mesh, itemsize=options.wire_itemsize)
     if arguments.json:
-        sys.stdout.write(json.dumps(plan_as_dict(model, mesh, options, outcomes)) + "\n")
+        sys.stdout.write(json.dumps(plan_as_dict(model, mesh, options, outcomes, choice=choice)) + "\n")
     else:
-        sys.stdout.write(plan_as_text(model, mesh, options, outcomes))
+        sys.stdout.write(plan_as_text(model, mesh, options, outcomes, choice=choice))
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
@@ -109,7 +113,7 @@ def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelS
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     return PlanOptions(
         ns_steps=optimizer.ns_steps if arguments.ns_steps is None else arguments.ns_steps,
-        wire_itemsize=arguments.wire_bytes,
+        wire_itemsize=wire_itemsize(optimizer) if arguments.wire_bytes is None else arguments.wire_bytes,
         chunk_bytes=optimizer.chunk_bytes if arguments.chunk_bytes is None else arguments.chunk_bytes,
         look_ahead=optimizer.look_ahead if arguments.look_ahead is None else arguments.look_ahead,
         buffer_bytes=arguments.buffer_bytes,
@@ -132,11 +136,11 @@ def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -
     if arguments.memory_bandwidth is not None:
         cost = replace(cost, memory_bytes_per_second=arguments.memory_bandwidth)
     if arguments.bandwidth is not None:
-        cost = replace(cost, bandwidth=(arguments.bandwidth,))
+        cost = replace(cost, bandwidth=(arguments.bandwidth, *cost.bandwidth[1:]))
     if arguments.inter_bandwidth is not None:
         cost = replace(cost, bandwidth=(cost.bandwidth[0], arguments.inter_bandwidth))
     if arguments.latency is not None:
-        cost = replace(cost, latency_seconds=(arguments.latency,))
+        cost = replace(cost, latency_seconds=(arguments.latency, *cost.latency_seconds[1:]))
     return cost
 
 
@@ -174,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
         "--stack-shard-dim", metavar="DIM", type=int, help="dimension along which stacks of experts are cut (0)"
     )
     parser.add_argument("--ns-steps", metavar="N", type=int, help="Newton-Schulz iterations (the config's, or 5)")
-    parser.add_argument("--wire-bytes", metavar="N", type=int, default=2, help="bytes of an element that travels (2)")
+    parser.add_argument(
+        "--wire-bytes", metavar="N", type=int, help="bytes of an element that travels (by the config's dtypes, or 2)"
+    )
     parser.add_argument("--chunk-bytes", metavar="N", type=int, help="of what a rank owns of a chunk (the config's)")
     parser.add_argument("--look-ahead", metavar="N", type=int, help="chunks on their way at a time (the config's)")
     parser.add_argument("--buffer-bytes", metavar="N", type=int, help="bound of a rank's buffers")
@@ -201,6 +207,6 @@ def _add_machine(group: Any) -> None:
     )
     group.add_argument("--flops", metavar="X", type=float, help="FLOP/s of Newton-Schulz")
     group.add_argument("--memory-bandwidth", metavar="X", type=float, help="bytes/s of elementwise work")
-    group.add_argument("--bandwidth", metavar="X", type=float, help="bytes/s of a rank's link")
+    group.add_argument("--bandwidth", metavar="X", type=float, help="bytes/s of a rank's link (within a replica)")
     group.add_argument("--inter-bandwidth", metavar="X", type=float, help="bytes/s between replicas")
-    group.add_argument("--latency", metavar="X", type=float, help="seconds of every transfer")
+    group.add_argument("--latency", metavar="X", type=float, help="seconds of a transfer (within a replica)")

@@ -45,10 +45,15 @@ def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
 
     Raises:
         FileNotFoundError: If there is no such file.
+        ValueError: If LightningCLI refuses it; names the file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}")
-    cli = _model_only(cli_class)(args=["fit", "--config", str(path)], save_config_callback=None)
+    try:
+        cli = _model_only(cli_class)(args=["fit", "--config", str(path)], save_config_callback=None)
+    except SystemExit as error:
+        # The parser has printed its usage and ends the process; what it says does not name the file.
+        raise ValueError(f"{path}: {error.__context__ or 'LightningCLI does not accept it, see above'}") from error
     trainer = cli.config["fit"].get("trainer") or {}
     options = _init_args(trainer.get("strategy"))
     optimizer = _muon_config(options.get("optimizer"))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_muon.cli.plan_choice import Choice
 from lightning_muon.cli.plan_specs import Mesh, route_of
 from lightning_muon.cli.plan_strategies import Outcome, PlanOptions
 from lightning_muon.schedule.gram import GramCost, gram_costs
@@ -96,8 +97,23 @@ def gram_estimates(outcomes: Sequence[Outcome], options: PlanOptions) -> list[Gr
     ]
 
 
-def plan_as_dict(model: ModelShapes, mesh: Mesh, options: PlanOptions, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Everything, for ``--json``: seconds, bytes, FLOPs and shares."""
+def plan_as_dict(
+    model: ModelShapes,
+    mesh: Mesh,
+    options: PlanOptions,
+    outcomes: Sequence[Outcome],
+    *,
+    choice: Choice | None = None,
+) -> dict[str, Any]:
+    """Everything, for ``--json``: seconds, bytes, FLOPs and shares.
+
+    Args:
+        model: Shapes.
+        mesh: Sizes.
+        options: Of the plan.
+        outcomes: All strategies.
+        choice: What the config runs, if there is one.
+    """
     return {
         "model": {
             "name": model.name,
@@ -109,6 +125,7 @@ def plan_as_dict(model: ModelShapes, mesh: Mesh, options: PlanOptions, outcomes:
         },
         "mesh": {**asdict(mesh), "ranks": mesh.size},
         "options": {**asdict(options), "cost": options.cost.to_dict()},
+        "config": choice.to_dict() if choice is not None else None,
         "strategies": {outcome.name: _outcome_as_dict(outcome) for outcome in outcomes},
         "gram": [
             {
@@ -131,7 +148,9 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         "hidden": outcome.hidden,
         "exposed_seconds_of_worst": max(each.exposed_seconds for each in outcome.summaries),
         "peak_buffer_bytes": outcome.timeline.peak_bytes,
+        "newton_schulz_bytes": outcome.newton_schulz_bytes,
         "num_chunks": outcome.num_chunks,
+        "chunk_bytes": {"mean": sum(outcome.chunk_bytes) / outcome.num_chunks, "max": max(outcome.chunk_bytes)},
         "load": {
             "max_flops": busiest,
             "mean_flops": mean,

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
+from lightning_muon.cli.plan_choice import Choice
 from lightning_muon.cli.plan_data import GramEstimate, gram_estimates, moved
 from lightning_muon.cli.plan_specs import Mesh, route_of
 from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, PIPELINE, Outcome, PlanOptions
@@ -16,16 +17,23 @@ WIDTH = 120
 _MIB = 2**20
 
 
-def plan_as_text(model: ModelShapes, mesh: Mesh, options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
-    """All sections."""
+def plan_as_text(
+    model: ModelShapes,
+    mesh: Mesh,
+    options: PlanOptions,
+    outcomes: Sequence[Outcome],
+    *,
+    choice: Choice | None = None,
+) -> str:
+    """All sections; ``choice`` is what the config runs, if there is one."""
     pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
     sections = [
-        _head(model, mesh, options),
+        _head(model, mesh, options, pipeline),
         _section("Parameters", parameter_table(model)),
         _section("Load of Newton-Schulz", _balance(outcomes)),
         _section(f"Owners ({PIPELINE})", _owners(pipeline)),
         _section("Bytes on the wire, one step", _bytes(outcomes)),
-        _section("Predicted timeline, without backward", _timelines(outcomes)),
+        _section("Predicted timeline, without backward", _timelines(outcomes, choice)),
     ]
     if pipeline.ranks.num_ranks > len(pipeline.ranks.specs):
         sections.append(_section("More ranks than matrices", _too_many_ranks(outcomes, pipeline, options)))
@@ -60,10 +68,11 @@ def parameter_table(model: ModelShapes) -> str:
     return "\n".join(lines)
 
 
-def _head(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> str:
+def _head(model: ModelShapes, mesh: Mesh, options: PlanOptions, pipeline: Outcome) -> str:
     cost = options.cost
     links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
     latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
+    mean_bytes = sum(pipeline.chunk_bytes) / pipeline.num_chunks
     lines = (
         f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)",
         f"shapes from {model.source}" if model.source else "",
@@ -71,6 +80,8 @@ def _head(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> str:
         f"{cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
         f"{options.ns_steps} Newton-Schulz steps, {options.wire_itemsize} bytes per element on the wire, chunks of "
         f"{options.chunk_bytes / _MIB:g} MiB per rank, look-ahead {options.look_ahead}",
+        f"chunks of {PIPELINE}, which have at least one matrix per rank: {mean_bytes / _MIB:,.1f} MiB per owner on "
+        f"average, {max(pipeline.chunk_bytes) / _MIB:,.1f} MiB at most",
     )
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines if line)
 
@@ -113,7 +124,7 @@ def _balance(outcomes: Sequence[Outcome]) -> str:
             )
         )
     header = ("strategy", f"busiest {unit}", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
-    bound = "The lower bound is the mean load or the dearest matrix, whichever is more."
+    bound = "The lower bound is the mean load, the dearest matrix, or what cannot leave its rank, whichever is more."
     return f"{_table(header, rows)}\n{bound}"
 
 
@@ -161,14 +172,14 @@ def _bytes(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _timelines(outcomes: Sequence[Outcome]) -> str:
+def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
     rows: list[tuple[str, ...]] = []
     best = min(outcome.timeline.makespan for outcome in outcomes)
     for outcome in outcomes:
         exposed = max(each.exposed_seconds for each in outcome.summaries)
         rows.append(
             (
-                outcome.name,
+                f"{outcome.name} *" if choice is not None and outcome.name == choice.row else outcome.name,
                 f"{1e3 * outcome.timeline.makespan:,.2f}",
                 f"{outcome.timeline.makespan / best:.2f}" if best else "-",
                 f"{outcome.idle:.1%}",
@@ -180,10 +191,15 @@ def _timelines(outcomes: Sequence[Outcome]) -> str:
             )
         )
     header = ("strategy", "step ms", "/ best", "idle", "idlest", "hidden", "exposed ms", "buffers MiB", "chunks")
-    return (
-        f"{_table(header, rows)}\n"
-        "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile."
-    )
+    working = max(outcome.newton_schulz_bytes for outcome in outcomes)
+    caption = [
+        "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
+        f"buffers: without the working memory of Newton-Schulz, {working / _MIB:,.0f} MiB for the dearest matrix in 16 "
+        "bits.",
+    ]
+    if choice is not None:
+        caption.append(textwrap.fill(choice.to_text(), WIDTH))
+    return "\n".join([_table(header, rows), *caption])
 
 
 def _too_many_ranks(outcomes: Sequence[Outcome], pipeline: Outcome, options: PlanOptions) -> str:

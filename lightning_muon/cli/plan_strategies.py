@@ -16,6 +16,8 @@ from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import RankSummary, Timeline, simulate
 from lightning_muon.schedule.traffic import RankTraffic, TrafficFloor, traffic, traffic_floor
+from lightning_muon.schedule.validate import validate
+from lightning_muon.schedule.validate_step import validate_step
 
 PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
@@ -55,7 +57,7 @@ class Outcome:
         name: For tables.
         ranks: Who takes part.
         owners: Owners of each matrix.
-        num_chunks: Number of chunks.
+        chunk_bytes: Of whole matrices of each chunk, per rank that owns some of it.
         loads: Newton-Schulz FLOPs of each rank.
         bytes: Of each rank.
         floor: The least that has to travel.
@@ -67,7 +69,7 @@ class Outcome:
     name: str
     ranks: ExchangeRanks
     owners: tuple[tuple[int, ...], ...]
-    num_chunks: int
+    chunk_bytes: tuple[int, ...]
     loads: tuple[int, ...]
     bytes: list[RankTraffic]
     floor: TrafficFloor
@@ -77,8 +79,20 @@ class Outcome:
 
     @property
     def lower_bound(self) -> float:
-        """No assignment has a smaller maximum: the mean load, the largest matrix, or what cannot travel."""
+        """No assignment has a smaller maximum, see :func:`lower_bound`."""
         return lower_bound(self.ranks.specs, len(self.loads))
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.chunk_bytes)
+
+    @property
+    def newton_schulz_bytes(self) -> int:
+        """What Newton-Schulz of the dearest matrix takes in 16 bits: two l x s iterates and two s x s products."""
+        dearest = max(self.ranks.specs, key=lambda spec: spec.flops)
+        short, long = sorted((dearest.rows, dearest.cols))
+        return 2 * (2 * long * short + 2 * short * short)
 
     @property
     def crowd(self) -> Crowd:
@@ -102,9 +116,20 @@ class Outcome:
 
 
 def lower_bound(specs: Sequence[MatrixSpec], num_ranks: int) -> float:
-    """Least possible load of the busiest rank, in FLOPs: the mean, or the dearest matrix."""
-    costs = [spec.flops for spec in specs]
-    return max(sum(costs) / num_ranks, max(costs, default=0))
+    """Least possible load of the busiest rank, in FLOPs.
+
+    That is the mean, the dearest matrix, or the largest load of one rank that cannot travel, whichever is more.
+    """
+    total, dearest = 0, 0
+    resident: dict[int, int] = {}
+    holders = _sole_holders(specs)
+    for spec in specs:
+        total += spec.flops
+        dearest = max(dearest, spec.flops)
+        holder = holders[id(spec.held)]
+        if holder is not None:
+            resident[holder] = resident.get(holder, 0) + spec.flops
+    return max(total / num_ranks, dearest, max(resident.values(), default=0))
 
 
 def compare_strategies(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> list[Outcome]:
@@ -175,17 +200,15 @@ def _plan(ranks: ExchangeRanks, options: PlanOptions, strategy: Strategy) -> _Pl
 
 
 def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Outcome:
-    issued = prefetch(
-        planned.program,
-        options.look_ahead,
-        options.buffer_bytes,
-        scatter_buffers=scatter_buffers_for(options.look_ahead),
-    )
+    issued = _issue(ranks, planned, options)
+    if ranks.num_ranks <= MOST_RANKS_IN_FULL:
+        validate(issued)
+        validate_step(issued, planned.plan.owners)
     return Outcome(
         name=name,
         ranks=ranks,
         owners=planned.plan.owners,
-        num_chunks=len(planned.plan.chunks),
+        chunk_bytes=_chunk_bytes(ranks, planned.plan, options),
         loads=planned.plan.flops,
         bytes=planned.bytes,
         floor=planned.floor,
@@ -193,6 +216,35 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         sizes=planned.sizes,
         note=planned.note,
     )
+
+
+def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Program:
+    try:
+        return prefetch(
+            planned.program,
+            options.look_ahead,
+            options.buffer_bytes,
+            scatter_buffers=scatter_buffers_for(options.look_ahead),
+        )
+    except ValueError as error:
+        largest = max(planned.plan.chunks, key=lambda chunk: sum(ranks.specs[matrix].numel for matrix in chunk))
+        least = 1 if len(planned.plan.owners[largest[0]]) > 1 else ranks.num_ranks
+        if len(largest) > least:
+            raise
+        raise ValueError(
+            f"{error}. A chunk has at least {least} matrices (one for each rank that shares it), and the largest one "
+            "has no more, so a smaller --chunk-bytes does not help here; divide fused weights with --fused"
+        ) from error
+
+
+def _chunk_bytes(ranks: ExchangeRanks, plan: MuonPlan, options: PlanOptions) -> tuple[int, ...]:
+    """Whole matrices of each chunk, per rank that owns some of it; where all own all, all of the chunk."""
+    found: list[int] = []
+    for chunk in plan.chunks:
+        numel = sum(ranks.specs[matrix].numel for matrix in chunk)
+        num_owners = len({plan.owners[matrix][0] for matrix in chunk})
+        found.append(numel * options.wire_itemsize // num_owners)
+    return tuple(found)
 
 
 def _redundant(ranks: ExchangeRanks, options: PlanOptions) -> Outcome:
@@ -233,13 +285,11 @@ def _coarse_enough(ranks: ExchangeRanks, options: PlanOptions, num_owners: int) 
     """Bytes of a chunk that keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
     most_chunks = max(8, _MOST_OPS // (_OPS_PER_CHUNK * ranks.num_ranks))
     # Matrices that lie on one rank alone are in chunks of that rank, all others in chunks of all owners.
-    held: dict[int, int | None] = {}
+    holders = _sole_holders(ranks.specs)
     matrices: dict[int | None, int] = {}
     elements: dict[int | None, int] = {}
     for spec in ranks.specs:
-        if id(spec.held) not in held:
-            held[id(spec.held)] = _sole_holder(spec)
-        holder = held[id(spec.held)]
+        holder = holders[id(spec.held)]
         matrices[holder] = matrices.get(holder, 0) + 1
         elements[holder] = elements.get(holder, 0) + spec.numel
     least = options.chunk_bytes
@@ -250,8 +300,14 @@ def _coarse_enough(ranks: ExchangeRanks, options: PlanOptions, num_owners: int) 
     return least
 
 
-def _sole_holder(spec: MatrixSpec) -> int | None:
-    return spec.held.index(spec.numel) if max(spec.held) == sum(spec.held) == spec.numel else None
+def _sole_holders(specs: Sequence[MatrixSpec]) -> dict[int, int | None]:
+    """Identity of a ``held`` -> the rank that has all of these matrices while no other has any, or None."""
+    found: dict[int, int | None] = {}
+    for spec in specs:
+        if id(spec.held) not in found:
+            is_sole = max(spec.held) == sum(spec.held) == spec.numel
+            found[id(spec.held)] = spec.held.index(spec.numel) if is_sole else None
+    return found
 
 
 def _coarse_note(chunk_bytes: int, options: PlanOptions) -> str:

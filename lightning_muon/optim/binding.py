@@ -24,6 +24,7 @@ from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices, 
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.validate import check_plan
 
 ParamGroup = dict[str, Any]
 # Hyper-parameters of a param group that must be equal on all ranks.
@@ -161,6 +162,7 @@ def bind(
             loads=loads.of(home),
             key_prefix=f"{number}.",
         )
+        check_plan(plan)
         loads.add(home, specs, plan, options.itemsize)
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -15,8 +16,8 @@ from lightning_muon.schedule.program import COMPUTE, Op
 class CostModel:
     """Rates of one rank's machine. ``bandwidth`` and ``latency_seconds`` have an entry per kind of link, fastest first.
 
-    An op that moves bytes over a link beyond the last entry takes the last one: a machine with one kind of link needs
-    one entry.
+    Axes beyond the last bandwidth share the link of the last one: on a machine with one entry, all bytes of an op go
+    over one link.
 
     Args:
         flops_per_second: Of large matrix products.
@@ -84,21 +85,31 @@ class CostModel:
         """How long the op takes on its rank once it has begun.
 
         compute: ``cost / flops_per_second + bytes / memory_bytes_per_second + op_seconds``, and 0 if there is nothing
-        to do. transfer: ``max(latency + bytes / bandwidth)`` over the links that carry any; links work side by side.
-        A collective in which this rank moves nothing takes the latency of the fastest link.
+        to do. transfer: ``max(latency + bytes / bandwidth)`` over the links that carry any; links work side by side,
+        and the bytes of axes that share a link add up. A collective in which this rank moves nothing takes the latency
+        of the fastest link.
         """
         if op.lane == COMPUTE:
             if not op.cost and not op.bytes:
                 return 0.0
             return op.cost / self.flops_per_second + op.bytes / self.memory_bytes_per_second + self.op_seconds
-        by_link = op.axis_bytes or (op.bytes,)
-        if not any(by_link):
+        by_axis = op.axis_bytes or (op.bytes,)
+        if not any(by_axis):
             return self.latency_seconds[0] if len(op.group) > 1 else 0.0
         return max(
-            _entry(self.latency_seconds, link) + size / _entry(self.bandwidth, link)
-            for link, size in enumerate(by_link)
+            max(_entry(self.latency_seconds, axis) for axis in axes if by_axis[axis]) + size / self.bandwidth[link]
+            for link, (axes, size) in enumerate(self._by_link(op, by_axis))
             if size
         )
+
+    def _by_link(self, op: Op, by_axis: Sequence[int]) -> list[tuple[range, int]]:
+        """For each link the axes that use it, and how many bytes go over it."""
+        last = min(len(self.bandwidth), len(by_axis)) - 1
+        if not last:
+            # What is sent at the same time as something is received counts once, which the sum over axes may not know.
+            return [(range(len(by_axis)), op.bytes or sum(by_axis))]
+        own = [(range(axis, axis + 1), by_axis[axis]) for axis in range(last)]
+        return [*own, (range(last, len(by_axis)), sum(by_axis[last:]))]
 
 
 def _entry(values: Sequence[float], link: int) -> float:
@@ -110,8 +121,8 @@ def _require_numbers(name: str, value: object, *, allow_zero: bool) -> None:
     for each in values:
         if isinstance(each, bool) or not isinstance(each, int | float):
             raise TypeError(f"{name} must be a number or a tuple of numbers, got {value!r}")
-        if not (each > 0 or (allow_zero and each == 0)):
-            raise ValueError(f"{name} must be {'at least' if allow_zero else 'above'} 0, got {value!r}")
+        if not math.isfinite(each) or each < 0 or (each == 0 and not allow_zero):
+            raise ValueError(f"{name} must be finite and {'at least' if allow_zero else 'above'} 0, got {value!r}")
     if not values:
         raise ValueError(f"{name} must have an entry for at least one kind of link, got {value!r}")
 

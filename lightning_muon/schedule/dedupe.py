@@ -15,10 +15,10 @@ def sharing_pays(
 ) -> bool:
     """Whether one owner for all R replicas beats one in each of them, if all N matrices are like this one.
 
-    Repeating, a rank computes ``N / S`` matrices, with S ranks in a replica. Sharing, it computes ``n = max(1, N / (R
-    S))``, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if ``(N / S - n) flops / F >
-    n (R - 1) wire_bytes / B``. For N of R S or more that is ``flops / wire_bytes > F / B``. The traffic can hide behind
-    arithmetic, so this is the careful choice.
+    Repeating, a rank computes ``m = max(1, N / S)`` matrices, with S ranks in a replica. Sharing, it computes
+    ``n = max(1, N / (R S))``, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if
+    ``(m - n) flops / F > n (R - 1) wire_bytes / B``. For N of R S or more that is ``flops / wire_bytes > F / B``. The
+    traffic can hide behind arithmetic, so this is the careful choice.
 
     Args:
         flops: Of Newton-Schulz for the matrix.

@@ -63,7 +63,7 @@ def prefetch(
         if look_ahead <= 1:
             raise ValueError(
                 f"rank {peak.rank} needs {peak.bytes} bytes of buffers at {peak.op} with look_ahead={look_ahead}, but "
-                f"memory_bytes is {memory_bytes}; raise it or choose a smaller chunk_bytes"
+                f"memory_bytes is {memory_bytes}; raise it or make the chunks smaller"
             )
         look_ahead -= 1
         scatter_buffers = min(scatter_buffers, max(2, look_ahead))

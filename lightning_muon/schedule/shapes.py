@@ -47,8 +47,12 @@ class ParameterShape:
         smallest = {"matrix": 2, "convolution": 2, "stack": 3, "elementwise": 0}[self.kind]
         if len(self.shape) < smallest or (self.kind == "matrix" and len(self.shape) != 2):
             raise ValueError(f"{where} is {len(self.shape)}-D and cannot be of kind {self.kind!r}")
-        if self.shape and not 0 <= self.shard_dim < len(self.shape):
-            raise ValueError(f"{where}: shard_dim must be in [0, {len(self.shape) - 1}], got {self.shard_dim}")
+        if type(self.frozen) is not bool:
+            raise ValueError(f"{where}: frozen must be true or false, got {self.frozen!r}")
+        for key in ("split_dim", "shard_dim"):
+            last, value = max(len(self.shape) - 1, 0), getattr(self, key)
+            if type(value) is not int or not 0 <= value <= last:
+                raise ValueError(f"{where}: {key} must be an integer in [0, {last}], got {value!r}")
         if self.splits and sum(self.splits) != self.shape[self.split_dim]:
             raise ValueError(f"{where}: splits {self.splits} do not sum to dimension {self.split_dim}")
 
@@ -139,15 +143,27 @@ def _parameters(entries: Iterable[object]) -> Iterable[ParameterShape]:
                 cast(object, entry), ("repeat", "first", "parameters"), "a block", required=("parameters",)
             )
             layers = list(_parameters(_list(block["parameters"], "parameters of a block")))
-            first = int(block.get("first", 0))
-            for i in range(first, first + int(block["repeat"])):
+            first = _integer(block, "first", layers[:1])
+            for i in range(first, first + _integer(block, "repeat", layers[:1])):
                 for layer in layers:
                     yield replace(layer, name=layer.name.replace("{i}", str(i)))
         else:
             yield _parameter(_checked(cast(object, entry), keys, "a parameter", required=("name", "shape", "kind")))
 
 
+def _integer(block: Mapping[str, Any], key: str, layers: Sequence[ParameterShape]) -> int:
+    """A count of a block, at least 0; 0 where it is not given."""
+    value = block.get(key, 0)
+    if type(value) is not int or value < 0:
+        what = f"the block of {layers[0].name!r}" if layers else "a block"
+        raise ValueError(f"{what}: {key} must be an integer of at least 0, got {value!r}")
+    return value
+
+
 def _parameter(values: Mapping[str, Any]) -> ParameterShape:
+    for key in ("name", "kind", "reason"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"parameter {values['name']!r}: {key} must be a text, got {values[key]!r}")
     tuples: dict[str, Any] = {}
     for key in ("shape", "splits"):
         value = values.get(key, [])

@@ -7,15 +7,20 @@ from itertools import zip_longest
 
 from lightning_muon.schedule.graph import Communications, build_graph
 from lightning_muon.schedule.memory import peak_memory
-from lightning_muon.schedule.program import RECV, SEND, Op, Program
+from lightning_muon.schedule.muon import MuonPlan
+from lightning_muon.schedule.program import COMPUTE, RECV, SEND, TRANSFER, Op, Program
+from lightning_muon.schedule.validate_step import validate_step
+
+_LANES = (COMPUTE, TRANSFER)
 
 
 def validate(program: Program, *, memory_bytes: int | None = None) -> None:
     """Check that a program can run on all ranks, whatever the ops take.
 
-    Each op is on the rank that lists it and has a name of its own; ``deps`` exist; results are used; the ranks of a
-    communication all have it once; those of one group come in the same order on all of its ranks, sends from one rank
-    to another in the order of their receives; nothing waits for itself in the end; buffers fit.
+    Each op is on the rank that lists it, on a known lane, with sizes of at least 0, and has a name of its own; ``deps``
+    exist; results are used; the ranks of a communication all have it once; those of one group come in the same order on
+    all of its ranks, sends from one rank to another in the order of their receives; nothing waits for itself in the
+    end; buffers fit.
 
     Args:
         program: With all ranks of every group.
@@ -42,11 +47,30 @@ def validate(program: Program, *, memory_bytes: int | None = None) -> None:
             )
 
 
+def check_plan(plan: MuonPlan) -> None:
+    """Check all that is known of a plan: :func:`validate` and :func:`~.validate_step.validate_step`.
+
+    Takes time in the number of ops.
+
+    Raises:
+        ValueError: Names the op and its rank.
+    """
+    validate(plan.program)
+    validate_step(plan.program, plan.owners)
+
+
 def _check_rank(rank: int, ops: list[Op]) -> None:
     used = {name for op in ops for name in op.deps}
     for op in ops:
         if op.rank != rank:
             raise ValueError(f"{op.name} is an op of rank {op.rank} in the list of rank {rank}; assign it first")
+        if op.lane not in _LANES:
+            raise ValueError(f"{op.name} of rank {rank} is on the lane {op.lane!r}; lanes are {_LANES}")
+        if op.cost < 0 or op.bytes < 0 or op.memory < 0 or (op.axis_bytes and min(op.axis_bytes) < 0):
+            raise ValueError(
+                f"{op.name} of rank {rank} has cost={op.cost}, bytes={op.bytes}, axis_bytes={op.axis_bytes}, "
+                f"memory={op.memory}; all of them must be at least 0"
+            )
         if op.memory and op.name not in used:
             raise ValueError(
                 f"{op.name} of rank {rank} has a result of {op.memory} bytes that nothing uses; let the op that "

@@ -27,9 +27,7 @@ def _error(*arguments: str) -> str:
 def test_the_10b_model_on_8_ranks_is_balanced_busy_and_hides_its_communication(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = _plan(
-        capsys, "--shapes", "10b", "--shard", "8", "--flops", "150e12", "--bandwidth", "40e9", "--look-ahead", "3"
-    )
+    plan = _plan(capsys, "--shapes", "10b", "--shard", "8", "--flops", "150e12", "--bandwidth", "40e9")
     assert len(plan["model"]["matrices"]) == 160
     best = plan["strategies"]["lpt+pipeline"]
     assert best["load"]["max_over_bound"] <= 1.02
@@ -129,6 +127,20 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     assert plan["mesh"] == {"replicate": 2, "shard": 3, "ranks": 6}
     assert plan["model"]["matrices"] == ["layers.0.weight", "layers.1.weight"]
     assert _plan(capsys, *config, "--replicate", "1", "--shard", "4")["mesh"]["ranks"] == 4
+    # Small matrices are not worth sending to the other replica.
+    assert (plan["config"]["row"], plan["config"]["num_shared"]) == ("lpt+pipeline", 0)
+    assert plan["options"]["wire_itemsize"] == 2
+    main(["plan", *config])
+    assert "lpt+pipeline *" in (text := " ".join(capsys.readouterr().out.split()))
+    assert "dedupe=auto (replicas share 0 of 2 matrices): the row 'lpt+pipeline' (*)." in text
+    wide = "{replicate_size: 2, optimizer: {compute_dtype: float32, overlap: 'off'}}"
+    (tmp_path / "config.yaml").write_text(
+        "model: planned_module.Net\ntrainer: {accelerator: cpu, devices: 6, strategy: "
+        f"{{class_path: lightning_muon.ParallelMuonStrategy, init_args: {wide}}}}}\n"
+    )
+    plan = _plan(capsys, *config)
+    assert (plan["config"]["row"], plan["options"]["wire_itemsize"]) == ("lpt", 4)
+    assert _plan(capsys, *config, "--wire-bytes", "2")["options"]["wire_itemsize"] == 2
     (tmp_path / "config.yaml").write_text("model: planned_module.Net\n")
     assert "does not say how many ranks there are; add --shard" in _error(*config)
 

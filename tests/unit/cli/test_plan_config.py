@@ -110,6 +110,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_config(tmp_path / "nothing.yaml", cli.LightningCLI)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("model: [unclosed\n  a: b\n", "Problems parsing config"), ("model: nothing.Here\n", "No module named 'nothing'")],
+)
+def test_a_file_that_is_refused_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_config(path, cli.LightningCLI)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
 def test_frozen_parameters_are_marked() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     module[0].weight.requires_grad_(False)

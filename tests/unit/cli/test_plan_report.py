@@ -34,6 +34,9 @@ def test_all_sections_are_there() -> None:
         assert title in text
     assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text
     assert "More ranks than matrices" not in text
+    # The dearest matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
+    assert "without the working memory of Newton-Schulz, 576 MiB for the dearest matrix in 16 bits." in text
+    assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
 
 
 def test_owners_are_listed_for_few_ranks_and_summarized_for_many() -> None:

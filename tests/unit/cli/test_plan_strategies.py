@@ -140,6 +140,45 @@ def test_the_lower_bound_is_the_mean_or_the_dearest_matrix() -> None:
     assert lower_bound(specs, 100) == one
 
 
+def test_what_cannot_leave_its_rank_bounds_the_load() -> None:
+    # Of each stack of 4 matrices the first two of 3 ranks have 2 each and the last has none.
+    ranks = exchange_ranks(_model(5, kind="stack"), Mesh(replicate=1, shard=3), ns_steps=5, is_grid=False)
+    assert lower_bound(ranks.specs, 3) == 10 * newton_schulz_flops(256, 128, 5)
+    assert _compare(_model(5, kind="stack"), Mesh(replicate=1, shard=3))["lpt"].loads[2] == 0
+
+
+def test_an_error_says_when_chunks_cannot_be_smaller() -> None:
+    few, mesh = replace(_OPTIONS, buffer_bytes=1000, chunk_bytes=1), Mesh(replicate=1, shard=4)
+    with pytest.raises(ValueError, match=r"at least 1 matrices .* --chunk-bytes does not help .* with --fused"):
+        _compare(_model(64), mesh, few)
+    with pytest.raises(ValueError, match=r"make the chunks smaller$"):
+        _compare(_model(64), mesh, replace(few, chunk_bytes=2**20))
+
+
+def test_chunks_are_told_by_the_bytes_of_an_owner() -> None:
+    outcomes = _compare(_model(9), Mesh(replicate=1, shard=4))
+    one = 256 * 128 * 2
+    assert outcomes[PIPELINE].chunk_bytes == (one, one, one)
+    assert outcomes[PIPELINE].num_chunks == 3
+    assert outcomes["redundant"].chunk_bytes == (one,) * 9
+
+
+def test_the_memory_of_newton_schulz_is_that_of_two_iterates_and_two_products() -> None:
+    outcome = _compare(_model(2), Mesh(replicate=1, shard=2))[PIPELINE]
+    assert outcome.newton_schulz_bytes == 2 * (2 * 256 * 128 + 2 * 128 * 128)
+
+
+def test_plans_of_few_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(
+        "lightning_muon.cli.plan_strategies.validate_step", lambda program, owners: checked.append(len(program))
+    )
+    _compare(_model(), Mesh(replicate=1, shard=4))
+    assert checked == [4, 4, 4, 4]
+    _compare(_model(), Mesh(replicate=1, shard=2 * MOST_RANKS_IN_FULL))
+    assert checked == [4, 4, 4, 4]
+
+
 def test_a_model_without_matrices_is_refused() -> None:
     model = ModelShapes(name="norms", source="", parameters=(ParameterShape(name="a", shape=(4,), kind="elementwise"),))
     with pytest.raises(ValueError, match="norms has no matrices that are trained"):

@@ -47,6 +47,8 @@ def test_steps_are_recorded_drawn_and_compared_with_their_prediction(
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--ranks", "4", "--replicate", "3"], "--replicate 3 must divide --ranks 4"),
         (["--ranks", "2", "--steps", "0"], "--steps must be at least 1"),
+        (["--ranks", "2", "--look-ahead", "0"], "look_ahead must be at least 1, got 0"),
+        (["--ranks", "2", "--chunk-bytes", "-5"], "chunk_bytes must be at least 1, got -5"),
         (["--ranks", "2", "--shapes", "lama3-8b"], "did you mean 'llama3-8b'"),
         (["--ranks", "2", "--shapes", "deepseek-v3"], "GiB, and this machine has"),
     ],

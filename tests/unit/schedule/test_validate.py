@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +60,15 @@ def test_an_op_in_the_list_of_another_rank_is_refused() -> None:
     validate({0: [compute("a", 1)]})
     specs = sharded([4], 1)
     _refused({0: newton_schulz_ops(specs)[-1]}, r"newton_schulz\[0\] is an op of rank -1 in the list of rank 0")
+
+
+def test_an_unknown_lane_is_refused() -> None:
+    _refused({0: [replace(compute("a", 1), lane="comput")]}, r"a\[0\] of rank 0 is on the lane 'comput'; lanes are")
+
+
+@pytest.mark.parametrize("change", [{"cost": -1}, {"bytes": -1}, {"memory": -1}, {"axis_bytes": (2, -1)}])
+def test_a_negative_size_is_refused(change: dict[str, Any]) -> None:
+    _refused({0: [replace(compute("a", 1), **change)]}, r"a\[0\] of rank 0 has .*-1.*; all of them must be at least 0")
 
 
 def test_a_result_that_nobody_uses_is_refused() -> None:
