@@ -11,191 +11,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim import gradients
 from lightning_muon.optim.matrix_step import MatrixStep
+from tests.distributed.backward_passes import (
+    BACKWARDS,
+    Net,
+    accumulated,
+    branch_on_some_ranks,
+    clipped,
+    clipped_without_effect,
+    make_optimizer,
+    plain,
+    sharded,
+    tokens,
+    without_sync,
+)
 from tests.support.processes import ProcessPool
 
 NUM_STEPS = 4
 EARLY = {"overlap": "backward"}
 
 
-class _Net(nn.Module):
-    """Odd shapes, a tied weight, a frozen one, and a branch that not every call takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 13)
-        self.first = nn.Linear(13, 7)
-        self.second = nn.Linear(7, 13, bias=False)
-        self.branch = nn.Linear(13, 13)
-        self.frozen = nn.Linear(13, 13).requires_grad_(False)
-        self.last = nn.Linear(13, 3)
-        self.head = nn.Linear(3, 11)
-
-    def forward(self, tokens: Tensor, *, branch: bool = True) -> Tensor:
-        x = self.embed(tokens)
-        x = self.second(torch.tanh(self.first(x))) + self.frozen(x)
-        x = self.second(torch.tanh(self.first(x)))
-        if branch:
-            x = self.branch(x)
-        return self.head(self.last(torch.tanh(x)))
-
-
-def _sharded(mesh_shape: tuple[int, ...]) -> _Net:
-    torch.manual_seed(0)
-    model = _Net()
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    for unit in (model.first, model.second, model.branch, model.last):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule) and hasattr(unit, "set_reduce_scatter_unused_params"):
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
-    return model
-
-
-def _optimizer(model: nn.Module, **options: Any) -> ParallelMuon:
-    options = {"lr": 0.02, "compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 1} | options
-    return ParallelMuon(model, **options)
-
-
-def _tokens(step: int) -> Tensor:
-    return torch.randint(11, (5,), generator=torch.Generator().manual_seed(100 * dist.get_rank() + step))
-
-
-def _plain(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    model(_tokens(step)).square().mean().backward()
-
-
-def _clipped(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def _scaled_behind_autograd(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.data.to_local().data.mul_(0.5)  # type: ignore[attr-defined]
-
-
-def _clipped_by_value(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    nn.utils.clip_grad_value_(model.parameters(), 0.001)
-
-
-def _clipped_without_effect(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
-def _flipped(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    """The norm of each gradient stays."""
-    _plain(model, optimizer, step)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            local = parameter.grad.data.to_local()  # type: ignore[attr-defined]
-            local.copy_(local.flip(0))
-
-
-def _hooked_later(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    """Hooks that run after those of the optimizer."""
-    if step == 1:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(0.1))  # type: ignore[attr-defined]
-    _plain(model, optimizer, step)
-
-
-def _reduced_again(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.to_local().mul_(2 if dist.get_rank() else 1)  # type: ignore[attr-defined]
-
-
-def _accumulated(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    for part in range(3):
-        model(_tokens(10 * step + part)).square().mean().backward()
-
-
-def _without_sync(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    for part in range(3):
-        model.set_requires_gradient_sync(part == 2)  # type: ignore[attr-defined]
-        model(_tokens(10 * step + part)).square().mean().backward()
-
-
-def _thrown_away(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step + 50)
-    _plain(model, optimizer, step)
-
-
-def _replaced_state(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    if step == 2:
-        state = optimizer.state_dict()
-        state["state"] = {key: {k: v.clone() for k, v in values.items()} for key, values in state["state"].items()}
-        for values in state["state"].values():
-            if "momentum_buffer" in values:
-                values["momentum_buffer"].mul_(0.5)
-        optimizer.load_state_dict(state)
-
-
-def _new_momentum(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    _plain(model, optimizer, step)
-    for group in optimizer.param_groups:
-        group["momentum"] = 0.9 - 0.1 * step
-
-
-def _branch_on_some_steps(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    model(_tokens(step), branch=step % 2 == 0).square().mean().backward()
-
-
-def _branch_on_some_ranks(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    model(_tokens(step), branch=True).square().mean().backward()
-    if dist.get_rank() == 1 and step % 2 == 0:
-        model.branch.weight.grad = None
-
-
-def _unfrozen_later(model: _Net, optimizer: ParallelMuon, step: int) -> None:
-    if step == 2:
-        model.branch.requires_grad_(False)
-    _plain(model, optimizer, step)
-
-
-BACKWARDS = [
-    _plain,
-    _clipped,
-    _clipped_by_value,
-    _flipped,
-    _hooked_later,
-    _reduced_again,
-    _scaled_behind_autograd,
-    _accumulated,
-    _without_sync,
-    _thrown_away,
-    _replaced_state,
-    _new_momentum,
-    _branch_on_some_steps,
-    _branch_on_some_ranks,
-    _unfrozen_later,
-]
-
-
 def _train(
-    mesh_shape: tuple[int, ...], options: dict[str, Any], backward: Callable[[_Net, ParallelMuon, int], None]
+    mesh_shape: tuple[int, ...], options: dict[str, Any], backward: Callable[[Net, ParallelMuon, int], None]
 ) -> dict[str, Tensor]:
-    model = _sharded(mesh_shape)
-    optimizer = _optimizer(model, **options)
+    model = sharded(mesh_shape)
+    optimizer = make_optimizer(model, **options)
     for step in range(NUM_STEPS):
         backward(model, optimizer, step)
         optimizer.step()
@@ -240,21 +84,21 @@ VARIANTS = [
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (1, 3), (4, 1)], ids=str)
 def test_every_schedule_gives_the_same_bits(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh_shape).numel()
-    for differences in gloo.run(_compare, mesh_shape, VARIANTS, _plain, world_size=world_size):
+    for differences in gloo.run(_compare, mesh_shape, VARIANTS, plain, world_size=world_size):
         assert differences == []
 
 
 @pytest.mark.parametrize("dedupe", ["auto", "always", "never"])
 def test_sharing_the_work_of_replicas_gives_the_same_bits(gloo: ProcessPool, dedupe: str) -> None:
     variants = [{"dedupe": dedupe, "overlap": overlap} for overlap in ("backward", "step")]
-    for differences in gloo.run(_compare, (2, 2), variants, _clipped, world_size=4):
+    for differences in gloo.run(_compare, (2, 2), variants, clipped, world_size=4):
         assert differences == []
 
 
-def _count_early(backward: Callable[[_Net, ParallelMuon, int], None], options: dict[str, Any]) -> list[tuple[int, int]]:
+def _count_early(backward: Callable[[Net, ParallelMuon, int], None], options: dict[str, Any]) -> list[tuple[int, int]]:
     """Chunks sent before the step begins, and those of them that counted, for each step."""
-    model = _sharded((dist.get_world_size(),))
-    optimizer = _optimizer(model, **options)
+    model = sharded((dist.get_world_size(),))
+    optimizer = make_optimizer(model, **options)
     counts: list[tuple[int, int]] = []
     with mock.patch.object(MatrixStep, "run", autospec=True, side_effect=MatrixStep.run) as run:
         for step in range(NUM_STEPS):
@@ -269,32 +113,32 @@ def _count_early(backward: Callable[[_Net, ParallelMuon, int], None], options: d
 def test_all_chunks_are_on_their_way_when_backward_ends(gloo: ProcessPool) -> None:
     # Four matrices (first, second, branch, last) in chunks of two. The first step makes the plan; the second one learns
     # that the gradients of first and second come in two parts, because the forward pass uses them twice.
-    for counts in gloo.run(_count_early, _plain, EARLY, world_size=2):
+    for counts in gloo.run(_count_early, plain, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
 
 
 def test_accumulation_with_several_reductions_is_learnt(gloo: ProcessPool) -> None:
-    for counts in gloo.run(_count_early, _accumulated, EARLY, world_size=2):
+    for counts in gloo.run(_count_early, accumulated, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 0), (2, 2), (2, 2)]
 
 
 def test_micro_batches_without_sync_send_on_the_last_one(gloo: ProcessPool) -> None:
-    for counts in gloo.run(_count_early, _without_sync, EARLY, world_size=2):
+    for counts in gloo.run(_count_early, without_sync, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
 
 
 def test_gradients_that_always_change_are_no_longer_sent_early(gloo: ProcessPool) -> None:
-    for counts in gloo.run(_count_early, _clipped, EARLY, world_size=2):
+    for counts in gloo.run(_count_early, clipped, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 0), (2, 0), (0, 0)]
 
 
 def test_clipping_that_changes_nothing_keeps_the_head_start(gloo: ProcessPool) -> None:
-    for counts in gloo.run(_count_early, _clipped_without_effect, EARLY, world_size=2):
+    for counts in gloo.run(_count_early, clipped_without_effect, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
 
 
 def test_overlap_step_sends_nothing_early(gloo: ProcessPool) -> None:
-    for counts in gloo.run(_count_early, _plain, {"overlap": "step"}, world_size=2):
+    for counts in gloo.run(_count_early, plain, {"overlap": "step"}, world_size=2):
         assert counts == [(0, 0)] * NUM_STEPS
 
 
@@ -321,21 +165,21 @@ def _nan_after_early(looks_at_once: bool) -> tuple[bool, bool]:
 
 def _step_over_nan() -> tuple[bool, bool]:
     """A NaN reaches the step when its chunk is on the way: is nothing changed, and does the next step work?"""
-    model = _sharded((dist.get_world_size(),))
-    optimizer = _optimizer(model)
-    _plain(model, optimizer, 0)
+    model = sharded((dist.get_world_size(),))
+    optimizer = make_optimizer(model)
+    plain(model, optimizer, 0)
     optimizer.step()
     before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
     state = [s["momentum_buffer"].to_local().clone() for s in optimizer.state.values() if "momentum_buffer" in s]
     optimizer.zero_grad()
-    loss = model(_tokens(1)).square().mean()
+    loss = model(tokens(1)).square().mean()
     (loss * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
     with pytest.raises(NonFiniteGradientError):
         optimizer.step()
     after = [p.detach().to_local() for p in model.parameters()]  # type: ignore[attr-defined]
     state_after = [s["momentum_buffer"].to_local() for s in optimizer.state.values() if "momentum_buffer" in s]
     unchanged = all(map(torch.equal, before, after)) and all(map(torch.equal, state, state_after))
-    _plain(model, optimizer, 2)
+    plain(model, optimizer, 2)
     optimizer.step()
     return unchanged, all(p.detach().to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
 
@@ -351,11 +195,11 @@ def _two_optimizers() -> bool:
     """Two models on the same ranks, of which one skips a gradient on one rank."""
     results = []
     for overlap in ("off", "backward"):
-        models = [_sharded((dist.get_world_size(),)) for _ in range(2)]
-        optimizers = [_optimizer(model, overlap=overlap) for model in models]
+        models = [sharded((dist.get_world_size(),)) for _ in range(2)]
+        optimizers = [make_optimizer(model, overlap=overlap) for model in models]
         for step in range(NUM_STEPS):
             for model, optimizer in zip(models, optimizers, strict=True):
-                _branch_on_some_ranks(model, optimizer, step)
+                branch_on_some_ranks(model, optimizer, step)
             for optimizer in optimizers:
                 optimizer.step()
         results.append([p.detach().to_local() for model in models for p in model.parameters()])  # type: ignore[attr-defined]
@@ -374,7 +218,7 @@ def _buffer_bytes(overlap: str, clips: bool) -> int:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = _optimizer(model, overlap=overlap, muon_patterns=("*",), look_ahead=3)
+    optimizer = make_optimizer(model, overlap=overlap, muon_patterns=("*",), look_ahead=3)
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().mean().backward()
