@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,21 +75,21 @@ class PrivateGroups:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
                 number = self._number(ranks, ordinals[ranks])
                 ordinals[ranks] += 1
-                group = replace(group, group=_new_group(ranks, dist.group.WORLD, number))  # type: ignore[arg-type]
+                group = replace(group, group=_new_group(ranks, number))
             result.append(group)
         return result
 
     def _number(self, ranks: tuple[int, ...], ordinal: int) -> int:
         key = dist.group.WORLD, ranks, ordinal
         if key not in self._numbers:
-            self._numbers[key] = _turns[dist.group.WORLD, ranks] % _NUM_PRIVATE_GROUPS
-            _turns[dist.group.WORLD, ranks] += 1
+            turns = _made().turns
+            self._numbers[key] = turns[ranks] % _NUM_PRIVATE_GROUPS
+            turns[ranks] += 1
         return self._numbers[key]
 
 
 # So many exchange groups of live optimizers may share their ranks.
 _NUM_PRIVATE_GROUPS = 16
-_turns: Counter[tuple[dist.ProcessGroup | None, tuple[int, ...]]] = Counter()
 
 
 def host_group(group: AxisGroup) -> AxisGroup:
@@ -101,19 +100,40 @@ def host_group(group: AxisGroup) -> AxisGroup:
     if group.group is None:
         return group
     ranks = tuple(dist.get_process_group_ranks(group.group))
-    return replace(group, group=_new_group(ranks, dist.group.WORLD, backend="gloo"))  # type: ignore[arg-type]
+    return replace(group, group=_new_group(ranks, backend="gloo"))
 
 
 def _group_of(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup:
     if ranks == tuple(range(world_size)):
         return dist.group.WORLD  # type: ignore[return-value]
-    return _new_group(ranks, dist.group.WORLD)  # type: ignore[arg-type]
+    return _new_group(ranks)
 
 
-@cache
-def _new_group(
-    ranks: tuple[int, ...], world: dist.ProcessGroup, number: int | None = None, *, backend: str | None = None
-) -> dist.ProcessGroup:
-    """A group of ``ranks``; cached by the world, so that a destroyed and rebuilt default group makes a new one."""
-    del world, number
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+@dataclass
+class _Made:
+    """Groups that were made in one world, and how many private ones were asked for, by their ranks."""
+
+    world: dist.ProcessGroup | None = None
+    groups: dict[tuple[tuple[int, ...], int | None, str | None], dist.ProcessGroup] = field(default_factory=dict)
+    turns: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+_CURRENT = _Made()
+
+
+def _made() -> _Made:
+    """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
+    if _CURRENT.world is not dist.group.WORLD:
+        _CURRENT.world = dist.group.WORLD
+        _CURRENT.groups.clear()
+        _CURRENT.turns.clear()
+    return _CURRENT
+
+
+def _new_group(ranks: tuple[int, ...], number: int | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of ``ranks``, made once."""
+    groups = _made().groups
+    key = ranks, number, backend
+    if key not in groups:
+        groups[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    return groups[key]
