@@ -71,14 +71,9 @@ def plan_step(
         keep_idle: Also list the ops of chunks that do not travel on ranks that hold nothing of them. Without them the
             lists of the ranks differ; for simulations of thousands of ranks.
     """
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
     where = holdings(specs, [0] * num_ranks if replica_of is None else replica_of)
-    if where.num_ranks != num_ranks:
-        raise ValueError(f"replica_of has {where.num_ranks} entries for {num_ranks} ranks; give one per rank")
     loads = [(0, 0)] * num_ranks if loads is None else loads
-    if len(loads) != num_ranks:
-        raise ValueError(f"loads has {len(loads)} entries for {num_ranks} ranks; give (FLOPs, bytes) for each rank")
+    _check_arguments(num_ranks, chunk_bytes, num_replica_entries=where.num_ranks, num_loads=len(loads))
     sizes = [spec.numel * itemsize for spec in specs]
     sole_holders = where.sole_holders()
     chunked = chunk(
@@ -105,6 +100,15 @@ def plan_step(
             insert_communication(assigned, where, itemsize=itemsize, chunks=chunked[UNASSIGNED], keep_idle=keep_idle)
         ),
     )
+
+
+def _check_arguments(num_ranks: int, chunk_bytes: int, *, num_replica_entries: int, num_loads: int) -> None:
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
+    if num_replica_entries != num_ranks:
+        raise ValueError(f"replica_of has {num_replica_entries} entries for {num_ranks} ranks; give one per rank")
+    if num_loads != num_ranks:
+        raise ValueError(f"loads has {num_loads} entries for {num_ranks} ranks; give (FLOPs, bytes) for each rank")
 
 
 def newton_schulz_ops(specs: Sequence[MatrixSpec]) -> Program:
