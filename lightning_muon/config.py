@@ -48,7 +48,8 @@ class MuonConfig:
         overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
             arithmetic of the step, ``"off"``: one after the other. The weights are the same, bit for bit.
         look_ahead: Chunks that are gathered or on their way at a time during the step.
-        error_if_nonfinite: Stop all ranks, weights and state untouched, when a gradient has a NaN or an Inf.
+        error_if_nonfinite: Skip the step on all ranks, weights and state untouched, when a gradient has a NaN or Inf.
+        max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
     """
 
     lr: float = 1e-3
@@ -72,6 +73,7 @@ class MuonConfig:
     overlap: Overlap = "backward"
     look_ahead: int = 3
     error_if_nonfinite: bool = True
+    max_skipped_steps: int = 3
 
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))

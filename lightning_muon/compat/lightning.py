@@ -83,3 +83,18 @@ def is_placeholder_optimizer(package: LightningPackage, optimizer: torch.optim.O
     Uses ``core.optimizer._MockOptimizer`` (2.6).
     """
     return isinstance(optimizer, package.module("core.optimizer")._MockOptimizer)
+
+
+def with_hook_before_step(plugin_class: type[Any]) -> type[Any]:
+    """A subclass of a precision plugin that calls ``self.before_step(optimizer)`` between clipping and the step.
+
+    Overrides ``Precision._wrap_closure`` (2.6).
+    """
+
+    class WithHook(plugin_class):
+        def _wrap_closure(self, model: Any, optimizer: Any, closure: Any) -> Any:
+            result = super()._wrap_closure(model, optimizer, closure)
+            self.before_step(optimizer)
+            return result
+
+    return WithHook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,3 +46,51 @@ def local_shape_and_offset(
         tuple(shape), tuple(mesh_shape), list(coordinate), tuple(placements)
     )
     return tuple(local_shape), tuple(offset)
+
+
+def collective_counts() -> dict[str, int]:
+    """Return name of each process group of this process -> how many collectives it has launched there.
+
+    Uses ``torch.distributed.distributed_c10d._world.pg_map`` and ``ProcessGroup._get_sequence_number_for_group``
+    (2.11 to 2.13). Groups without a count are left out.
+    """
+    counts: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            counts[group.group_name] = int(group._get_sequence_number_for_group())
+        except RuntimeError:
+            continue
+    return counts
+
+
+def forward_resharding(unit: FSDPModule) -> list[Any]:
+    """Over which meshes the weights of an FSDP2 unit are resharded after its forward, ``None`` for those kept whole.
+
+    Uses ``FSDPParamGroup.post_forward_mesh_info`` (2.11 to 2.13).
+    """
+    return [group.post_forward_mesh_info for group in _parameter_groups(unit)]
+
+
+def set_forward_resharding(unit: FSDPModule, meshes: Sequence[Any]) -> None:
+    """Set what :func:`forward_resharding` has returned.
+
+    FSDP2's own ``set_reshard_after_forward`` forgets over how many ranks. Uses the same names.
+    """
+    for group, mesh in zip(_parameter_groups(unit), meshes, strict=True):
+        group.post_forward_mesh_info = mesh
+
+
+def shards_over_one_rank(unit: FSDPModule) -> bool:
+    """Whether the weights of an FSDP2 unit are cut over an axis of size 1, so that nothing is gathered.
+
+    Uses ``FSDPParamGroup.mesh_info.shard_mesh_size`` (2.11 to 2.13).
+    """
+    return any(getattr(group.mesh_info, "shard_mesh_size", 1) == 1 for group in _parameter_groups(unit))
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Uses ``FSDPState._fsdp_param_groups`` (2.12, 2.13) or ``FSDPState._fsdp_param_group`` (2.11)."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

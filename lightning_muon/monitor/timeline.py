@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_muon.optim.binding import ExchangeGroup, local_tensor
+from lightning_muon.optim.binding import ExchangeGroup
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.kinds import ADAMW, NEWTON_SCHULZ
@@ -134,7 +134,7 @@ def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) 
     if bound is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
     executor = bound.matrix_step.executor
-    recorder = executor.recorder = TimelineRecorder(local_tensor(bound.binding.parameters[0].tensor).device)
+    recorder = executor.recorder = TimelineRecorder(bound.binding.device)
     recorder.begin()
     dist.barrier()
     begun = time.monotonic()
@@ -191,7 +191,7 @@ def _with_global_ranks(op: Op, groups: Sequence[ExchangeGroup], optimizer: Paral
     rank = dist.get_rank()
     if op.kind == ADAMW:
         routes = zip(optimizer.routes, optimizer._bound.binding.parameters, strict=True)
-        held = sum(local_tensor(p.tensor).nbytes for route, p in routes if route.algorithm == "adamw")
+        held = sum(p.local.nbytes for route, p in routes if route.algorithm == "adamw")
         return replace(op, rank=rank, bytes=_ADAMW_TENSORS * held)
     axes = groups[_group_number(op)].axes
     members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_muon.config import Assignment, Dedupe, Overlap
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
 from lightning_muon.optim.meshes import MeshMembers
-from lightning_muon.params.layout import held_boxes, mesh_and_placements, sharded_axes
+from lightning_muon.params.layout import AxisPlacement, Layout, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
@@ -41,12 +41,22 @@ class BoundParameter:
     tensor: torch.nn.Parameter
     group: ParamGroup
     route: Route
-    mesh: DeviceMesh | None
+    layout: Layout
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
         return tuple(self.tensor.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """What the calling rank updates of it; shares memory."""
+        return self.layout.local(self.tensor)
+
+    @property
+    def mesh_and_placements(self) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        """As in :class:`~lightning_muon.params.layout.Layout`."""
+        return self.layout.mesh_and_placements(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +124,12 @@ class Binding:
     parameters: tuple[BoundParameter, ...]
     exchange_groups: tuple[ExchangeGroup, ...]
     meshes: tuple[MeshMembers, ...]
+    layout: Layout
 
     @cached_property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return local_tensor(self.parameters[0].tensor).device
+        return self.parameters[0].local.device
 
     @cached_property
     def names(self) -> dict[Tensor, str]:
@@ -167,7 +178,7 @@ def bind(
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
         groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan))
-    return Binding(tuple(parameters), tuple(groups), meshes)
+    return Binding(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
 
 
 def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str) -> None:
@@ -184,7 +195,7 @@ def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers]
 
 
 def _describe(parameter: BoundParameter) -> str:
-    _, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
+    _, placements = parameter.mesh_and_placements
     options = {key: value for key, value in parameter.group.items() if key in COMPARED}
     return (
         f"{parameter.shape} {parameter.tensor.dtype} {placements} {parameter.route.kind} {parameter.route.splits} "
@@ -225,7 +236,7 @@ def _placed_matrices(parameters: Sequence[BoundParameter]) -> Iterator[_PlacedMa
     for parameter in parameters:
         if not parameter.tensor.requires_grad or parameter.route.kind == "elementwise":
             continue
-        mesh, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
+        mesh, placements = parameter.mesh_and_placements
         sharded = sharded_axes(placements, tuple(mesh.shape) if mesh is not None else (), parameter.route.name)
         for matrix in logical_matrices(parameter.shape, parameter.route):
             yield _PlacedMatrix(parameter, matrix, mesh, sharded)
@@ -248,7 +259,7 @@ def _is_shared(placed: _PlacedMatrix, num_matrices: int, options: PlanOptions) -
 
 def _job(placed: _PlacedMatrix, home: ExchangeHome) -> MatrixJob:
     parameter, matrix, rank = placed.parameter, placed.matrix, home.axes.rank
-    _, placements = mesh_and_placements(parameter.tensor, parameter.mesh)
+    _, placements = parameter.mesh_and_placements
     boxes = held_boxes(parameter.shape, placed.mesh_shape, placements, home.axes.coordinates)
     pieces = tuple(matrix.box.intersect(box) for box in boxes)
     replica = [piece for piece, index in zip(pieces, home.replica_of, strict=True) if index == home.replica_of[rank]]
@@ -281,9 +292,3 @@ def _specs(jobs: Sequence[MatrixJob]) -> list[MatrixSpec]:
 
 def _flops(parameter: BoundParameter, matrix: LogicalMatrix) -> int:
     return newton_schulz_flops(matrix.rows, matrix.cols, parameter.group["ns_steps"])
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The calling rank's part of a DTensor, or the tensor itself. Shares memory."""
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()

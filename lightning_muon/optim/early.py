@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_muon.optim.binding import local_tensor
 from lightning_muon.optim.matrix_step import Chunk, Gradients, MatrixStep, States
+from lightning_muon.params.layout import local_tensor
 
 _log = logging.getLogger(__name__)
 # A chunk that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.

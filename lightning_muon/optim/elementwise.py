@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lightning_muon.optim.binding import local_tensor
+from lightning_muon.optim.binding import Binding, BoundParameter
+from lightning_muon.params.layout import Layout, local_tensor
 
 
-def init_adamw_state(parameter: Tensor) -> dict[str, Any]:
+def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     """State of one parameter, with the keys of ``torch.optim.AdamW``; the moments are laid out like the parameter."""
     return {
         "step": torch.zeros((), dtype=torch.float32),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": layout.zeros_like(parameter),
+        "exp_avg_sq": layout.zeros_like(parameter),
     }
 
 
@@ -47,3 +48,19 @@ def adamw_step_(
         eps=group["adamw_eps"],
         maximize=False,
     )
+
+
+def step_elementwise_(binding: Binding, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any]) -> None:
+    """One AdamW step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
+    by_group: dict[int, list[BoundParameter]] = {}
+    for parameter in binding.parameters:
+        if parameter.route.algorithm == "adamw" and parameter.tensor in gradients:
+            by_group.setdefault(id(parameter.group), []).append(parameter)
+    for members in by_group.values():
+        adamw_step_(
+            [member.local for member in members],
+            [gradients[member.tensor] for member in members],
+            [states[member.tensor] for member in members],
+            members[0].group,
+        )
+        binding.layout.updated([member.tensor for member in members])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import AxisGroup, axis_group
-from lightning_muon.errors import NonFiniteGradientError
-from lightning_muon.optim.binding import Binding, local_tensor
-from lightning_muon.optim.early import EarlyGathers, local_gradient
+from lightning_muon.optim.binding import Binding
+from lightning_muon.optim.early import EarlyGathers
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers
-from lightning_muon.params.layout import mesh_and_placements
+from lightning_muon.params.layout import Layout, local_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +34,14 @@ class Agreement:
     gradients: Gradients
     valid_early: frozenset[str]
     verdict: Callable[[], None] | None = None
+
+
+class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step is skipped
+    """Some rank has a NaN or an Inf; raised on all ranks, with nothing changed."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(names)
+        self.names = names
 
 
 class EarlyGathersAreVoid(Exception):  # noqa: N818 - no error: the step is run once more
@@ -55,8 +62,31 @@ class _Findings:
     unusable: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
     void: tuple[str, ...] = ()
-    partly: tuple[tuple[MeshMembers, Tensor], ...] = ()
+    partly: tuple[Tensor, ...] = ()
     unreduced: tuple[Tensor, ...] = ()
+
+
+class LocalGradients(dict[Tensor, Tensor]):
+    """Local gradient of each parameter; one that may still be on its way is asked for when it is needed."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+        self._promised: set[Tensor] = set()
+
+    def promise(self, tensor: Tensor) -> None:
+        """The layout has a gradient of this parameter."""
+        self._promised.add(tensor)
+
+    def __contains__(self, tensor: object) -> bool:
+        return super().__contains__(tensor) or tensor in self._promised
+
+    def __missing__(self, tensor: Tensor) -> Tensor:
+        gradient = self._layout.gradient(tensor) if tensor in self._promised else None
+        if gradient is None:
+            raise KeyError(tensor)
+        self[tensor] = gradient.to(tensor.dtype)
+        return self[tensor]
 
 
 def agree_on_gradients(
@@ -78,18 +108,23 @@ def agree_on_gradients(
         ``None`` on all ranks if any of them needs a new plan.
 
     Raises:
-        NonFiniteGradientError: On all ranks, with the names of the parameters, if the norm of a gradient is NaN or Inf.
+        GradientsAreNotFinite: On all ranks, if the norm of a gradient is NaN or Inf.
         TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
     """
-    found: Gradients = {}
+    found = LocalGradients(binding.layout)
     findings = _Findings(is_stale=is_stale)
+    is_late = binding.layout.arrives_late
+    looks = _looks_at_once(binding.device) and not is_late
     for members in binding.meshes:
-        _agree_on_mesh(members, binding.names, found, findings, early, check=error_if_nonfinite)
-    void = _void_early(findings, early)
+        _agree_on_mesh(members, binding, found, findings, early=early, check=error_if_nonfinite, looks=looks)
+    void = _void_early(findings, early, binding.layout)
     valid = frozenset(findings.sent) - void
     verdict = None
-    if not _looks_at_once(binding.device) and not findings.must_stop and not findings.is_stale:
-        verdict = _verdict_of_device(binding, found, early, valid, check=error_if_nonfinite)
+    if not looks and not findings.must_stop and not findings.is_stale:
+        if not is_late:
+            verdict = _verdict_of_device(binding, found, early, valid, check=error_if_nonfinite)
+        elif error_if_nonfinite:
+            verdict = _late_verdict(binding, found)
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -97,8 +132,8 @@ def agree_on_gradients(
         return None
     for tensor in findings.unreduced:
         found[tensor] = _reduced_gradient(tensor)
-    for members, tensor in findings.partly:
-        _fill_in(members, tensor, found)
+    for tensor in findings.partly:
+        _fill_in(binding.layout, tensor, found)
     return Agreement(found, valid, verdict)
 
 
@@ -109,34 +144,28 @@ def _looks_at_once(device: torch.device) -> bool:
 
 def _agree_on_mesh(
     members: MeshMembers,
-    names: Mapping[Tensor, str],
-    found: Gradients,
+    binding: Binding,
+    found: LocalGradients,
     findings: _Findings,
-    early: EarlyGathers | None,
     *,
+    early: EarlyGathers | None,
     check: bool,
+    looks: bool,
 ) -> None:
     """Add the local gradients to ``found`` and what the mesh knows to ``findings``."""
     tensors = members.tensors
-    have = [tensor.requires_grad and tensor.grad is not None for tensor in tensors]
+    have = [tensor.requires_grad and binding.layout.has_gradient(tensor) for tensor in tensors]
     unusable = [has and _is_unusable(tensor.grad) for tensor, has in zip(tensors, have, strict=True)]
     unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
         if has and not bad:
-            found[tensor] = local_gradient(tensor)
-    looks = _looks_at_once(local_tensor(tensors[0]).device)
-    norms = _norms(tensors, found) if check and looks else {}
-    nonfinite = [tensor in norms and not norms[tensor].isfinite() for tensor in tensors]
-    keys = early.keys(set(tensors)) if early is not None else []
-    sent = [early.is_sent(key) for key in keys] if early is not None else []
-    void = (
-        [early.lacks(key, found) or (looks and bool(early.differs(key, found))) for key in keys]
-        if early is not None
-        else []
-    )
+            found.promise(tensor)
+    nonfinite = _nonfinite(tensors, found) if check and looks else [False] * len(tensors)
+    keys, sent, void = _early_flags(early, tensors, found, looks=looks)
     present, bad, partial, infinite, any_sent, any_void, (stale, stop) = _sum_flags(
         members, have, unusable, unreduced, nonfinite, sent, void, [findings.is_stale, findings.must_stop]
     )
+    names = binding.names
     findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
     findings.void += tuple(key for key, count in zip(keys, any_void, strict=True) if count)
     partly = [0 < count < members.axes.size for count in present]
@@ -145,7 +174,7 @@ def _agree_on_mesh(
     findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
     findings.is_stale = findings.is_stale or stale > 0
     findings.must_stop = findings.must_stop or stop > 0 or any(bad) or any(infinite)
-    findings.partly += tuple((members, tensor) for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
+    findings.partly += tuple(tensor for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
     findings.unreduced += tuple(tensor for tensor, count in zip(tensors, partial, strict=True) if count)
 
 
@@ -172,14 +201,14 @@ def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[in
     return (list(islice(values, len(each))) for each in flags)
 
 
-def _void_early(findings: _Findings, early: EarlyGathers | None) -> frozenset[str]:
+def _void_early(findings: _Findings, early: EarlyGathers | None, layout: Layout) -> frozenset[str]:
     """Chunks that were sent and do not count, as far as the host knows."""
     if early is None:
         return frozenset()
     if findings.is_stale or findings.must_stop:
         return frozenset(findings.sent)
     # The mean over the replicas, which _fill_in takes, is another gradient than the one that was sent.
-    averaged = {tensor for members, tensor in findings.partly if _replicas(members, tensor) is not None}
+    averaged = {tensor for tensor in findings.partly if _replicas(layout, tensor) is not None}
     return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of(averaged)])
 
 
@@ -201,6 +230,12 @@ def _reduced_gradient(tensor: Tensor) -> Tensor:
     grad = tensor.grad
     assert isinstance(grad, DTensor) and isinstance(tensor, DTensor)
     return local_tensor(grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
+
+
+def _nonfinite(tensors: Sequence[Tensor], found: Gradients) -> list[bool]:
+    """Whether each gradient of the calling rank has a NaN or an Inf, or a norm that overflows; waits for the device."""
+    norms = _norms(tensors, found)
+    return [tensor in norms and not norms[tensor].isfinite() for tensor in tensors]
 
 
 def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
@@ -251,12 +286,31 @@ def _verdict_of_device(
     return verdict
 
 
-def _replicas(members: MeshMembers, tensor: Tensor) -> AxisGroup | None:
+def _late_verdict(binding: Binding, found: Gradients) -> Callable[[], None]:
+    """Looks at the gradients when it is called, which waits until all of them are there, and raises.
+
+    Collective, when called, over every mesh of the parameters; every rank of it must call it.
+    """
+
+    def verdict() -> None:
+        findings = _Findings(is_stale=False)
+        for members in binding.meshes:
+            infinite, (stop,) = _sum_flags(members, _nonfinite(members.tensors, found), [findings.must_stop])
+            findings.nonfinite += tuple(
+                binding.names[tensor] for tensor, count in zip(members.tensors, infinite, strict=True) if count
+            )
+            findings.must_stop |= any(infinite) or stop > 0
+        _raise_if_needed(findings)
+
+    return verdict
+
+
+def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
     """The other ranks that hold the same part of a parameter, ``None`` if there are none.
 
     Collective over them the first time; every rank of the mesh must call it.
     """
-    mesh, placements = mesh_and_placements(tensor, members.mesh)
+    mesh, placements = layout.mesh_and_placements(tensor)
     replicated = tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
     if mesh is None or not replicated:
         return None
@@ -264,14 +318,14 @@ def _replicas(members: MeshMembers, tensor: Tensor) -> AxisGroup | None:
     return replicas if replicas.group is not None else None
 
 
-def _fill_in(members: MeshMembers, tensor: Tensor, found: Gradients) -> None:
+def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
     """Zeros where this rank has no gradient; replicas then take their mean, so that they stay equal.
 
     Collective over the replicas; every rank of the mesh must call it.
     """
     if tensor not in found:
-        found[tensor] = torch.zeros_like(local_tensor(tensor))
-    replicas = _replicas(members, tensor)
+        found[tensor] = torch.zeros_like(layout.local(tensor))
+    replicas = _replicas(layout, tensor)
     if replicas is not None:
         found[tensor] = found[tensor].clone()
         dist.all_reduce(found[tensor], group=replicas.group)
@@ -286,12 +340,7 @@ def _raise_if_needed(findings: _Findings) -> None:
             "set sparse=False"
         )
     if findings.must_stop:
-        where = _listed(findings.nonfinite) if findings.nonfinite else "a parameter of another mesh"
-        raise NonFiniteGradientError(
-            f"NaN or Inf in the norm of the gradient of {where}. The step was not taken: weights and optimizer state "
-            "are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad batch; "
-            "error_if_nonfinite=False turns the check off."
-        )
+        raise GradientsAreNotFinite(findings.nonfinite or ("a parameter of another mesh",))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions, local_tensor
+from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
 from lightning_muon.optim.transfer import Transfer
+from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.runtime.executor import make_executor
 from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for
@@ -48,6 +50,7 @@ class _Inputs:
     adamw: Callable[[], None]
     verdict: Callable[[], None] | None
     options: dict[tuple[int, str], Any] = field(default_factory=dict[tuple[int, str], Any])
+    matrices_left: dict[Tensor, int] = field(default_factory=dict[Tensor, int])
 
     def option(self, group: ParamGroup, key: str) -> Any:
         """A hyper-parameter as a number; one that is a tensor is read from the device once per step."""
@@ -71,8 +74,10 @@ class MatrixStep:
         options: PlanOptions,
         wire_dtype: torch.dtype,
         compute_dtype: torch.dtype,
+        layout: Layout,
         device: torch.device,
     ) -> None:
+        self._layout = layout
         self._compute_dtype, self._wire_dtype = compute_dtype, wire_dtype
         self._pool = BufferPool(wire_dtype, device)
         self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
@@ -80,6 +85,7 @@ class MatrixStep:
         self._by_name = {op.name: op for op in self._ops}
         self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead)}
         self._transfers: dict[str, Transfer] = {}
+        self._num_matrices = Counter(job.parameter.tensor for group in groups for job in group.jobs)
         # Chunks whose momentum is in the state already in this step.
         self._committed: set[str] = set()
         self._inputs: _Inputs | None = None
@@ -165,7 +171,10 @@ class MatrixStep:
         self._inputs = None
 
     def _in_order(self, valid_early: frozenset[str]) -> list[Op]:
-        """The ops with anything to do. With a verdict to wait for, AdamW gives way to all that changes nothing."""
+        """The ops with anything to do. AdamW gives way to all that changes nothing, if that can go on without waiting.
+
+        That is so with a verdict to wait for, or where gradients are still on their way.
+        """
         assert self._inputs is not None
         ops = [
             op
@@ -173,7 +182,7 @@ class MatrixStep:
             if op.kind == ADAMW
             or (self._transfers[op.key].jobs and not (op.key in valid_early and op.kind in (MOMENTUM, GATHER)))
         ]
-        if self._inputs.verdict is not None:
+        if self._inputs.verdict is not None or self._layout.arrives_late:
             adamw = [op for op in ops if op.kind == ADAMW]
             ops = [op for op in ops if op.kind != ADAMW]
             first_update = next((index for index, op in enumerate(ops) if op.kind == UPDATE), len(ops))
@@ -263,7 +272,7 @@ class MatrixStep:
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
         update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
         for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
-            views = [job.local_view(local_tensor(job.parameter.tensor)) for job in jobs]
+            views = [job.local_view(job.parameter.local) for job in jobs]
             if self._pool.device.type == "cpu":
                 for view in views:
                     # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
@@ -276,7 +285,20 @@ class MatrixStep:
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
+        self._tell_of_updates(transfer.jobs)
         return ()
+
+    def _tell_of_updates(self, jobs: Sequence[MatrixJob]) -> None:
+        """A parameter is done with the last of its matrices."""
+        assert self._inputs is not None
+        done: list[Tensor] = []
+        for job in jobs:
+            left = self._inputs.matrices_left
+            tensor = job.parameter.tensor
+            left[tensor] = left.get(tensor, self._num_matrices[tensor]) - 1
+            if left[tensor] == 0:
+                done.append(tensor)
+        self._layout.updated(done)
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Jobs to be treated together: those whose param groups have equal values for ``keys``.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group, host_group
-from lightning_muon.params.layout import mesh_and_placements
+from lightning_muon.params.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,18 @@ class MeshMembers:
     tensors: tuple[Tensor, ...]
 
 
-def group_by_mesh(tensors: Sequence[Tensor], mesh: DeviceMesh | None) -> tuple[MeshMembers, ...]:
+def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
     """Parameters by mesh, the smallest meshes first, so that what one mesh finds out reaches the larger ones.
 
     Collective over meshes of several axes the first time; every rank of them must call it.
 
     Args:
         tensors: Parameters; they need not be known otherwise.
-        mesh: Where plain tensors are replicated.
+        layout: Where they lie.
     """
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(mesh_and_placements(tensor, mesh)[0], []).append(tensor)
+        found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
     groups: list[MeshMembers] = []
     for home, members in found.items():
         axes = ALONE if home is None else axis_group(home, tuple(range(home.ndim)))

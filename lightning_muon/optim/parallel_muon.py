@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,14 +22,17 @@ from lightning_muon.config import (
     check_hyperparameters,
     check_plan_options,
 )
-from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, PlanOptions, bind, local_tensor
+from lightning_muon.grad_sync.finite import FiniteCheck
+from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter, PlanOptions, bind
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.early import EarlyGathers
-from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, agree_on_gradients
+from lightning_muon.optim.elementwise import step_elementwise_
+from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, GradientsAreNotFinite, agree_on_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
-from lightning_muon.optim.routes import routes_of
+from lightning_muon.optim.routes import routes_of, warn_of_shapes
+from lightning_muon.optim.state import convert_, init_state
+from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
 
@@ -124,8 +125,10 @@ class ParallelMuon(torch.optim.Optimizer):
         adamw_patterns: Names that AdamW takes.
         muon_patterns: Names that Muon takes.
         fused: Names of fused weights and their parts.
-        error_if_nonfinite: Raise :class:`~lightning_muon.errors.NonFiniteGradientError` on all ranks before anything
-            changes, when a gradient has a NaN or Inf. Costs one pass over the gradients.
+        error_if_nonfinite: When a gradient has a NaN or Inf on any rank, skip the step on all ranks, before anything
+            changes. Costs one pass over the gradients.
+        max_skipped_steps: So many steps in a row are skipped; the next one raises
+            :class:`~lightning_muon.errors.NonFiniteGradientError` on all ranks, with the names of the parameters.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; ownership of whole matrices after Liu et al.
     2025, arXiv:2502.16982, section 2.3.
@@ -158,6 +161,7 @@ class ParallelMuon(torch.optim.Optimizer):
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         fused: Mapping[str, int | tuple[int, ...]] | None = None,
         error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
+        max_skipped_steps: int = MuonConfig.max_skipped_steps,
     ) -> None:
         values = locals()
         defaults = {key: values[key] for key in COMPARED}
@@ -166,6 +170,10 @@ class ParallelMuon(torch.optim.Optimizer):
         self._routes: dict[Tensor, Route] = {}
         self._bound: _Bound | None = None
         self._private_groups = PrivateGroups()
+        self._layout: Layout = TensorLayout(mesh)
+        # Whether the state is still as it was made.
+        self._is_fresh = True
+        self._finite_check = FiniteCheck(max_skipped_steps)
         super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
         if self._module is not None:
             self._bind_parameters()
@@ -175,14 +183,35 @@ class ParallelMuon(torch.optim.Optimizer):
         """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
         return cls(params, **(vars(config) | overrides))
 
-    def attach(self, module: nn.Module) -> None:
+    def route(self, module: nn.Module) -> None:
+        """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
+        self._module = module
+        self._routes = {}
+
+    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now.
 
         Call it on each rank once the parameters have their final form (after ``fully_shard``). No communication.
+
+        Args:
+            module: Holds the parameters.
+            layout: Says where the parts of the parameters lie, and where their gradients are found. Without it the
+                tensors say so themselves.
+
+        Raises:
+            RuntimeError: If there is state already, laid out in another way.
         """
-        self._module = module
-        self._routes = {}
-        self._init_state(self._bind_parameters())
+        self.route(module)
+        if layout is not None and layout is not self._layout:
+            if self._is_fresh:
+                self.state.clear()
+            if self.state:
+                raise RuntimeError(
+                    f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
+                    "before its first step, and load a state_dict afterwards"
+                )
+            self._layout, self._bound = layout, None
+        init_state(self._bind_parameters(), self.state)
 
     @property
     def routes(self) -> list[Route]:
@@ -204,6 +233,25 @@ class ParallelMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            self._step()
+        except GradientsAreNotFinite as found:
+            self._finite_check.observe(found.names)
+        else:
+            self._finite_check.observe(())
+        return loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not taken because a gradient had a NaN or an Inf."""
+        return self._finite_check.skipped_steps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; gradients that live outside of the tensors are forgotten, too."""
+        super().zero_grad(set_to_none)
+        self._layout.forget([param for group in self.param_groups for param in group["params"]])
+
+    def _step(self) -> None:
         bound = self._bound or self._bind()
         agreed = self._agree_on_gradients(bound)
         if agreed is None:
@@ -217,36 +265,59 @@ class ParallelMuon(torch.optim.Optimizer):
             assert bound.early is not None
             bound.early.failed(void.keys)
             self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
-        return loss
 
     def _run(self, bound: _Bound, agreed: Agreement) -> None:
+        taking_part = [
+            parameter.tensor for parameter in bound.binding.parameters if parameter.tensor in agreed.gradients
+        ]
+        self._is_fresh = False
+        self._layout.begin_step(taking_part)
         bound.matrix_step.run(
             agreed.gradients,
             self.state,
-            adamw=lambda: self._step_elementwise(bound.binding, agreed.gradients),
+            adamw=lambda: step_elementwise_(bound.binding, agreed.gradients, self.state),
             valid_early=agreed.valid_early,
             verdict=agreed.verdict,
         )
+        self._layout.end_step()
         if bound.early is not None:
             bound.early.succeeded(agreed.valid_early)
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds; the plan is made anew."""
         own = {"_options": self._options, "_module": self._module, "_routes": self._routes, "_bound": None}
+        own["_finite_check"] = self._finite_check
         return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch; hyper-parameters that another optimizer's state lacks get their defaults."""
         super().__setstate__(state)
         self.__dict__.setdefault("_private_groups", PrivateGroups())
+        self.__dict__.setdefault("_layout", TensorLayout(self._options.mesh))
+        self.__dict__.setdefault("_is_fresh", False)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; the state of every parameter is there also before the first step."""
-        self._init_state(self._bind_parameters())
-        return super().state_dict()
+        """As in torch; the state of every parameter is there also before the first step.
+
+        Collective over the mesh of parameters whose state is divided (``sharding="zero2"``).
+        """
+        init_state(self._bind_parameters(), self.state)
+        packed = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        packed["state"] = {number: dict(state) for number, state in packed["state"].items()}
+        convert_([(parameters[number], state) for number, state in packed["state"].items()], self._layout.saved)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; collective as :meth:`state_dict` is."""
+        self._is_fresh = False
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = [(parameter, self.state[parameter]) for parameter in parameters if parameter in self.state]
+        convert_(states, self._layout.loaded)
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""
@@ -267,7 +338,7 @@ class ParallelMuon(torch.optim.Optimizer):
             )
             self._routes = {param: self._routes.get(param) or found[param] for param in current}
         return [
-            BoundParameter(param, group, self._routes[param], self._options.mesh)
+            BoundParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -280,19 +351,19 @@ class ParallelMuon(torch.optim.Optimizer):
     def _bind(self) -> _Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
         options = self._options
-        meshes = group_by_mesh([param for group in self.param_groups for param in group["params"]], options.mesh)
+        meshes = group_by_mesh([param for group in self.param_groups for param in group["params"]], self._layout)
         parameters: list[BoundParameter] = []
         error: Exception | None = None
         try:
             parameters = self._bind_parameters()
             require_muon(parameter.route for parameter in parameters)
-            self._init_state(parameters)
+            init_state(parameters, self.state)
         except Exception as problem:
             error = problem
         fail_on_all_meshes(error, meshes)
         if self._module is None:
-            _warn_of_shapes(parameters)
-        device = local_tensor(parameters[0].tensor).device
+            warn_of_shapes(parameters)
+        device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
         plan_options = options.plan_options(wire_dtype, device)
@@ -303,6 +374,7 @@ class ParallelMuon(torch.optim.Optimizer):
             options=plan_options,
             wire_dtype=wire_dtype,
             compute_dtype=compute_dtype,
+            layout=self._layout,
             device=device,
         )
         if self._bound is not None and self._bound.early is not None:
@@ -317,38 +389,4 @@ class ParallelMuon(torch.optim.Optimizer):
             bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=bound.key != self._key(),
-        )
-
-    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        """Zero state for each parameter that has none, frozen ones too, so that all ranks have equal keys."""
-        for parameter in parameters:
-            state = self.state[parameter.tensor]
-            if parameter.route.algorithm == "muon" and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter.tensor, memory_format=torch.preserve_format)
-            elif parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-                state.update(init_adamw_state(parameter.tensor))
-
-    def _step_elementwise(self, binding: Binding, gradients: dict[Tensor, Tensor]) -> None:
-        by_group: dict[int, list[BoundParameter]] = {}
-        for parameter in binding.parameters:
-            if parameter.route.algorithm == "adamw" and parameter.tensor in gradients:
-                by_group.setdefault(id(parameter.group), []).append(parameter)
-        for members in by_group.values():
-            tensors = [member.tensor for member in members]
-            adamw_step_(
-                [local_tensor(tensor) for tensor in tensors],
-                [gradients[tensor] for tensor in tensors],
-                [self.state[tensor] for tensor in tensors],
-                members[0].group,
-            )
-
-
-def _warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:
-    """Say once per plan, on rank 0, that embeddings and heads cannot be told from matrices without their module."""
-    guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
-    if guessed and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(
-            f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
-            "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
-            stacklevel=4,
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.optim.binding import BoundParameter
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 
@@ -81,3 +84,14 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
             "group with algorithm='auto' or 'adamw'"
         )
     return replace(by_shape, reason=reason)
+
+
+def warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:
+    """Say once per plan, on rank 0, that embeddings and heads cannot be told from matrices without their module."""
+    guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
+    if guessed and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
+            "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
+            stacklevel=4,
+        )

@@ -1,9 +1,12 @@
-"""Which box of a parameter each rank holds."""
+"""Where the parts of a parameter lie: on which ranks, and which box of it each rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -12,17 +15,140 @@ from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.params.logical import Box, whole
 
 
-def mesh_and_placements(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
-    """Mesh of a DTensor, or ``mesh`` for a plain tensor that it declares to be replicated; ``None`` if local."""
-    if isinstance(tensor, DTensor):
-        return tensor.device_mesh, tuple(tensor.placements)
-    return mesh, (Replicate(),) * (mesh.ndim if mesh is not None else 0)
+@dataclass(frozen=True)
+class OwnedBy:
+    """A placement beside those of torch: all of a tensor lies on one rank of a mesh axis, the others hold nothing."""
+
+    rank: int
 
 
-def sharded_axes(placements: Sequence[Placement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:
-    """Indices of the mesh axes, of more than one rank, over which a tensor is sharded."""
+AxisPlacement = Placement | OwnedBy
+
+
+class Layout(Protocol):
+    """Where the parts of parameters and their gradients lie; what an optimizer asks, and what it tells.
+
+    A parameter is always named by the tensor that its module holds.
+
+    Attributes:
+        arrives_late: Whether gradients may still be on their way, so that an optimizer should not ask for all of them
+            before it begins. Equal on all ranks.
+    """
+
+    arrives_late: bool
+
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        """Mesh, and one placement for each of its axes; ``None`` and nothing for a tensor of this process alone."""
+        ...
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """The part of the parameter that the calling rank updates. Shares memory."""
+        ...
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether :meth:`gradient` is a tensor; does not wait."""
+        ...
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Gradient of :meth:`local`, whose shape it has; waits until it is there. Shares memory."""
+        ...
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """These gradients are not wanted any more; local."""
+        ...
+
+    def begin_step(self, parameters: Collection[Tensor]) -> None:
+        """These parameters, the same on all ranks, will be updated."""
+        ...
+
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        """The local parts of these have their new values."""
+        ...
+
+    def end_step(self) -> None:
+        """All parameters of :meth:`begin_step` are updated."""
+        ...
+
+    def zeros_like(self, parameter: Tensor) -> Tensor:
+        """Zeros laid out like the parameter: optimizer state."""
+        ...
+
+    def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Pairs of parameter and state, as :meth:`zeros_like` makes it -> states as a checkpoint has them.
+
+        DTensors in which each element is on some rank, or whole tensors. Collective over the mesh of the parameters.
+        """
+        ...
+
+    def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Inverse of :meth:`saved`; takes whole tensors as well. Collective over the mesh of the parameters."""
+        ...
+
+
+class TensorLayout:
+    """The layout that tensors tell themselves: DTensors, and plain tensors.
+
+    Args:
+        mesh: Where plain tensors are replicated with equal gradients; without it they are local to their process.
+    """
+
+    arrives_late = False
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._mesh = mesh
+
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        """As in :class:`Layout`."""
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh, tuple(parameter.placements)
+        return self._mesh, (Replicate(),) * (self._mesh.ndim if self._mesh is not None else 0)
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """As in :class:`Layout`."""
+        return local_tensor(parameter)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """As in :class:`Layout`."""
+        return parameter.grad is not None
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """As in :class:`Layout`."""
+        return None if parameter.grad is None else local_tensor(parameter.grad)
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Nothing: gradients are those of the tensors."""
+
+    def begin_step(self, parameters: Collection[Tensor]) -> None:
+        """Nothing: whoever holds a part updates it."""
+
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        """As :meth:`begin_step`."""
+
+    def end_step(self) -> None:
+        """As :meth:`begin_step`."""
+
+    def zeros_like(self, parameter: Tensor) -> Tensor:
+        """As in :class:`Layout`."""
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The states themselves; no communication."""
+        return [state for _, state in states]
+
+    def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The states themselves; no communication."""
+        return [state for _, state in states]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The calling rank's part of a DTensor, or the tensor itself. Shares memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:
+    """Indices of the mesh axes, of more than one rank, over which a tensor is divided."""
     for placement in placements:
-        if not isinstance(placement, Shard | Replicate) and not hasattr(placement, "split_factor"):
+        if not isinstance(placement, Shard | Replicate | OwnedBy) and not hasattr(placement, "split_factor"):
             raise ValueError(f"{name} has the placement {placement}: ParallelMuon takes Shard and Replicate only")
     return tuple(
         axis
@@ -34,15 +160,24 @@ def sharded_axes(placements: Sequence[Placement], mesh_shape: Sequence[int], nam
 def held_boxes(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
-    placements: Sequence[Placement],
+    placements: Sequence[AxisPlacement],
     coordinates: Sequence[tuple[int, ...]],
 ) -> tuple[Box, ...]:
     """Box of the parameter that the rank at each of the mesh ``coordinates`` holds; uneven and empty ones included."""
-    boxes: list[Box] = []
-    for coordinate in coordinates:
-        if not placements:
-            boxes.append(whole(shape))
-            continue
-        local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, placements)
-        boxes.append(Box(offset, tuple(map(int.__add__, offset, local_shape))))
-    return tuple(boxes)
+    return tuple(_held_box(shape, mesh_shape, placements, coordinate) for coordinate in coordinates)
+
+
+def _held_box(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: Sequence[AxisPlacement],
+    coordinate: tuple[int, ...],
+) -> Box:
+    if not placements:
+        return whole(shape)
+    owners = {axis: placement.rank for axis, placement in enumerate(placements) if isinstance(placement, OwnedBy)}
+    if any(coordinate[axis] != rank for axis, rank in owners.items()):
+        return Box((0,) * len(shape), (0,) * len(shape))
+    divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
+    local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
+    return Box(offset, tuple(map(int.__add__, offset, local_shape)))

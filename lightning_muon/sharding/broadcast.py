@@ -1,4 +1,4 @@
-"""Gives all ranks the initial weights and buffers of the first rank, a few large messages in all."""
+"""Gives all ranks the initial weights and buffers of the first rank, in a few large messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.mesh import AxisGroup, axis_group
+from lightning_muon.params.layout import local_tensor
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -19,27 +20,55 @@ _BUCKET_BYTES = 64 * 2**20
 def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     """Overwrite weights and buffers with those of the first rank of the mesh; ``fully_shard`` does not do it.
 
-    Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. Plain tensors become equal on
-    the whole mesh. A DTensor (sharded by the user, or tensor parallel) becomes equal along the axes on which it is
-    replicated. Tensors on the meta device are passed over.
+    Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor becomes equal along
+    all axes over which it is not divided: those of ``mesh``, those of tensor parallelism (:func:`groups_beside`), and
+    those on which a DTensor is replicated. Tensors on the meta device are passed over.
+
+    Args:
+        module: The model, with plain tensors, DTensors of a tensor-parallel plan, and what the user has sharded.
+        mesh: Where the model is replicated or will be sharded for data parallelism.
     """
     tensors = [tensor for tensor in _distinct_state(module) if not tensor.is_meta]
-    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
     device = mesh_device(mesh)
-    if everyone.group is not None:
-        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-        _broadcast(plain, everyone.group, device)
-    groups: dict[tuple[int, tuple[int, ...]], tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
+        if axes.group is not None:
+            ranks = set(dist.get_process_group_ranks(axes.group))
+            _broadcast([local_tensor(tensor) for tensor in tensors if _is_copied(tensor, ranks)], axes.group, device)
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            continue
-        own_mesh = tensor.device_mesh
-        axes = tuple(axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
+        if isinstance(tensor, DTensor):
+            axes = tuple(axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
+            groups.setdefault((tensor.device_mesh, axes), []).append(tensor.to_local())
+    for (own_mesh, axes), shards in groups.items():
         group = axis_group(own_mesh, axes).group if axes else None
         if group is not None:
-            groups.setdefault((id(own_mesh), axes), (group, []))[1].append(tensor.to_local())
-    for group, shards in groups.values():
-        _broadcast(shards, group, device)
+            _broadcast(shards, group, device)
+
+
+def groups_beside(module: nn.Module, mesh: DeviceMesh) -> list[AxisGroup]:
+    """The axes of tensor parallelism: those of the DTensors in ``module`` that share only this rank with ``mesh``.
+
+    Along them, what the plan of the user leaves out is a copy. Local; equal on all ranks that hold the same model.
+    """
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in _distinct_state(module) if isinstance(tensor, DTensor))
+    found: dict[tuple[int, ...], AxisGroup] = {}
+    for own_mesh in meshes:
+        for axis in range(own_mesh.ndim):
+            axes = axis_group(own_mesh, (axis,))
+            if axes.group is not None:
+                ranks = tuple(dist.get_process_group_ranks(axes.group))
+                if _only_this_rank(mesh, set(ranks)):
+                    found.setdefault(ranks, axes)
+    return list(found.values())
+
+
+def _is_copied(tensor: Tensor, ranks: set[int]) -> bool:
+    """Whether the ranks of a group hold copies because the tensor does not know of them."""
+    return not isinstance(tensor, DTensor) or _only_this_rank(tensor.device_mesh, ranks)
+
+
+def _only_this_rank(mesh: DeviceMesh, ranks: set[int]) -> bool:
+    return ranks.intersection(mesh.mesh.flatten().tolist()) == {dist.get_rank()}
 
 
 def _distinct_state(module: nn.Module) -> Iterator[Tensor]:

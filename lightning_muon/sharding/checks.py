@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -44,6 +45,23 @@ def check_meta(module: nn.Module) -> None:
                 f"{clean_name(name) or type(child).__name__}: {', '.join(on_meta)} on the meta device, but "
                 f"{', '.join(others)} not; create all tensors of a module on the same side"
             )
+
+
+def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` for a model of which nothing is divided over the tensor axis; local, equal on all ranks.
+
+    Args:
+        module: The model, after ``configure_model``.
+        mesh: The tensor axis.
+    """
+    ranks = set(mesh.mesh.flatten().tolist())
+    homes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
+    if not any(ranks.issubset(home.mesh.flatten().tolist()) for home in homes):
+        raise ValueError(
+            f"tensor_size={mesh.size()}, but no layer of {type(module).__name__} is divided over the "
+            f"{mesh.size()} tensor ranks, which would all compute the same; call parallelize_module(..., "
+            f"self.device_mesh[{mesh.mesh_dim_names[0]!r}], plan) in configure_model, or set tensor_size=1"  # type: ignore[index]
+        )
 
 
 def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
@@ -87,7 +105,9 @@ def _is_counted(parameter: nn.Parameter, holders: dict[int, list[nn.Module]]) ->
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    kind = f"DTensor {tensor.placements} " if isinstance(tensor, DTensor) else ""
+    kind = ""
+    if isinstance(tensor, DTensor):
+        kind = f"DTensor {tensor.placements} on {tuple(tensor.device_mesh.shape)} ranks "
     return f"{kind}{tuple(tensor.shape)} {_name(tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
 
 

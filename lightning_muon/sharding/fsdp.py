@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.mesh import axis_group
-from lightning_muon.sharding.broadcast import broadcast_initial_state, mesh_device
+from lightning_muon.sharding.broadcast import broadcast_initial_state, groups_beside, mesh_device
 from lightning_muon.sharding.checks import check_meta, describe_model, dtype_units
 from lightning_muon.sharding.wrap import WrapPolicy, find_units, owners
 
@@ -37,11 +37,12 @@ def shard_model(
 ) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
-    Collective over ``mesh``; every rank must call it. The ranks compare their models first, so that different models
-    are the same error everywhere. Then the first rank's weights and buffers are broadcast. Tensors on the meta device
-    stay there: materialize and fill them afterwards, equally on all ranks. Modules that the user sharded are left
-    alone. FSDP2 takes no 0-d parameters: they stay plain and replicated, and
-    :class:`lightning_muon.sharding.gradients.GradientAgreement` averages their gradients.
+    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The ranks compare their models
+    first, so that different models are the same error everywhere. Then the first rank's weights and buffers are
+    broadcast. Tensors on the meta device stay there: materialize and fill them afterwards, equally on all ranks.
+    Modules that the user sharded are left alone. DTensors of ``parallelize_module`` are sharded further; their mesh and
+    ``mesh`` must be cut from meshes that number all ranks alike. FSDP2 takes no 0-d parameters: they stay plain and
+    replicated, and :class:`lightning_muon.sharding.gradients.GradientAgreement` averages their gradients.
 
     Args:
         module: The model; its parameters are replaced, so create optimizers afterwards.
@@ -85,19 +86,23 @@ def _agree_on_units(
 ) -> list[nn.Module]:
     """:func:`plan_units`, after all ranks have found that they plan the same for the same model.
 
-    Collective over ``mesh``; every rank must call it.
+    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it.
     """
-    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
     units: list[nn.Module] = []
     error: Exception | None = None
     try:
         units = plan_units(module, wrap_policy, shard_root=shard_root)
     except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
         error = problem
-    if everyone.group is not None:
-        fail_together(error, everyone.group)
-        require_equal(describe_model(module, units), everyone.group, f"the model {type(module).__name__}")
-    elif error is not None:
+    # What goes wrong on the data axes reaches the other tensor-parallel ranks through the groups that follow.
+    for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
+        if axes.group is not None:
+            try:
+                fail_together(error, axes.group)
+                require_equal(describe_model(module, units), axes.group, f"the model {type(module).__name__}")
+            except Exception as problem:
+                error = error or problem
+    if error is not None:
         raise error
     return units
 

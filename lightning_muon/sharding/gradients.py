@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.sharding.broadcast import mesh_device
 from lightning_muon.sharding.runtime import fsdp_modules, initialize_roots, own_places
+from lightning_muon.sharding.unit_order import UnitOrder
 
 
 class GradientAgreement:
@@ -23,9 +24,14 @@ class GradientAgreement:
     FSDP2 reduces the gradients of a unit together. A parameter that one rank uses and another does not makes their
     messages differ in size, and the ranks hang. So units fill in zeros, and this class remembers which parameters
     really were used: a gradient that no rank has computed is removed again, because a zero gradient would still decay
-    the weight. A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner.
+    the weight. A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner, or a wrong
+    one. Ranks that ran different units get the same error; for those that wait there is
+    :class:`lightning_muon.monitor.watchdog.Watchdog`.
 
     Collective over ``mesh``; every rank must construct it, with weights materialized (each unit is gathered once).
+
+    Attributes:
+        order: The units that this rank has run in this step.
 
     Example::
 
@@ -39,6 +45,8 @@ class GradientAgreement:
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self._module = module
         self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        self.order = UnitOrder(module, self._everyone.size)
+        self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
         self._used: list[bool] = []
@@ -49,18 +57,36 @@ class GradientAgreement:
             for unit in fsdp_modules(module):
                 self._watch(unit)
 
-    def finish(self) -> None:
+    def finish(self, divisor: float | None = None) -> None:
         """Average the gradients of 0-d parameters, and remove gradients that no rank has computed.
 
         Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping.
+
+        Args:
+            divisor: What the sums over the ranks are divided by, as :func:`set_gradient_divisor` has told the units;
+                ``None``: the number of ranks.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks have run different units. The weights are unchanged, the gradients
+                worthless.
         """
-        average_scalar_gradients(self._module, self._everyone.group, self._device)
-        if not self._places:
+        if self._everyone.group is None:
+            average_scalar_gradients(self._module, None, self._device, divisor, reduced=self._scalars)
             return
-        used = torch.tensor(self._used, dtype=torch.int32, device=self._device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._everyone.group)
+        self.order.mark("end")
+        message = torch.tensor([*self.order.words(), *self._used], dtype=torch.int32, device=self._device)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._everyone.group)
+        agreed = message.tolist()
+        if self.order.differs(agreed):
+            raise RuntimeError(self.order.explain(self._everyone.group))
+        self.order.restart()
+        average_scalar_gradients(self._module, self._everyone.group, self._device, divisor, reduced=self._scalars)
+        self._remove_unused(agreed[4:])
+
+    def _remove_unused(self, used: Sequence[int]) -> None:
+        """Remove gradients that no rank has computed; ``used`` is nonzero for parameters that any rank has used."""
         agreed: dict[int, TensorWeakRef] = {}
-        for index, was_used in enumerate(used.tolist()):
+        for index, was_used in enumerate(used):
             owner, attribute = self._places[index]
             parameter = getattr(owner, attribute)
             if parameter.grad is None:
@@ -76,6 +102,7 @@ class GradientAgreement:
 
     def close(self) -> None:
         """Remove the hooks; local."""
+        self.order.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -106,27 +133,61 @@ class GradientAgreement:
         return mark
 
 
-def average_scalar_gradients(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by their mean over the ranks.
+class _ReducedScalars:
+    """Remembers which gradients hold results already, so that only what has been added since is summed again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[TensorWeakRef, Tensor]] = {}
+
+    def share_of(self, parameter: nn.Parameter) -> Tensor:
+        """The result that is part of the gradient, zero if there is none."""
+        reference, value = self._kept.get(id(parameter), (None, torch.zeros(())))
+        return value if reference is not None and reference() is parameter.grad else torch.zeros(())
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Remember that the gradient is a result."""
+        if parameter.grad is not None:
+            self._kept[id(parameter)] = TensorWeakRef(parameter.grad), parameter.grad.detach().cpu().clone()
+
+
+def average_scalar_gradients(
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    divisor: float | None = None,
+    *,
+    reduced: _ReducedScalars | None = None,
+) -> None:
+    """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
 
     Collective over ``group`` (``None``: this process is alone); every rank must call it. A missing gradient counts as
-    zero unless it is missing everywhere. Calling it again changes nothing.
+    zero unless it is missing everywhere. Without a divisor it is the mean, and calling it again changes nothing; with
+    one, and the same ``reduced``, only what was added since the last call is summed.
     """
-    scalars = [p for p in module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)]
-    if not scalars or group is None:
+    scalars = _plain_scalars(module)
+    size = 1 if group is None else dist.get_world_size(group)
+    if not scalars or (group is None and divisor is None):
         return
-    dtype = torch.float64 if _has_double(scalars) else torch.float32
-    packed = torch.zeros(2, len(scalars), dtype=dtype)
+    reduced = reduced or _ReducedScalars()
+    # (kept result, what was added to it, whether there is a gradient) x parameters
+    packed = torch.zeros(3, len(scalars), dtype=torch.float64 if _has_double(scalars) else torch.float32)
     for column, parameter in enumerate(scalars):
         if parameter.grad is not None:
-            packed[0, column] = parameter.grad
-            packed[1, column] = 1.0
+            packed[0, column] = reduced.share_of(parameter)
+            packed[1, column] = parameter.grad.cpu() - packed[0, column]
+            packed[2, column] = 1.0
     packed = packed.to(device)
-    dist.all_reduce(packed, group=group)
-    totals, present = (packed / torch.tensor([[dist.get_world_size(group)], [1]], device=device)).cpu().unbind()
+    if group is not None:
+        dist.all_reduce(packed, group=group)
+    kept, added, present = (packed / torch.tensor([[size], [divisor or size], [1]], device=device)).cpu().unbind()
     for index, parameter in enumerate(scalars):
         if present[index] > 0:
-            parameter.grad = totals[index].to(parameter)
+            parameter.grad = (kept + added)[index].to(parameter)
+            reduced.keep(parameter)
+
+
+def _plain_scalars(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)]
 
 
 def _has_double(parameters: Sequence[nn.Parameter]) -> bool:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.compat.torch import init_fsdp_root
+from lightning_muon.compat.torch import (
+    forward_resharding,
+    init_fsdp_root,
+    set_forward_resharding,
+    shards_over_one_rank,
+)
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
@@ -27,6 +34,89 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
         unit.set_requires_gradient_sync(enabled, recurse=False)
         # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
         unit.set_is_last_backward(enabled)
+
+
+class MicroBatches:
+    """Chooses what the micro-batches of an accumulated step communicate.
+
+    No micro-batch but the last reduces gradients. With ``reshard_after_backward`` each one gathers the weights anew.
+    Without, whole weights stay from the first forward to the last backward: each unit is gathered once per step, and a
+    rank holds the whole model. Local; every rank must make the same calls.
+
+    Example::
+
+        micro_batches = MicroBatches(model, reshard_after_backward=False)
+        for batch in batches[:-1]:
+            with micro_batches.without_sync():
+                model(batch).sum().backward()
+        model(batches[-1]).sum().backward()
+        micro_batches.finish()
+    """
+
+    def __init__(self, module: nn.Module, *, reshard_after_backward: bool = True) -> None:
+        self._module = module
+        self._reshard_after_backward = reshard_after_backward
+        self._resharding: list[tuple[FSDPModule, list[Any]]] = []
+
+    @contextmanager
+    def without_sync(self) -> Generator[None]:
+        """Run one micro-batch that is not the last one of its step, forward and backward."""
+        if not self._reshard_after_backward:
+            self._keep_whole()
+        set_gradient_sync(self._module, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(self._module, True)
+            if not self._reshard_after_backward:
+                _set_reshard_after_backward(self._module, True)
+
+    def finish(self) -> None:
+        """Let forward passes reshard again as before; call it after the last backward pass of each step."""
+        for unit, meshes in self._resharding:
+            set_forward_resharding(unit, meshes)
+        self._resharding.clear()
+
+    def _keep_whole(self) -> None:
+        _set_reshard_after_backward(self._module, False)
+        if not self._resharding:
+            self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
+            for unit, meshes in self._resharding:
+                set_forward_resharding(unit, [None] * len(meshes))
+
+
+def _set_reshard_after_backward(module: nn.Module, enabled: bool) -> None:
+    for unit in fsdp_modules(module):
+        unit.set_reshard_after_backward(enabled, recurse=False)
+
+
+def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
+    """Let the reducing backward passes compute (sum of the gradients over all ranks of the mesh) / ``divisor``.
+
+    ``None`` restores the mean over these ranks. Set it before the backward pass that reduces, equally on all ranks;
+    local and cheap. The sum is divided after the communication, in the dtype of the reduction, and only additions
+    travel, which every backend has.
+
+    Raises:
+        ValueError: If the divisor is not positive and finite.
+    """
+    if divisor is not None and not 0 < divisor < float("inf"):
+        raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
+    for unit in fsdp_modules(module):
+        unit.set_force_sum_reduction_for_comms(divisor is not None)
+        factor = divisor
+        if shards_over_one_rank(unit):
+            # FSDP2 would divide by its factor once before and once after the replicas' sum.
+            unit.set_all_reduce_hook(None if divisor is None else _divider(divisor))  # type: ignore[arg-type]
+            factor = None if divisor is None else 1.0
+        unit.set_gradient_divide_factor(factor)  # type: ignore[arg-type]
+
+
+def _divider(divisor: float) -> Callable[[Tensor], None]:
+    def divide(reduced: Tensor) -> None:
+        reduced.div_(divisor)
+
+    return divide
 
 
 def free_unsharded(module: nn.Module) -> None:

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.mesh import PrivateGroups
-from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind, local_tensor
+from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
 from lightning_muon.optim.meshes import group_by_mesh
+from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
 from tests.support.processes import ProcessPool
 
@@ -20,10 +21,12 @@ from tests.support.processes import ProcessPool
 def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always") -> Binding:
     group = {"ns_steps": 5}
     parameters = [
-        BoundParameter(nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), mesh)
+        BoundParameter(
+            nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), TensorLayout(mesh)
+        )
         for index, tensor in enumerate(tensors)
     ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
     options = PlanOptions(
         itemsize=4,
         device_type="cpu",

@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind, local_tensor
+from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.optim.transfer import Transfer
+from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.holdings import MatrixSpec
 from lightning_muon.schedule.traffic import traffic, traffic_floor
@@ -34,10 +35,10 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, shard: bool) -> tupl
     placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0) if shard else Replicate()]
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in full]
     parameters = [
-        BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), mesh)
+        BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), TensorLayout(mesh))
         for i, t in enumerate(placed)
     ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], mesh)
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
     options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
     (group,) = bind(parameters, meshes, PrivateGroups(), options=options, settings="").exchange_groups
     return group, full
@@ -73,7 +74,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -
         for number, taken in enumerate(group.plan.chunks):
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
             transfer = Transfer(group, taken, pool, ("0", "0"))
-            pieces = [job.local_view(local_tensor(job.parameter.tensor)).detach() for job in transfer.jobs]
+            pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
             for work in transfer.start_gather() if "gather" in kinds else ():
                 work.wait()

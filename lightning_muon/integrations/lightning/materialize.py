@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.lightning import LightningPackage, materialize_sharded
 from lightning_muon.sharding.fsdp import plan_units, shard_model
-from lightning_muon.sharding.wrap import WrapPolicy
+from lightning_muon.sharding.modes.mode import ModeOptions
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
@@ -25,12 +24,10 @@ def has_meta_tensors(module: nn.Module) -> bool:
 def shard_units_from_meta(
     module: nn.Module,
     mesh: DeviceMesh,
+    options: ModeOptions,
     *,
     device: torch.device,
     warn: Callable[[str], None],
-    wrap_policy: WrapPolicy,
-    shard_root: bool,
-    **options: Any,
 ) -> None:
     """Materialize, initialize and shard each unit of ``module``, and materialize the rest for ``shard_model``.
 
@@ -39,18 +36,37 @@ def shard_units_from_meta(
     Args:
         module: With plain tensors on the meta device; tensors elsewhere are left as they are.
         mesh: To shard over.
+        options: Of the sharding.
         device: Of the new tensors.
         warn: Takes the message about modules that cannot initialize themselves.
-        wrap_policy: Which modules are units.
-        shard_root: As in ``shard_model``.
-        **options: Of ``shard_model``.
     """
     uninitialized: set[str] = set()
     replaced: dict[Tensor, Tensor] = {}
-    for unit in plan_units(module, wrap_policy, shard_root=shard_root):
+    for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
         uninitialized |= materialize(unit, device, replaced)
-        shard_model(unit, mesh, wrap_policy=(), **options)
+        shard_model(
+            unit,
+            mesh,
+            wrap_policy=(),
+            mp_policy=options.mp_policy,
+            reshard_after_forward=options.reshard_after_forward,
+        )
     uninitialized |= materialize(module, device, replaced)
+    _warn_of_nan(uninitialized, warn)
+
+
+def materialize_whole(module: nn.Module, device: torch.device, warn: Callable[[str], None]) -> None:
+    """Materialize and initialize all of ``module``; local. Ranks may draw different values.
+
+    Args:
+        module: With tensors on the meta device.
+        device: Of the new tensors.
+        warn: Takes the message about modules that cannot initialize themselves.
+    """
+    _warn_of_nan(materialize(module, device, {}), warn)
+
+
+def _warn_of_nan(uninitialized: set[str], warn: Callable[[str], None]) -> None:
     if uninitialized:
         warn(
             f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "

@@ -1,42 +1,74 @@
-"""How many replicas of how many shards: from what the user asked for to a device mesh."""
+"""How many replicas of how many shards, and how a sample is divided: from what the user asked for to device meshes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Size = int | Literal["auto"]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meshes:
+    """The meshes of a run, seen from one rank.
+
+    Attributes:
+        user: What ``LightningModule.device_mesh`` shows: axes ``("replicate", "shard")``, then ``"context"`` and
+            ``"tensor"`` where they are larger than 1; or Lightning's ``("data_parallel", "tensor_parallel")``.
+        data: Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard
+            axis covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
+        context: The ranks that share the sequences of one data rank, ``None`` for one rank.
+        tensor: The ranks that share each layer that the user parallelizes, ``None`` for one rank.
+        data_rank: Which samples this rank sees; equal on the context and tensor ranks that share them.
+        num_data_ranks: Number of different ``data_rank`` values: replicas x shards.
+    """
+
+    user: DeviceMesh
+    data: DeviceMesh
+    context: DeviceMesh | None
+    tensor: DeviceMesh | None
+    data_rank: int
+    num_data_ranks: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The sizes that the user asked for.
+    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate.
 
     Args:
-        replicate_size: Number of replicas of the model. ``"auto"``: one per node, or what ``shard_size`` leaves.
-        shard_size: Number of ranks over which each replica is sharded. ``"auto"``: the devices of a node, or what
+        replicate_size: Number of replicas of the model. ``"auto"``: one per node (one in all if context and tensor
+            ranks do not fit into a node), or what ``shard_size`` leaves.
+        shard_size: Number of data ranks over which each replica is sharded. ``"auto"``: those of a node, or what
             ``replicate_size`` leaves.
-        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, which must be all
-            of them, with one replica. The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so
-            that a ``configure_model`` written for that strategy finds them.
-        tensor_parallel_size: Must be 1 (or ``"auto"``, which is 1 here).
+        context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
+        tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
+        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
+            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that a ``configure_model``
+            written for that strategy finds them; also if ``tensor_parallel_size`` alone is given, and more than 1.
+        tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
     """
 
     replicate_size: Size = "auto"
     shard_size: Size = "auto"
+    context_size: int = 1
+    tensor_size: int = 1
     data_parallel_size: Size = "auto"
     tensor_parallel_size: Size = "auto"
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{key} must be 'auto' or an integer of at least 1, got {value!r}")
-        if self.tensor_parallel_size not in ("auto", 1):
+            if key in ("context_size", "tensor_size"):
+                _check_size(key, value, "")
+            elif value != "auto":
+                _check_size(key, value, "'auto' or ")
+        if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
             raise ValueError(
-                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}: the strategy shards for data "
-                "parallelism only; use replicate_size and shard_size"
+                f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}, which "
+                "is another name for it; give only one of them"
             )
         if self.data_parallel_size == "auto":
             return
@@ -46,49 +78,108 @@ class MeshSizes:
                 f"contradicts replicate_size={self.replicate_size!r} and shard_size={self.shard_size!r}; give only "
                 "those two"
             )
+        if self.context_size > 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} makes Lightning's mesh, which has no context axis for "
+                f"context_size={self.context_size}; give replicate_size and shard_size in its place"
+            )
 
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
         """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each.
 
         Raises:
-            ValueError: If they do not multiply to the number of ranks.
+            ValueError: If replicas x shards x context x tensor is not the number of ranks.
         """
         world_size = num_nodes * num_processes
+        inner = self.context_size * self.num_tensor_ranks
         replicas, shards = self.replicate_size, self.shard_size
         if self.data_parallel_size != "auto":
             replicas, shards = 1, self.data_parallel_size
+        elif self._has_lightning_names:
+            replicas, shards = 1, self._rest(world_size, inner)
         elif replicas == "auto" and shards == "auto":
-            replicas, shards = num_nodes, num_processes
+            data_ranks = self._rest(world_size, inner)
+            # Replicas between nodes only where whole shard groups lie inside of one.
+            replicas = num_nodes if num_processes % inner == 0 else 1
+            shards = data_ranks // replicas
         elif replicas == "auto":
-            replicas = _other_factor(world_size, "shard_size", shards)
+            replicas = self._rest(world_size, int(shards) * inner)
         elif shards == "auto":
-            shards = _other_factor(world_size, "replicate_size", replicas)
-        if int(replicas) * int(shards) != world_size:
-            asked = ", ".join(f"{key}={value}" for key, value in vars(self).items() if value != "auto")
+            shards = self._rest(world_size, int(replicas) * inner)
+        sizes = int(replicas), int(shards)
+        if math.prod(sizes) * inner != world_size:
             raise ValueError(
-                f"{replicas} replicas x {shards} shards = {int(replicas) * int(shards)} ranks, but there are "
-                f"{world_size} ({num_nodes} nodes x {num_processes} devices); change {asked}, or Trainer(devices=..., "
+                f"{replicas} replicas x {shards} shards x {self.context_size} context ranks x "
+                f"{self.num_tensor_ranks} tensor ranks = {math.prod(sizes) * inner} ranks, but there are {world_size} "
+                f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or "
+                "Trainer(devices=..., num_nodes=...)"
+            )
+        return sizes
+
+    def make(self, device_type: str, *, num_nodes: int, num_processes: int) -> Meshes:
+        """Return the meshes of this rank. Collective over all ranks; every rank must call it."""
+        replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
+        context_size, tensor_size = self.context_size, self.num_tensor_ranks
+        data_rank = dist.get_rank() // (context_size * tensor_size)
+        if self._has_lightning_names:
+            names = ("data_parallel", "tensor_parallel")
+            user = init_device_mesh(device_type, (shards, tensor_size), mesh_dim_names=names)
+            data, context, tensor_axis = user["data_parallel"], None, "tensor_parallel"
+        else:
+            axes = {"replicate": replicas, "shard": shards}
+            axes |= {"context": context_size} if context_size > 1 else {}
+            axes |= {"tensor": tensor_size} if tensor_size > 1 else {}
+            user = _named_mesh(device_type, axes)
+            context, tensor_axis = (user["context"] if context_size > 1 else None), "tensor"
+            flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
+            # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of different
+            # axes, as long as these number all ranks alike.
+            outer = user if context is None else _named_mesh(device_type, flat)
+            data = outer["replicate", "shard"] if replicas > 1 else outer["shard"]
+        return Meshes(
+            user=user,
+            data=data,
+            context=context,
+            tensor=user[tensor_axis] if tensor_size > 1 else None,
+            data_rank=data_rank,
+            num_data_ranks=replicas * shards,
+        )
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Ranks that share each layer, by either name."""
+        return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+
+    @property
+    def _has_lightning_names(self) -> bool:
+        """Whether the user's mesh has Lightning's axes, and so one replica."""
+        if self.data_parallel_size != "auto":
+            return True
+        only_lightning = (self.replicate_size, self.shard_size, self.context_size, self.tensor_size)
+        return self.tensor_parallel_size not in ("auto", 1) and only_lightning == ("auto", "auto", 1, 1)
+
+    def _rest(self, world_size: int, factors: int) -> int:
+        """What ``factors``, the product of the sizes that are given, leaves of all ranks."""
+        if world_size % factors:
+            asked = self._asked(" x ")
+            product = f"{asked} = {factors}" if " x " in asked else asked
+            raise ValueError(
+                f"{product} does not divide the number of ranks, {world_size}; change it, or Trainer(devices=..., "
                 "num_nodes=...)"
             )
-        return int(replicas), int(shards)
+        return world_size // factors
 
-    def make(self, device_type: str, *, num_nodes: int, num_processes: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """Return the mesh that users see, and the one to shard over: (replicate, shard), or (shard) for one replica.
-
-        Collective over all ranks; every rank must call it.
-        """
-        replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
-        if self.data_parallel_size != "auto":
-            mesh = init_device_mesh(device_type, (shards, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-            return mesh, mesh["data_parallel"]
-        mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        return mesh, mesh if replicas > 1 else mesh["shard"]
-
-
-def _other_factor(world_size: int, key: str, size: Size) -> int:
-    if world_size % int(size):
-        raise ValueError(
-            f"{key}={size} does not divide the number of ranks, {world_size}; change it, or Trainer(devices=..., "
-            "num_nodes=...)"
+    def _asked(self, separator: str = ", ") -> str:
+        defaults = {"context_size": 1, "tensor_size": 1}
+        return separator.join(
+            f"{key}={value}" for key, value in vars(self).items() if value not in ("auto", defaults.get(key))
         )
-    return world_size // int(size)
+
+
+def _check_size(key: str, value: object, other: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be {other}an integer of at least 1, got {value!r}")
+
+
+def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,4 +1,4 @@
-"""Precision for FSDP2: which settings are possible, the policy of the shards, and clipping of sharded gradients."""
+"""Precision: which settings are possible, the policy of FSDP2, and whose rules gradients follow."""
 
 from __future__ import annotations
 
@@ -8,43 +8,52 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.clipping import clip_norm_, clip_value_
+from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
+from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
 # These update running statistics, which stay float32, and take no weights of another dtype.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class ShardedClipping:
-    """The part of a precision plugin that clips gradients, for gradients in shards."""
+class RuledGradients:
+    """The part of a precision plugin that deals with gradients; the rules are those of the strategy's current run."""
+
+    rules: GradientRules | None = None
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all shards. Collective over the meshes of the parameters; every rank must call it."""
-        clip_norm_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+        """Clip by one norm. Collective over the meshes of the parameters; every rank must call it."""
+        assert self.rules is not None, "the strategy's setup comes first"
+        self.rules.clip_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element."""
-        clip_value_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+        assert self.rules is not None, "the strategy's setup comes first"
+        self.rules.clip_by_value(optimizer, clip_val)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are clipped. Collective over the meshes of the parameters; every rank must call it."""
+        if self.rules is not None:
+            self.rules.before_step(optimizer)
 
 
 def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
-    """The counterpart of Lightning's precision ``plugin`` that clips sharded gradients.
+    """The counterpart of Lightning's precision ``plugin`` that can deal with gradients wherever they lie.
 
     Raises:
         ValueError: For a precision that FSDP2 and Muon cannot honour, however the Trainer came to it.
     """
-    if isinstance(plugin, ShardedClipping):
+    if isinstance(plugin, RuledGradients):
         return plugin
     plugins = package.module("plugins.precision")
     kind = type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
     if kind is plugins.MixedPrecision and precision == "bf16-mixed":
-        return _with_clipping(plugins.MixedPrecision)("bf16-mixed", plugin.device)
+        return _with_rules(plugins.MixedPrecision)("bf16-mixed", plugin.device)
     if kind is plugins.HalfPrecision and precision == "bf16-true":
-        return _with_clipping(plugins.HalfPrecision)("bf16-true")
+        return _with_rules(plugins.HalfPrecision)("bf16-true")
     if kind is plugins.Precision:
-        return _with_clipping(plugins.Precision)()
+        return _with_rules(plugins.Precision)()
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, "
@@ -75,6 +84,6 @@ def mixed_precision_policy(plugin: Any, module: nn.Module) -> MixedPrecisionPoli
     )
 
 
-def _with_clipping(base: type[Any]) -> type[Any]:
+def _with_rules(base: type[Any]) -> type[Any]:
     """A subclass of a precision plugin: Lightning's checks by class (ThroughputMonitor) go on working."""
-    return type(f"Sharded{base.__name__}", (ShardedClipping, base), {})
+    return type(f"Ruled{base.__name__}", (RuledGradients, with_hook_before_step(base)), {})

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
+from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.integrations.lightning.steps import explain_shards
-from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, let_gathers_start, set_gradient_sync
+from lightning_muon.sharding.modes.mode import ShardingMode
+from lightning_muon.sharding.runtime import free_unsharded
+
+LossScaling = Literal["mean", "tokens"]
 
 
 class RunningStrategy:
@@ -21,13 +25,37 @@ class RunningStrategy:
     lightning_module: Any
     root_device: torch.device
 
-    def __init__(self, *, early_all_gather: bool, **kwargs: Any) -> None:
-        self._agreement: GradientAgreement | None = None
-        self._early_all_gather = early_all_gather
+    def __init__(self, *, loss_scaling: LossScaling, **kwargs: Any) -> None:
+        self._loss_scaling = loss_scaling
+        self._mode: ShardingMode | None = None
+        self._rules: GradientRules | None = None
+        self._tokens: TokenCount | None = None
+        self._is_last_micro_batch = True
         super().__init__(**kwargs)
+
+    def report_tokens(self, num_tokens: int | Tensor) -> None:
+        """Say how many tokens the loss that ``training_step`` is about to return sums over; local.
+
+        With ``loss_scaling="tokens"`` every rank calls it once in each training step, and returns the sum of the losses
+        of its tokens: gradients are divided by the number of tokens of all ranks and all accumulated micro-batches.
+
+        Args:
+            num_tokens: 0 or more; a tensor on the device is not waited for.
+        """
+        if self._loss_scaling != "tokens":
+            raise RuntimeError(
+                f"report_tokens has no meaning with loss_scaling={self._loss_scaling!r}, where training_step returns a "
+                "mean; set ParallelMuonStrategy(loss_scaling='tokens')"
+            )
+        if self._tokens is not None:  # None: a validation that calls training_step, for example.
+            self._tokens.report(num_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
+        if self._mode is not None:
+            self._mode.begin_forward()
+        if self._tokens is not None:
+            self._tokens.begin_micro_batch()
         with explain_shards():
             output = super().training_step(*args, **kwargs)
         if output is None:
@@ -47,6 +75,8 @@ class RunningStrategy:
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._mode is not None:
+            self._mode.begin_forward()
         with explain_shards():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
@@ -55,11 +85,25 @@ class RunningStrategy:
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
-        set_gradient_sync(self.lightning_module, False)
+        assert self._mode is not None, "setup comes first"
+        before, self._is_last_micro_batch = self._is_last_micro_batch, False
         try:
-            yield
+            with self._mode.no_sync():
+                yield
         finally:
-            set_gradient_sync(self.lightning_module, True)
+            self._is_last_micro_batch = before
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before the last backward pass of a step the number of its tokens is known.
+
+        Collective over all ranks with ``loss_scaling="tokens"``; every rank must call it.
+        """
+        super().pre_backward(closure_loss)
+        if self._tokens is not None and self._is_last_micro_batch:
+            module = self.lightning_module
+            # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
+            divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            self._mode.set_gradient_divisor(self._tokens.divisor(divided_by))
 
     def optimizer_step(
         self,
@@ -70,23 +114,38 @@ class RunningStrategy:
     ) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
 
-        def agreed() -> Any:
+        def with_finished_gradients() -> Any:
             result = closure()
-            if self._agreement is not None:
-                self._agreement.finish()
+            if self._mode is not None:
+                self._mode.finish_gradients()
+            if self._tokens is not None:
+                self._tokens.reset()
             return result
 
-        result = super().optimizer_step(optimizer, agreed, model, **kwargs)
-        if self._early_all_gather and self.root_device.type == "cuda":
-            let_gathers_start(self.lightning_module)
+        result = super().optimizer_step(optimizer, with_finished_gradients, model, **kwargs)
+        if self._mode is not None:
+            self._mode.end_step()
+        if self._rules is not None:
+            self._rules.log_skipped(optimizer)
         return result
 
     def on_validation_start(self) -> None:
         """Evaluate with the running statistics of rank 0, as DDP does."""
+        self.finish_parameters()
         broadcast_buffers(self.lightning_module)
         super().on_validation_start()
 
     def on_train_end(self) -> None:
         """Leave equal running statistics on all ranks."""
+        self.finish_parameters()
         broadcast_buffers(self.lightning_module)
         super().on_train_end()
+
+    def finish_parameters(self) -> None:
+        """Go on when every weight has its new value.
+
+        With ``sharding="zero2"`` weights of the last step may still be on their way; the forward of a module, and
+        ``state_dict``, wait by themselves.
+        """
+        if self._mode is not None:
+            self._mode.finish_parameters()

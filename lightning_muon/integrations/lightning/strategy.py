@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.mesh import axis_group
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
@@ -15,15 +17,18 @@ from lightning_muon.compat.lightning import (
     start_process_group,
 )
 from lightning_muon.config import MuonConfig
-from lightning_muon.integrations.lightning.callbacks import refuse_callbacks
+from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.integrations.lightning.callbacks import reads_weights_between_steps, refuse_callbacks
 from lightning_muon.integrations.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
+from lightning_muon.integrations.lightning.gradient_rules import ClipGroups, GradientRules
 from lightning_muon.integrations.lightning.materialize import (
     has_meta_tensors,
     materialize_user_sharded,
+    materialize_whole,
     shard_units_from_meta,
 )
-from lightning_muon.integrations.lightning.mesh import MeshSizes, Size
+from lightning_muon.integrations.lightning.mesh import Meshes, MeshSizes, Size
 from lightning_muon.integrations.lightning.optimizers import (
     OptimizerChoice,
     ReplacedParameters,
@@ -33,13 +38,13 @@ from lightning_muon.integrations.lightning.optimizers import (
     provide_default_optimizer,
     remove_default_optimizer,
 )
+from lightning_muon.integrations.lightning.options import check_options
 from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
-from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
+from lightning_muon.integrations.lightning.running_strategy import LossScaling, RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import initialize_roots
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
 
 _TIMEOUT = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
@@ -65,10 +70,20 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             and so on; without ``configure_optimizers`` it is the optimizer.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
+        sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
+            divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
+        context_size: Ranks that share the sequences of a batch; see :mod:`lightning_muon.sharding.context_parallel`.
+        tensor_size: Ranks that share each layer that ``configure_model`` parallelizes with ``parallelize_module``.
+        loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: ``training_step`` returns a sum
+            and calls ``self.trainer.strategy.report_tokens(n)``; gradients are divided by the global number of tokens.
+        clip_groups: Which gradients ``Trainer(gradient_clip_val=...)`` clips; see
+            :class:`~lightning_muon.integrations.lightning.gradient_rules.GradientRules`.
+        reshard_after_backward: Free the whole weights also between the micro-batches of an accumulated batch.
+        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``.
         early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
             queued after it. Not together with callbacks that change weights after a step.
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
-        tensor_parallel_size: Must be 1.
+        tensor_parallel_size: Lightning's name for ``tensor_size``.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
         timeout: Of collectives.
@@ -84,6 +99,13 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         wrap_policy: WrapPolicy = "auto",
         reshard_after_forward: bool = True,
         *,
+        sharding: Sharding = "fsdp",
+        context_size: int = 1,
+        tensor_size: int = 1,
+        loss_scaling: LossScaling = "mean",
+        clip_groups: ClipGroups = "all",
+        reshard_after_backward: bool = ModeOptions.reshard_after_backward,
+        bucket_bytes: int = ModeOptions.bucket_bytes,
         early_all_gather: bool = False,
         data_parallel_size: Size = "auto",
         tensor_parallel_size: Size = "auto",
@@ -94,18 +116,30 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         self._mesh_sizes = MeshSizes(
             replicate_size=replicate_size,
             shard_size=shard_size,
+            context_size=context_size,
+            tensor_size=tensor_size,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+        )
+        self._sharding: Sharding = sharding
+        self._clip_groups: ClipGroups = clip_groups
+        self._mode_options = ModeOptions(
+            wrap_policy=wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            reshard_after_backward=reshard_after_backward,
+            bucket_bytes=bucket_bytes,
+            early_all_gather=early_all_gather,
+        )
+        check_options(
+            sharding, self._mode_options, loss_scaling, clip_groups, num_tensor_ranks=self._mesh_sizes.num_tensor_ranks
         )
         if optimizer not in ("auto", "keep") and not isinstance(optimizer, MuonConfig):
             raise ValueError(f"optimizer must be 'auto', 'keep' or a MuonConfig, got {optimizer!r}")
         self._optimizer_choice: OptimizerChoice = optimizer
-        self._wrap_policy = wrap_policy
-        self._reshard_after_forward = reshard_after_forward
-        self._meshes: tuple[DeviceMesh, DeviceMesh] | None = None
+        self._meshes: Meshes | None = None
         self._replaced: ReplacedParameters | None = None
         super().__init__(
-            early_all_gather=early_all_gather,
+            loss_scaling=loss_scaling,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -130,25 +164,27 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Every rank is a data-parallel rank, replicas and shards alike."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """Replicas and shards have samples of their own; context and tensor ranks share them."""
+        if self._meshes is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
 
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
         super().connect(model)
-        choice = self._optimizer_choice
-        provide_default_optimizer(model, choice if isinstance(choice, MuonConfig) else MuonConfig(), self.package)
+        provide_default_optimizer(model, self._muon_config(), self.package)
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
+        if self._sharding == "fsdp":
+            refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
         self._mesh_sizes.resolve(**layout)
         start_process_group(self)
         if self._meshes is None:  # A second run of the Trainer keeps its process groups.
             self._meshes = self._mesh_sizes.make(self.root_device.type, **layout)
-        set_device_mesh(self, self._meshes[0])
+        set_device_mesh(self, self._meshes.user)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
@@ -158,30 +194,39 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         apply_layer_sync(self, module)
         self._replaced = ReplacedParameters(module)
         self.model = self.precision_plugin.convert_module(module)
+        self._mode = make_mode(self._sharding, self._mesh(), self._options_of(trainer))
         self._shard(module)
         self._replaced.close(module)
         self.model_to_device()
         self.barrier()
         self.load_pending_weights()
         if trainer.state.fn == "fit":
-            self._agreement = GradientAgreement(module, self._mesh())
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def _options_of(self, trainer: Any) -> ModeOptions:
+        """The user's options, and what follows from the run."""
+        module: Any = self.lightning_module
+        config = self._muon_config()
+        return replace(
+            self._mode_options,
+            mp_policy=mixed_precision_policy(self.precision_plugin, module),
+            # A step that runs several backward passes needs each child to gather its own weights anew.
+            shard_root=module.automatic_optimization,
+            wait_for_parameters=config.overlap != "backward" or reads_weights_between_steps(trainer, self.package),
+        )
+
     def _shard(self, module: Any) -> None:
-        options: dict[str, Any] = {
-            "mp_policy": mixed_precision_policy(self.precision_plugin, module),
-            "reshard_after_forward": self._reshard_after_forward,
-        }
-        # A step that runs several backward passes needs each child to gather its own weights anew.
-        layout: dict[str, Any] = {"wrap_policy": self._wrap_policy, "shard_root": module.automatic_optimization}
+        assert self._mode is not None
         if has_meta_tensors(module):
-            materialize_user_sharded(module, self.root_device, self.package)
             warn = self._rank_zero().rank_zero_warn
-            shard_units_from_meta(module, self._mesh(), device=self.root_device, warn=warn, **layout, **options)
-        shard_model(module, self._mesh(), **layout, **options)
+            if self._mode.divides_weights:
+                materialize_user_sharded(module, self.root_device, self.package)
+                shard_units_from_meta(module, self._mesh(), self._mode.options, device=self.root_device, warn=warn)
+            else:
+                materialize_whole(module, self.root_device, warn)
+        self._mode.prepare(module)
         register_steps(module)
-        initialize_roots(module)
         gather_root_outside_steps(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -199,18 +244,31 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
         for message in optimizer_warnings(adoptions, module, choice):
             self._rank_zero().rank_zero_warn(message)
+        assert self._mode is not None
+        self._mode.attach(module, self.optimizers)
+        max_skipped_steps = self._muon_config().max_skipped_steps
+        self._rules = GradientRules(
+            module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=max_skipped_steps
+        )
+        self.precision_plugin.rules = self._rules
+        if self._loss_scaling == "tokens":
+            mesh = self._mesh()
+            self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
         remove_default_optimizer(self.lightning_module)
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
+        if self._mode is not None:
+            self._mode.close()
+        self._mode = self._rules = self._tokens = self.precision_plugin.rules = None
         super().teardown()
 
     def _mesh(self) -> DeviceMesh:
         assert self._meshes is not None, "setup_environment comes first"
-        return self._meshes[1]
+        return self._meshes.data
+
+    def _muon_config(self) -> MuonConfig:
+        return self._optimizer_choice if isinstance(self._optimizer_choice, MuonConfig) else MuonConfig()
 
     def _rank_zero(self) -> Any:
         return self.package.module("utilities.rank_zero")

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
+from lightning_muon.params.layout import TensorLayout
 
 
 def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
     torch.manual_seed(0)
     mine = [torch.randn(shape) for shape in ((5,), (3, 4), (), (0, 4))]
     theirs = [nn.Parameter(tensor.clone()) for tensor in mine]
-    states = [init_adamw_state(tensor) for tensor in mine]
+    states = [init_adamw_state(tensor, TensorLayout()) for tensor in mine]
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "adamw_eps": 1e-5}
     reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5, foreach=False)
     for _ in range(4):

@@ -14,14 +14,18 @@ from lightning_muon.optim import matrix_step
 from lightning_muon.optim.binding import BoundParameter, PlanOptions, bind
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import group_by_mesh
+from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.runtime.executor import HostExecutor, make_executor
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
-    bound = [BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), None) for i, p in enumerate(parameters)]
-    meshes = group_by_mesh(parameters, None)
+    bound = [
+        BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), TensorLayout())
+        for i, p in enumerate(parameters)
+    ]
+    meshes = group_by_mesh(parameters, TensorLayout())
     options = PlanOptions(
         itemsize=4,
         device_type=parameters[0].device.type,
@@ -37,6 +41,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         options=options,
         wire_dtype=torch.float32,
         compute_dtype=torch.float32,
+        layout=TensorLayout(),
         device=parameters[0].device,
     )
 

@@ -198,13 +198,28 @@ def test_nothing_for_muon_is_an_error_that_lists_the_parameters() -> None:
 
 def test_a_nan_is_named_and_changes_nothing() -> None:
     parameters = _parameters()
-    optimizer = ParallelMuon([(f"layer{i}.weight", p) for i, p in enumerate(parameters)])
+    optimizer = ParallelMuon([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], max_skipped_steps=0)
     _set_grads(parameters, 0)
     parameters[3].grad[0, 2] = torch.inf  # type: ignore[index]
     with pytest.raises(NonFiniteGradientError, match=r"gradient of layer3\.weight\. "):
         optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(parameters, _parameters(), strict=True))
     assert not any(optimizer.state[p]["momentum_buffer"].any() for p in parameters)
+
+
+def test_a_step_with_a_nan_is_skipped_and_too_many_in_a_row_raise() -> None:
+    parameters = _parameters()
+    optimizer = ParallelMuon([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], max_skipped_steps=2)
+    for is_broken in (True, True, False, True, True):
+        _set_grads(parameters, 0)
+        before = [parameter.detach().clone() for parameter in parameters]
+        if is_broken:
+            parameters[1].grad[0, 0] = torch.nan  # type: ignore[index]
+        optimizer.step()
+        assert all(torch.equal(one, other) == is_broken for one, other in zip(parameters, before, strict=True))
+    assert optimizer.skipped_steps == 4
+    with pytest.raises(NonFiniteGradientError, match=r"layer1\.weight, after 2 skipped steps in a row \(4 in all\)"):
+        optimizer.step()
 
 
 def test_the_nan_check_can_be_turned_off() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.integrations.lightning.mesh import MeshSizes
 from tests.support.processes import ProcessPool
@@ -25,6 +26,18 @@ from tests.support.processes import ProcessPool
         ({"data_parallel_size": 8}, 2, 4, (1, 8)),
         ({"data_parallel_size": 4, "shard_size": 4, "replicate_size": 1}, 1, 4, (1, 4)),
         ({"tensor_parallel_size": 1}, 1, 2, (1, 2)),
+        ({"tensor_parallel_size": 1}, 3, 2, (3, 2)),
+        ({"context_size": 2}, 1, 4, (1, 2)),
+        ({"context_size": 2, "tensor_size": 2}, 3, 8, (3, 2)),
+        ({"context_size": 8}, 4, 4, (1, 2)),
+        ({"tensor_size": 3}, 3, 4, (1, 4)),
+        ({"shard_size": 2, "context_size": 2}, 1, 12, (3, 2)),
+        ({"replicate_size": 3, "tensor_size": 2}, 1, 12, (3, 2)),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 4}, 2, 4, (1, 2)),
+        ({"data_parallel_size": 2, "tensor_size": 4}, 2, 4, (1, 2)),
+        ({"tensor_parallel_size": 2}, 2, 4, (1, 4)),
+        ({"tensor_parallel_size": 2, "replicate_size": 2}, 2, 4, (2, 2)),
+        ({"tensor_parallel_size": 2, "tensor_size": 2}, 2, 4, (2, 2)),
     ],
 )
 def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expected: Any) -> None:
@@ -34,9 +47,15 @@ def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expecte
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"shard_size": 3}, "shard_size=3 does not divide the number of ranks, 8"),
-        ({"replicate_size": 3}, "replicate_size=3 does not divide"),
+        ({"shard_size": 3}, "^shard_size=3 does not divide the number of ranks, 8"),
+        ({"replicate_size": 3}, "^replicate_size=3 does not divide"),
+        ({"tensor_size": 3}, "^tensor_size=3 does not divide"),
+        ({"shard_size": 4, "context_size": 4}, "^shard_size=4 x context_size=4 = 16 does not divide the number of"),
         ({"replicate_size": 2, "shard_size": 2}, "= 4 ranks, but there are 8 .*2 nodes x 4 devices.*replicate_size=2"),
+        (
+            {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},
+            "2 replicas x 2 shards x 3 context ranks x 4 tensor ranks = 48 ranks, .*context_size=3, tensor_size=4, or",
+        ),
         ({"data_parallel_size": 4}, "but there are 8"),
     ],
 )
@@ -51,9 +70,13 @@ def test_sizes_that_do_not_fit_are_errors(sizes: Any, match: str) -> None:
         ({"replicate_size": 0}, "replicate_size must be"),
         ({"shard_size": "all"}, "shard_size must be"),
         ({"shard_size": True}, "shard_size must be"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2"),
+        ({"context_size": "auto"}, "context_size must be an integer"),
+        ({"tensor_size": 0}, "tensor_size must be an integer"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 'auto' or an integer"),
+        ({"tensor_size": 2, "tensor_parallel_size": 1}, "tensor_size=2 contradicts tensor_parallel_size=1"),
         ({"data_parallel_size": 4, "replicate_size": 2}, "contradicts"),
         ({"data_parallel_size": 4, "shard_size": 2}, "contradicts"),
+        ({"data_parallel_size": 4, "context_size": 2}, "no context axis for context_size=2"),
     ],
 )
 def test_impossible_sizes_are_errors_at_once(sizes: Any, match: str) -> None:
@@ -61,19 +84,77 @@ def test_impossible_sizes_are_errors_at_once(sizes: Any, match: str) -> None:
         MeshSizes(**sizes)
 
 
-def _meshes(**sizes: int) -> list[Any]:
-    layout = {"num_nodes": 1, "num_processes": dist.get_world_size()}
-    return [(mesh.mesh_dim_names, tuple(mesh.shape)) for mesh in MeshSizes(**sizes).make("cpu", **layout)]
+def _describe(mesh: DeviceMesh | None) -> Any:
+    return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
+
+
+def _meshes(**sizes: int) -> dict[str, Any]:
+    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "context", "tensor")}
+    return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
+
+
+FOUR, TWO_BY_TWO = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
+    ("sizes", "user", "data"),
     [
-        ({}, [(("replicate", "shard"), (1, 4)), (("shard",), (4,))]),
-        ({"replicate_size": 2}, [(("replicate", "shard"), (2, 2))] * 2),
-        ({"shard_size": 1}, [(("replicate", "shard"), (4, 1))] * 2),
-        ({"data_parallel_size": 4}, [(("data_parallel", "tensor_parallel"), (4, 1)), (("data_parallel",), (4,))]),
+        ({}, (("replicate", "shard"), FOUR), (("shard",), [0, 1, 2, 3])),
+        ({"replicate_size": 2}, (("replicate", "shard"), TWO_BY_TWO), (("replicate", "shard"), TWO_BY_TWO)),
+        ({"shard_size": 1}, *[(("replicate", "shard"), [[0], [1], [2], [3]])] * 2),
+        (
+            {"data_parallel_size": 4},
+            (("data_parallel", "tensor_parallel"), [[0], [1], [2], [3]]),
+            (("data_parallel",), [0, 1, 2, 3]),
+        ),
     ],
 )
-def test_the_mesh_has_the_axes_that_its_users_expect(gloo: ProcessPool, sizes: Any, expected: Any) -> None:
-    assert gloo.run(_meshes, **sizes) == [expected] * 4
+def test_the_mesh_has_the_axes_that_its_users_expect(gloo: ProcessPool, sizes: Any, user: Any, data: Any) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
+        alone = {"context": None, "tensor": None}
+        assert found == {"user": user, "data": data, **alone, "data_rank": rank, "num_data_ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"tensor_size": 2}, ("replicate", "shard", "tensor")),
+        ({"tensor_parallel_size": 2}, ("data_parallel", "tensor_parallel")),
+        ({"tensor_parallel_size": 2, "shard_size": 2}, ("replicate", "shard", "tensor")),
+    ],
+)
+def test_tensor_ranks_are_neighbours_and_see_the_same_samples(
+    gloo: ProcessPool, sizes: Any, names: tuple[str, ...]
+) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
+        assert found["user"] == (names, [TWO_BY_TWO] if len(names) == 3 else TWO_BY_TWO)
+        assert found["data"] == (names[-2:-1], [rank % 2, rank % 2 + 2])
+        assert found["tensor"] == (names[-1:], TWO_BY_TWO[rank // 2])
+        assert found["context"] is None
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def test_weights_are_sharded_over_context_ranks_too_but_samples_are_shared(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, context_size=2)):
+        assert found["user"] == (("replicate", "shard", "context"), [TWO_BY_TWO])
+        assert found["data"] == (("shard",), [0, 1, 2, 3])
+        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
+        assert found["tensor"] is None
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def test_context_and_tensor_ranks_go_together(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, context_size=2, tensor_size=2)):
+        assert found["user"] == (("replicate", "shard", "context", "tensor"), [[TWO_BY_TWO]])
+        assert found["data"] == (("shard",), [rank % 2, rank % 2 + 2])
+        assert found["context"] == (("context",), [rank % 2, rank % 2 + 2])
+        assert found["tensor"] == (("tensor",), TWO_BY_TWO[rank // 2])
+        assert (found["data_rank"], found["num_data_ranks"]) == (0, 1)
+
+
+def test_replicas_of_context_ranks_have_a_replicate_axis(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, replicate_size=2, context_size=2)):
+        assert found["data"] == (("replicate", "shard"), TWO_BY_TWO)
+        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)

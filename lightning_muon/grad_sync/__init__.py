@@ -1,0 +1,1 @@
+"""Between backward and the optimizer: reductions that start early, scaling, clipping, finite checks."""

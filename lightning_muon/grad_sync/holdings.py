@@ -1,0 +1,87 @@
+"""Which part of each replicated parameter a rank updates: whole matrices for their owners, rows of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.comm.mesh import AxisGroup, axis_group
+from lightning_muon.params.layout import AxisPlacement, OwnedBy, held_boxes
+from lightning_muon.params.logical import Box
+from lightning_muon.schedule.assign import longest_first
+
+
+def divide(parameters: Sequence[Tensor], whole: Mapping[Tensor, int], num_ranks: int) -> dict[Tensor, AxisPlacement]:
+    """The placement of each parameter on an axis of ``num_ranks`` ranks; pure, the same on every rank.
+
+    Args:
+        parameters: All parameters; what is not in ``whole`` is divided by rows, but for tensors without dimensions or
+            elements, which every rank updates.
+        whole: FLOPs of the step of each parameter that one rank shall own; they are evened out.
+        num_ranks: Size of the axis.
+    """
+    costs = [whole.get(parameter, 0) for parameter in parameters]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    taken = [index for index, parameter in enumerate(parameters) if parameter in whole]
+    owners = longest_first(costs, sizes, [(0, 0)] * num_ranks, taken=taken)
+    placements: dict[Tensor, AxisPlacement] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            placements[parameter] = Replicate()
+        else:
+            placements[parameter] = OwnedBy(owners[index]) if index in owners else Shard(0)
+    return placements
+
+
+class Holdings:
+    """The parts of plain, contiguous parameters that the ranks of the shard axis hold; local.
+
+    Every part is one range of the flattened parameter. Replicas (the other axis of a 2-D mesh) hold the same parts.
+
+    Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+        placements: On the shard axis, as :func:`divide` returns them.
+
+    Attributes:
+        mesh: As given.
+        shard: The ranks that hold the parts of one replica.
+        replicate: The ranks that hold the same parts.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
+        self.mesh = mesh
+        self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
+        self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
+        self._placements = dict(placements)
+        self._boxes = {parameter: self._boxes_of(parameter) for parameter in placements}
+
+    def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
+        """One placement per axis of the mesh."""
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), self._placements[parameter])
+
+    def ranges(self, parameter: Tensor) -> list[tuple[int, int]]:
+        """For each rank of the shard axis ``(start, stop)`` of its part in the flattened parameter."""
+        row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
+        boxes = self.boxes(parameter)
+        return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]
+
+    def boxes(self, parameter: Tensor) -> tuple[Box, ...]:
+        """For each rank of the shard axis its part as a box."""
+        return self._boxes[parameter]
+
+    def is_divided(self, parameter: Tensor) -> bool:
+        """Whether each element is updated by one rank of the shard axis only."""
+        return not isinstance(self._placements[parameter], Replicate)
+
+    def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
+        """The calling rank's part of ``parameter``, or of ``whole``, a contiguous tensor like it. Shares memory."""
+        tensor = parameter.detach() if whole is None else whole
+        start, stop = self.ranges(parameter)[self.shard.rank]
+        return tensor.view(-1)[start:stop].view(self.boxes(parameter)[self.shard.rank].shape)
+
+    def _boxes_of(self, parameter: Tensor) -> tuple[Box, ...]:
+        coordinates = [(rank,) for rank in range(self.shard.size)]
+        return held_boxes(tuple(parameter.shape), (self.shard.size,), (self._placements[parameter],), coordinates)

@@ -1,0 +1,340 @@
+"""Sums of gradients over the ranks that start while backward still runs.
+
+Hooks note which gradients have been accumulated. A bucket whose gradients are all there is launched, after all buckets
+before it, so that the order is the same on all ranks. What the hooks cannot know is settled by :meth:`finish`: the
+ranks compare notes, and what any rank has launched, or has a gradient for, is sent by all. So parameters that only some
+ranks use, that are used again after their bucket has gone (reentrant activation checkpointing), or that are frozen
+or thawed between two steps are exact; they cost the head start.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+from lightning_muon.comm.mesh import AxisGroup, host_group
+from lightning_muon.grad_sync.buckets import BUCKET_BYTES, Bucket, make_buckets, num_bytes
+
+
+class Pending(Protocol):
+    """Gradients on their way."""
+
+    def advance(self, *, wait: bool = False) -> bool:
+        """Start the communication that follows the first one, if any.
+
+        Args:
+            wait: For what it needs; otherwise it is left for another call if that is not there yet.
+
+        Returns:
+            Whether all communications have been started.
+        """
+        ...
+
+    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
+        """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
+        ...
+
+
+class Transport(Protocol):
+    """How gradients are summed over the ranks, and where the sums go."""
+
+    accumulates_in_grad: bool
+    """Whether the next pass sends again what this one has left in ``p.grad``."""
+
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
+        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
+
+        Collective over all ranks that hold the parameters, in the same order of calls.
+        """
+        ...
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Drop the sums."""
+        ...
+
+
+@dataclass
+class Traffic:
+    """What was launched for one step.
+
+    Attributes:
+        launches: Index of the bucket and bytes of gradients, in order.
+        overlapped_bytes: Of those that were launched by hooks, before backward was over.
+    """
+
+    launches: list[tuple[int, int]] = field(default_factory=list)
+    overlapped_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of gradients that this rank has sent."""
+        return sum(size for _, size in self.launches)
+
+
+@dataclass
+class _Arrivals:
+    """How often the hook of a parameter is called in a step: more than once if backward reaches it in several ways."""
+
+    expected: int = 1
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks know together at the end of a step.
+
+    Attributes:
+        num_launched: Buckets that any rank has launched.
+        computed: Parameters that any rank has a gradient for.
+        left_over: Those of launched buckets for which any rank has a gradient that was not sent.
+    """
+
+    num_launched: int
+    computed: set[Tensor]
+    left_over: set[Tensor]
+
+
+class GradientReducer:
+    """Sums the gradients of replicated parameters over all data-parallel ranks.
+
+    Collective over ``group`` to construct; every rank must do so.
+
+    Example::
+
+        reducer = GradientReducer(list(model.parameters()), AllReduce(group), group, names=names)
+        with reducer.no_sync():
+            loss(first_micro_batch).backward()
+        loss(last_micro_batch).backward()
+        reducer.finish()
+
+    Args:
+        parameters: Plain tensors in the order of the modules; also frozen ones, which may be thawed later.
+        transport: Does the sums; used by this reducer only.
+        group: All data-parallel ranks.
+        names: Of the parameters, for messages.
+        bucket_bytes: Upper bound of the gradients that are launched together, in bytes.
+
+    Attributes:
+        buckets: In the order of launches.
+        traffic: Of the last finished step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        transport: Transport,
+        group: AxisGroup,
+        *,
+        names: Mapping[Tensor, str],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
+        self._transport, self._group, self._host = transport, group, host_group(group)
+        _check(self._parameters, names, self._host)
+        self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
+        self.traffic = Traffic()
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._arrivals = {parameter: _Arrivals() for parameter in self._parameters}
+        self._divisor = float(group.size)
+        self._is_syncing = True
+        self._present: set[Tensor] = set()
+        # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
+        trainable = self._any_rank([parameter.requires_grad for parameter in self._parameters])
+        self._expected = {p for p, is_trainable in zip(self._parameters, trainable, strict=True) if is_trainable}
+        # Backward runs one thread for each device.
+        self._lock = RLock()
+        self._begin_step()
+        self._remove_hooks = weakref.finalize(self, _remove, _register(self._parameters, _hook(weakref.ref(self))))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds to ``p.grad`` and nothing is sent; local."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def set_divisor(self, divisor: float) -> None:
+        """Divide the sums over the ranks by this from the next :meth:`finish` on; at first by the number of ranks.
+
+        Args:
+            divisor: The same on all ranks.
+        """
+        if not (math.isfinite(divisor) and divisor > 0):
+            raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
+        self._divisor = float(divisor)
+
+    def is_present(self, parameter: Tensor) -> bool:
+        """Whether any rank has computed a gradient since the last :meth:`forget`; the same on all ranks."""
+        return parameter in self._present
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Drop the reduced gradients, as ``zero_grad`` does with ``p.grad``; local, to be called alike on all ranks."""
+        self._present.difference_update(parameters)
+        self._transport.forget(parameters)
+
+    def close(self) -> None:
+        """Remove the hooks; local."""
+        self._remove_hooks()
+
+    @torch.no_grad()
+    def arrived(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated; launch the buckets that are complete now, in their order.
+
+        Communicates over the groups of the transport; the ranks need not call it at the same time.
+        """
+        if not self._is_syncing:
+            return
+        with self._lock:
+            arrivals = self._arrivals[parameter]
+            arrivals.seen += 1
+            missing = self._missing[self._bucket_of[parameter].index]
+            if arrivals.seen != arrivals.expected or parameter not in missing:
+                return
+            missing.remove(parameter)
+            while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
+                bucket = self.buckets[self._num_launched]
+                self._launch(bucket, self._expected, from_hook=True)
+                self._num_launched += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what the hooks have not sent, and make the sums available.
+
+        Collective over the group and the groups of the transport; every rank must call it, once, after the last
+        backward pass of a step, also a rank that had no backward pass. After a backward pass that has raised on all
+        ranks, this and :meth:`forget` bring back order.
+        """
+        agreed = self._agree()
+        self._check_divisor(agreed.computed)
+        for bucket in self.buckets[self._num_launched :]:
+            is_launched = bucket.index < agreed.num_launched
+            self._launch(bucket, self._expected if is_launched else agreed.computed)
+        for bucket in self.buckets[: agreed.num_launched]:
+            self._launch(bucket, agreed.left_over)
+        for pending in self._pending:
+            pending.advance(wait=True)
+        for pending in self._pending:
+            pending.finish(self._divisor, agreed.computed)
+        self._present |= agreed.computed
+        self._expected = agreed.computed
+        self.traffic = self._launched
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._pending: list[Pending] = []
+        self._sent: set[Tensor] = set()
+        self._num_launched = 0
+        self._launched = Traffic()
+        self._missing = [self._expected.intersection(bucket.parameters) for bucket in self.buckets]
+        for arrivals in self._arrivals.values():
+            arrivals.expected, arrivals.seen = max(1, arrivals.seen), 0
+
+    def _launch(self, bucket: Bucket, parameters: Collection[Tensor], *, from_hook: bool = False) -> None:
+        """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
+        gradients: dict[Tensor, Tensor | None] = {}
+        for parameter in bucket.parameters:
+            if parameter in parameters:
+                gradients[parameter] = parameter.grad
+                # The transport has it now; what backward adds later is a remainder, which must be told apart.
+                parameter.grad = None
+        if not gradients:
+            return
+        self._sent.update(parameter for parameter, gradient in gradients.items() if gradient is not None)
+        self._pending.append(self._transport.start(gradients))
+        size = sum(map(num_bytes, gradients))
+        self._launched.launches.append((bucket.index, size))
+        self._launched.overlapped_bytes += size if from_hook else 0
+        for pending in self._pending:
+            if not pending.advance():
+                # The communications that follow must have the same order on all ranks too.
+                break
+
+    def _agree(self) -> _Agreed:
+        """Compare notes; collective over the group."""
+        has = [parameter.grad is not None and parameter.requires_grad for parameter in self._parameters]
+        computed = [own or parameter in self._sent for own, parameter in zip(has, self._parameters, strict=True)]
+        left_over = [
+            own and (self._bucket_of[parameter].index < self._num_launched or parameter not in self._expected)
+            for own, parameter in zip(has, self._parameters, strict=True)
+        ]
+        num_launched, *flags = self._any_rank([self._num_launched, *computed, *left_over])
+        count = len(self._parameters)
+        return _Agreed(
+            num_launched,
+            {parameter for parameter, flag in zip(self._parameters, flags[:count], strict=True) if flag},
+            {parameter for parameter, flag in zip(self._parameters, flags[count:], strict=True) if flag},
+        )
+
+    def _any_rank(self, values: Sequence[int]) -> list[int]:
+        """Maximum over the ranks of each value; collective over the group."""
+        if self._host.group is None:
+            return list(values)
+        let_gloo_finish_at_exit()
+        agreed = torch.tensor(values, dtype=torch.int32)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._host.group)
+        return agreed.tolist()
+
+    def _check_divisor(self, computed: Collection[Tensor]) -> None:
+        """The mean over the ranks of what is equal on all ranks is the same again; other factors would change it."""
+        if not self._transport.accumulates_in_grad or self._divisor == self._group.size:
+            return
+        if again := self._present.intersection(computed):
+            raise ValueError(
+                f"{len(again)} gradients were divided by {self._divisor} (there are {self._group.size} ranks) and then "
+                f"added to by another synchronizing backward pass. Call zero_grad and forget() between them, or run "
+                f"all but the last pass inside no_sync()."
+            )
+
+
+def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:
+    """Refuse, on all ranks alike, what cannot be reduced; collective over ``host``."""
+    if host.group is not None:
+        lines = [(names[p], f"{tuple(p.shape)} {p.dtype} {type(p).__name__}") for p in parameters]
+        require_equal(lines, host.group, "the list of replicated parameters")
+    for parameter in parameters:
+        if parameter.is_complex():
+            raise TypeError(
+                f"{names[parameter]} {tuple(parameter.shape)} is {parameter.dtype}: complex gradients are not reduced. "
+                "Hold it as a real tensor (torch.view_as_real)."
+            )
+        if isinstance(parameter, DTensor):
+            raise TypeError(f"{names[parameter]} {tuple(parameter.shape)} is a DTensor: plain tensors are reduced only")
+
+
+def _register(parameters: Sequence[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Hooks on all parameters. Torch refuses them on frozen ones, but keeps them while a parameter is frozen."""
+    handles: list[RemovableHandle] = []
+    for parameter in parameters:
+        is_trainable = parameter.requires_grad
+        handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        parameter.requires_grad_(is_trainable)
+    return handles
+
+
+def _hook(this: weakref.ref[GradientReducer]) -> Callable[[Tensor], None]:
+    def arrived(parameter: Tensor) -> None:
+        reducer = this()
+        if reducer is not None:
+            reducer.arrived(parameter)
+
+    return arrived
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

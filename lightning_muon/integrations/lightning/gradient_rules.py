@@ -1,0 +1,94 @@
+"""What becomes of gradients between backward and the step of an optimizer: clipping, its norm, the finite check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_muon.grad_sync.clipping import clip_norm_, clip_value_
+from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.uses import parameter_uses
+from lightning_muon.sharding.modes.mode import ShardingMode
+
+ClipGroups = Literal["all", "elementwise"]
+
+
+def check_clip_groups(clip_groups: str) -> None:
+    """Raise ``ValueError`` for an unknown value."""
+    if clip_groups not in get_args(ClipGroups):
+        raise ValueError(f"clip_groups must be one of {get_args(ClipGroups)}, got {clip_groups!r}")
+
+
+class GradientRules:
+    """The rules of one run.
+
+    Args:
+        module: The LightningModule, prepared; it logs ``grad_norm`` and ``skipped_steps``.
+        mode: Knows where gradients lie.
+        clip_groups: ``"all"`` clips every gradient by the norm over all of them. ``"elementwise"`` leaves out the
+            matrices that run on Muon, for whose update the size of the gradient matters little: what it orthogonalizes
+            has no size. Gathers of matrices that started during backward then need not wait for the norm.
+        max_skipped_steps: For optimizers that do not check their gradients themselves; as in ``MuonConfig``.
+    """
+
+    def __init__(self, module: Any, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int) -> None:
+        self._module, self._mode, self._clip_groups = module, mode, clip_groups
+        self._max_skipped_steps = max_skipped_steps
+        self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}
+        self._norm: Tensor | None = None
+
+    def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
+        layout = self._layout(optimizer)
+        norm = clip_norm_(self._clipped(optimizer), max_norm, layout=layout)
+        if self._clip_groups == "all":
+            self._norm = norm
+            # Whoever has the norm has waited for all gradients.
+            layout.arrives_late = False
+        self._module.log("grad_norm", norm)
+
+    def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
+        """Clip element by element. Collective only where gradients are partial sums."""
+        clip_value_(self._clipped(optimizer), max_value, layout=self._layout(optimizer))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After clipping: an optimizer that would take a NaN for a number gets no gradients, and so does nothing.
+
+        Collective over the meshes of the parameters, unless a norm was taken; every rank must call it.
+        """
+        norm, self._norm = self._norm, None
+        if isinstance(optimizer, ParallelMuon):
+            return
+        parameters = _parameters(optimizer)
+        names = {uses[0].parameter: uses[0].name for uses in parameter_uses(self._module)}
+        named = {p: names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
+        found = find_nonfinite(parameters, named, layout=self._layout(optimizer), known_norm=norm)
+        check = self._checks.setdefault(optimizer, FiniteCheck(self._max_skipped_steps))
+        if check.observe(found):
+            for parameter in parameters:
+                parameter.grad = None
+
+    def log_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log how many steps were skipped so far, once there was one; local."""
+        check = optimizer if isinstance(optimizer, ParallelMuon) else self._checks.get(optimizer)
+        if check is not None and check.skipped_steps:
+            self._module.log("skipped_steps", float(check.skipped_steps))
+
+    def _clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+        parameters = _parameters(optimizer)
+        if self._clip_groups == "all" or not isinstance(optimizer, ParallelMuon):
+            return parameters
+        routes = zip(parameters, optimizer.routes, strict=True)
+        return [parameter for parameter, route in routes if route.algorithm == "adamw"]
+
+    def _layout(self, optimizer: torch.optim.Optimizer) -> Layout:
+        return self._mode.layout(optimizer) or TensorLayout()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,1 @@
+"""Ways to divide parameters, gradients and optimizer state among ranks; one file each, found by name."""

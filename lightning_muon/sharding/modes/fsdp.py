@@ -1,0 +1,82 @@
+"""``sharding="fsdp"``: parameters, gradients and optimizer state divided with FSDP2, replicated between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.sharding.fsdp import shard_model
+from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.runtime import (
+    initialize_roots,
+    let_gathers_start,
+    set_gradient_divisor,
+    set_gradient_sync,
+)
+
+
+class Fsdp(ShardingMode):
+    """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone."""
+
+    name = "fsdp"
+    divides_weights = True
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._divisor: float | None = None
+        self._agreement: GradientAgreement | None = None
+
+    def prepare(self, module: nn.Module) -> None:
+        """As in :class:`ShardingMode`."""
+        options = self.options
+        shard_model(
+            module,
+            self.mesh,
+            wrap_policy=options.wrap_policy,
+            mp_policy=options.mp_policy,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_root=options.shard_root,
+        )
+        initialize_roots(module)
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """As in :class:`ShardingMode`."""
+        self._module = module
+        self._agreement = GradientAgreement(module, self.mesh)
+        attach_optimizers(module, optimizers, layout=None)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in :class:`ShardingMode`."""
+        set_gradient_sync(self._module, False, reshard_after_backward=self.options.reshard_after_backward)
+        try:
+            yield
+        finally:
+            set_gradient_sync(self._module, True)
+
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """As in :class:`ShardingMode`."""
+        if divisor != self._divisor:
+            set_gradient_divisor(self._module, divisor)
+            self._divisor = divisor
+
+    def finish_gradients(self) -> None:
+        """As in :class:`ShardingMode`."""
+        assert self._agreement is not None, "attach comes first"
+        self._agreement.finish(self._divisor)
+
+    def end_step(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self.options.early_all_gather and self.mesh.device_type == "cuda":
+            let_gathers_start(self._module)
+
+    def close(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None

@@ -1,0 +1,141 @@
+"""What every way of dividing parameters, gradients and optimizer state does for a training loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_muon.params.layout import Layout
+from lightning_muon.params.routing import Route
+from lightning_muon.sharding.wrap import WrapPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeOptions:
+    """Options of all modes; each takes those that mean something to it.
+
+    Args:
+        wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
+            :func:`lightning_muon.sharding.wrap.find_units`.
+        reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward.
+        reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
+        mp_policy: Mixed precision of FSDP2.
+        shard_root: Whether the model itself is an FSDP2 root; see :func:`lightning_muon.sharding.fsdp.shard_model`.
+        bucket_bytes: Gradients that travel together where FSDP2 does not say it; that of torch's DDP.
+        wait_for_parameters: Let an optimizer step return only when all new values are there.
+        early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
+            :func:`lightning_muon.sharding.runtime.let_gathers_start`.
+    """
+
+    wrap_policy: WrapPolicy = "auto"
+    reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    shard_root: bool = True
+    bucket_bytes: int = 25 * 2**20
+    wait_for_parameters: bool = False
+    early_all_gather: bool = False
+
+
+class ShardingMode(ABC):
+    """One way to divide a model, for one run.
+
+    The order of calls: :meth:`prepare`, and for a training :meth:`attach`; in every step :meth:`begin_forward` and a
+    backward pass for each micro-batch, all but the last inside :meth:`no_sync`, then :meth:`finish_gradients`,
+    clipping, the step of the optimizers, and :meth:`end_step`. Every method that is not said to be local is collective
+    over the mesh; every rank must call it.
+
+    Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard): the ranks with batches of their own.
+        options: What the user chose.
+
+    Attributes:
+        name: What users call it.
+        divides_weights: Whether parameters are DTensors between the steps.
+    """
+
+    name: ClassVar[str]
+    divides_weights: ClassVar[bool]
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        self.mesh, self.options = mesh, options
+
+    @abstractmethod
+    def prepare(self, module: nn.Module) -> None:
+        """Give all ranks the weights and buffers of the first one, and divide the parameters."""
+
+    @abstractmethod
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """Watch gradients, and create the state of the optimizers.
+
+        Args:
+            module: As prepared, with all parameters in their final form.
+            optimizers: All that step its parameters. A :class:`~lightning_muon.ParallelMuon` has its routes already.
+
+        Raises:
+            ValueError: If an optimizer cannot work with gradients that are divided like this.
+        """
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward inside do not communicate gradients; local."""
+
+    @abstractmethod
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """Divide the sum of the gradients over the ranks by this; ``None``: by their number. Local, same on all ranks.
+
+        Call it before the last backward pass of a step; it holds until it is called again.
+        """
+
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """Make gradients equal in meaning on all ranks, after the last backward pass of a step."""
+
+    def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
+        """A step of the model begins that is not entered through ``module.__call__``; local."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """The optimizers have stepped; local."""
+
+    def finish_parameters(self) -> None:  # noqa: B027
+        """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
+
+    def layout(self, optimizer: torch.optim.Optimizer) -> Layout | None:
+        """Where the gradients of an optimizer are found; ``None``: the tensors say so. Local."""
+        del optimizer
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove all hooks; the model stays as it is. Local."""
+
+
+@runtime_checkable
+class Attachable(Protocol):
+    """An optimizer that can work on divided parameters: :class:`~lightning_muon.ParallelMuon`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def routes(self) -> list[Route]:
+        """What each parameter is, in the order of the param groups."""
+        ...
+
+    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
+        """Create the state, laid out like this."""
+        ...
+
+
+def attach_optimizers(module: nn.Module, optimizers: Sequence[Any], layout: Layout | None) -> None:
+    """Attach those that can be attached; the state of all others is made by themselves. Local."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, Attachable):
+            optimizer.attach(module, layout)

@@ -1,0 +1,140 @@
+"""``sharding="zero2"``: whole weights on every rank; gradients and optimizer state divided over the shard axis.
+
+Gradients are reduced during backward to the rank that needs them: a matrix to its owner, who then orthogonalizes it
+without any gather, and rows of everything else. New values travel back while the next forward already runs.
+
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (stage 2); here with whole matrices as parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.mesh import PrivateGroups, axis_group
+from lightning_muon.grad_sync.divided_layout import DividedLayout
+from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
+from lightning_muon.grad_sync.reducer import GradientReducer
+from lightning_muon.grad_sync.return_parameters import ParameterReturn, units_of
+from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.params.layout import Layout
+from lightning_muon.params.logical import logical_matrices
+from lightning_muon.params.routing import Route
+from lightning_muon.sharding.modes.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.replicas import names_of, replicate_model
+from lightning_muon.sharding.wrap import find_units
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """What a training has beside the mode itself; ``root_parameters`` belong to no unit of the model."""
+
+    reducer: GradientReducer
+    returns: ParameterReturn
+    layout: DividedLayout
+    root_parameters: Sequence[Tensor]
+
+
+class Zero2(ShardingMode):
+    """Divides the last axis of the mesh; replicas, the other axis, sum their parts once more."""
+
+    name = "zero2"
+    divides_weights = False
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._running: _Running | None = None
+
+    def prepare(self, module: nn.Module) -> None:
+        """As in :class:`ShardingMode`."""
+        replicate_model(module, self.mesh, self.name)
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """As in :class:`ShardingMode`."""
+        used = [optimizer for optimizer in optimizers if any(group["params"] for group in optimizer.param_groups)]
+        for optimizer in used:
+            if not isinstance(optimizer, Attachable):
+                raise ValueError(
+                    f"sharding='zero2' divides the gradients that {type(optimizer).__name__} reads whole; use "
+                    "ParallelMuon (with algorithm='adamw' in a group for AdamW alone), or sharding='fsdp' or 'ddp'"
+                )
+        named = names_of(module)
+        parameters = list(named.values())
+        holdings = Holdings(self.mesh, divide(parameters, dict(_whole_matrices(used)), self.mesh.size(-1)))
+        gradients = ReduceToHolders(holdings)
+        reducer = GradientReducer(
+            parameters,
+            gradients,
+            axis_group(self.mesh, tuple(range(self.mesh.ndim))),
+            names={parameter: name for name, parameter in named.items()},
+            bucket_bytes=self.options.bucket_bytes,
+        )
+        (private,) = PrivateGroups().of([holdings.shard])
+        units = units_of(module, find_units(module, self.options.wrap_policy))
+        returns = ParameterReturn(holdings, [bucket.parameters for bucket in reducer.buckets], private, units)
+        self._running = _Running(reducer, returns, DividedLayout(holdings, reducer, gradients, returns), units[module])
+        attach_optimizers(module, used, self._running.layout)
+
+    def layout(self, optimizer: torch.optim.Optimizer) -> Layout | None:
+        """As in :class:`ShardingMode`."""
+        del optimizer
+        return self._running.layout if self._running is not None else None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As in :class:`ShardingMode`."""
+        assert self._running is not None, "attach comes first"
+        return self._running.reducer.no_sync()
+
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """As in :class:`ShardingMode`."""
+        assert self._running is not None, "attach comes first"
+        self._running.reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+
+    def finish_gradients(self) -> None:
+        """As in :class:`ShardingMode`."""
+        assert self._running is not None, "attach comes first"
+        self._running.layout.finish_gradients()
+
+    def begin_forward(self) -> None:
+        """As in :class:`ShardingMode`: what belongs to no unit has no forward that waits for it."""
+        if self._running is not None:
+            self._running.returns.wait(self._running.root_parameters)
+
+    def end_step(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self.options.wait_for_parameters:
+            self.finish_parameters()
+
+    def finish_parameters(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._running is not None:
+            self._running.returns.wait_all()
+
+    def close(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._running is not None:
+            self._running.returns.close()
+            self._running.reducer.close()
+            self._running = None
+
+
+def _whole_matrices(optimizers: Sequence[Attachable]) -> Iterator[tuple[Tensor, int]]:
+    """Parameters that one rank shall own, and the FLOPs of their step. The matrices of a stack are rows of it."""
+    for optimizer in optimizers:
+        routes = iter(optimizer.routes)
+        for group in optimizer.param_groups:
+            for parameter, route in zip(group["params"], routes, strict=False):
+                flops = _flops(tuple(parameter.shape), route, group["ns_steps"])
+                if flops and route.kind != "stack":
+                    yield parameter, flops
+
+
+def _flops(shape: tuple[int, ...], route: Route, num_steps: int) -> int:
+    return sum(newton_schulz_flops(matrix.rows, matrix.cols, num_steps) for matrix in logical_matrices(shape, route))

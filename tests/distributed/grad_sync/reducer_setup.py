@@ -1,0 +1,134 @@
+"""A model with a reducer, and the same model in one process to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.grad_sync.all_reduce import AllReduce
+from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
+from lightning_muon.grad_sync.reducer import GradientReducer
+
+ALL_REDUCE, HOLDERS = "all_reduce", "reduce_to_holders"
+# Sums over the ranks are added in another order than those of the reference.
+TOLERANCE = {"rtol": 0, "atol": 1e-6}
+
+
+class Odd(nn.Module):
+    """Odd sizes, tied, frozen, unused, no dimensions, no elements, and branches that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.hidden = nn.Linear(7, 13)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.unused = nn.Linear(3, 5)
+        self.branches = nn.ModuleList(nn.Linear(13, 7) for _ in range(2))
+        self.skip = nn.Linear(13, 7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, branches: Sequence[int]) -> Tensor:
+        hidden = self.frozen(torch.tanh(self.hidden(self.embedding(tokens)))) * self.scale + self.empty.sum()
+        return self.head(sum((self.branches[index](hidden) for index in branches), self.skip(hidden)))
+
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+class Setup:
+    """A model with a reducer, and a copy of it for the gradients of all ranks in one process."""
+
+    def __init__(
+        self, kind: str, mesh_shape: tuple[int, ...], model: nn.Module | None = None, bucket_bytes: int = 300
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = model or Odd()
+        self.reference = deepcopy(self.model)
+        self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        parameters = list(self.model.parameters())
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+        group = axis_group(mesh, tuple(range(mesh.ndim)))
+        owned = {parameter: parameter.numel() for parameter in parameters[1:3]}
+        self.holdings = Holdings(mesh, divide(parameters, owned, mesh_shape[-1]))
+        self.transport = AllReduce(group) if kind == ALL_REDUCE else ReduceToHolders(self.holdings)
+        self.reducer = GradientReducer(parameters, self.transport, group, names=self.names, bucket_bytes=bucket_bytes)
+
+    def reduced(self, parameter: Tensor) -> Tensor | None:
+        """The calling rank's part of the reduced gradient."""
+        if isinstance(self.transport, ReduceToHolders):
+            assert parameter.grad is None
+            return self.transport.reduced(parameter)
+        return None if parameter.grad is None else self.holdings.local(parameter, parameter.grad)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of both models."""
+        self.model.zero_grad()
+        self.reference.zero_grad()
+        self.reducer.forget(list(self.names))
+
+    def backward(self, loss: Loss, *, rank: int | None = None) -> None:
+        """The calling rank's backward pass, and that of all ranks on the reference."""
+        loss(self.model, dist.get_rank()).backward()
+        self.refer(loss)
+
+    def refer(self, loss: Loss) -> None:
+        """The sum of the gradients of all ranks on the reference."""
+        for rank in range(dist.get_world_size()):
+            value = loss(self.reference, rank)
+            if value.requires_grad:
+                value.backward()
+
+    def check(self, divisor: float | None = None, **tolerance: float) -> set[str]:
+        """Compare with the reference; returns the names of what is present."""
+        present: set[str] = set()
+        for parameter, expected in zip(self.names, self.reference.parameters(), strict=True):
+            name, reduced = self.names[parameter], self.reduced(parameter)
+            assert self.reducer.is_present(parameter) == (expected.grad is not None), name
+            assert (reduced is None) == (expected.grad is None), name
+            if reduced is not None and expected.grad is not None:
+                present.add(name)
+                whole = (expected.grad / (divisor or dist.get_world_size())).contiguous()
+                torch.testing.assert_close(
+                    {name: reduced}, {name: self.holdings.local(parameter, whole)}, **(tolerance or TOLERANCE)
+                )
+        return present
+
+
+def odd_loss(seed: int, branches: Sequence[Sequence[int]]) -> Loss:
+    """Rank ``r`` uses ``branches[r]``, in this order, on tokens of its own."""
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        tokens = torch.randint(11, (4, 3), generator=generator)
+        return nn.functional.cross_entropy(model(tokens, branches[rank]).flatten(0, 1), tokens.flatten())
+
+    return loss
+
+
+SAME = [[0, 1]] * 4
+# By rank: which branches, in which order.
+USES = [SAME, [[0], [1], [], [1, 0]], [[0, 1], [1, 0], [0], [0]], [[0]] * 4, [[], [1], [1], []], SAME]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,331 @@
+"""Clipping: torch's numbers, for parameters on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms, total_norm
+from lightning_muon.params.layout import AxisPlacement, OwnedBy, TensorLayout
+from tests.support.processes import ProcessPool
+
+_SHAPES = [(13, 7), (5,), (3, 4), (1, 9), (2, 3, 5), ()]
+
+
+def _whole() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in _SHAPES]
+
+
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def _parameters() -> list[Tensor]:
+    """The same gradients: plain, on a 2-D and on a 1-D mesh, uneven and empty shards, one without gradient."""
+    size = dist.get_world_size()
+    two = init_device_mesh("cpu", (2, 2) if size == 4 else (1, size), mesh_dim_names=("replicate", "shard"))
+    one = init_device_mesh("cpu", (size,), mesh_dim_names=("all",))
+    layouts: list[Any] = [
+        (two, [Replicate(), Shard(0)]), (one, [Shard(0)]), (two, [Replicate(), Replicate()]),
+        (one, [Shard(0)]), (two, [Replicate(), Shard(1)]), None,
+    ]  # fmt: skip
+    parameters: list[Tensor] = [
+        _with_gradient(gradient if layout is None else distribute_tensor(gradient, *layout))
+        for gradient, layout in zip(_whole(), layouts, strict=True)
+    ]
+    return [*parameters, nn.Parameter(distribute_tensor(torch.ones(3, 3), one, [Shard(0)]))]
+
+
+def _expected(max_norm: float) -> tuple[Tensor, list[Tensor]]:
+    parameters = [_with_gradient(gradient) for gradient in _whole()]
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm, [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _full_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [_full(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _clip(max_norm: float) -> tuple[Tensor, list[Tensor]]:
+    parameters = _parameters()
+    norm = clip_norm_(parameters, max_norm)
+    return norm, _full_gradients(parameters)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_mixed_meshes_give_the_norm_and_the_gradients_of_one_process(
+    gloo: ProcessPool, max_norm: float, world_size: int
+) -> None:
+    norm, gradients = _expected(max_norm)
+    for rank_norm, rank_gradients in gloo.run(_clip, max_norm, world_size=world_size):
+        # Sums of squares in another order.
+        torch.testing.assert_close(rank_norm, norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rank_gradients, gradients, rtol=1e-6, atol=0)
+
+
+def _count_collectives(function: Callable[[], Any]) -> int:
+    with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
+        function()
+    return all_reduce.call_count
+
+
+def _count_on_mixed_meshes() -> tuple[int, int]:
+    parameters = _parameters()
+    clip_norm_(parameters, 1.0)
+    with_gradients = _count_collectives(lambda: clip_norm_(parameters, 1.0))
+    if dist.get_rank() == 1:
+        for parameter in parameters:
+            parameter.grad = None
+    return with_gradients, _count_collectives(lambda: clip_norm_(parameters, 1.0))
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 0), (2, 1), (4, 2)])
+def test_each_set_of_ranks_communicates_once(gloo: ProcessPool, world_size: int, expected: int) -> None:
+    results = gloo.run(_count_on_mixed_meshes, world_size=world_size)
+    assert results == [(expected, expected)] * world_size
+
+
+class _Block(nn.Module):
+    """Two linear layers for tensor parallelism, a norm for FSDP only, and a factor without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.first = nn.Linear(6, 10)
+        self.second = nn.Linear(10, 6)
+        self.factor = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.factor * self.second(torch.tanh(self.first(self.norm(inputs))))
+
+
+def _backward(model: nn.Module, rows: Tensor) -> None:
+    model(rows).square().mean().backward()
+
+
+def _train_block(mesh_shape: tuple[int, int] | None) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """Norm and clipped gradients; ``None`` is one process with torch's own clipping."""
+    torch.manual_seed(3)
+    model, rows = _Block(), torch.randn(8, 6)
+    if mesh_shape is None:
+        _backward(model, rows)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}, []
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data", "tensor"))
+    if mesh_shape[1] > 1:
+        parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    for child in (model.first, model.second, model.norm):
+        fully_shard(child, mesh=mesh["data"])
+    _backward(model, rows.chunk(mesh_shape[0])[mesh.get_local_rank("data")])
+    assert model.factor.grad is not None
+    dist.all_reduce(model.factor.grad, group=mesh.get_group("data"))
+    model.factor.grad /= mesh_shape[0]
+    norm = clip_norm_(model.parameters(), 0.1)
+    kinds = [type(p).__name__ for q in model.parameters() for p in getattr(q, "placements", ())]
+    return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}, kinds
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
+def test_tensor_parallel_and_sharded_layers_are_clipped_like_one_process(
+    gloo: ProcessPool, mesh_shape: tuple[int, int]
+) -> None:
+    norm, gradients, _ = _train_block(None)
+    assert norm > 0.2, "clipping does something"
+    for ours, clipped, kinds in gloo.run(_train_block, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]):
+        assert ("_StridedShard" in kinds) == (mesh_shape[1] > 1)
+        # Means and products are summed in another order.
+        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(clipped, gradients, rtol=2e-6, atol=1e-7)
+
+
+def _pipeline() -> tuple[Tensor, list[Tensor]]:
+    """Two stages with different layers and numbers of layers, each divided over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    stage = mesh.get_local_rank("pipeline")
+    mine = [gradient for index, gradient in enumerate(_whole()) if (index == 1) == (stage == 1) and gradient.ndim]
+    parameters: list[Tensor] = [_with_gradient(distribute_tensor(g, mesh["shard"], [Shard(0)])) for g in mine]
+    if stage == 0:
+        parameters.append(_with_gradient(_whole()[-1]))
+    norm = clip_norm_(parameters, 0.5, pipeline=axis_group(mesh, (0,)))
+    return norm, _full_gradients(parameters)
+
+
+def test_layers_on_other_stages_of_a_pipeline_count(gloo: ProcessPool) -> None:
+    norm, gradients = _expected(0.5)
+    results = gloo.run(_pipeline)
+    for ours, _ in results:
+        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
+    for stage in (0, 2):
+        expected = [g for index, g in enumerate(gradients) if (index == 1) == (stage == 2)]
+        torch.testing.assert_close(results[stage][1], expected, rtol=1e-6, atol=0)
+
+
+class _Owned(TensorLayout):
+    """Whole parameters by turns on the ranks of one axis."""
+
+    def __init__(self, parameters: list[Tensor], mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self._owners = {parameter: index % mesh.size() for index, parameter in enumerate(parameters)}
+
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        return super().mesh_and_placements(parameter)[0], (OwnedBy(self._owners[parameter]),)
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return super().gradient(parameter) if self._owners[parameter] == dist.get_rank() else None
+
+
+def _clip_owned() -> tuple[Tensor, list[Tensor]]:
+    parameters: list[Tensor] = [_with_gradient(gradient) for gradient in _whole()]
+    layout = _Owned(parameters, init_device_mesh("cpu", (dist.get_world_size(),)))
+    norm = clip_norm_(parameters, 0.5, layout=layout)
+    return norm, [_full(p.grad) for p in parameters if layout.gradient(p) is not None]
+
+
+def test_gradients_that_one_rank_owns_whole_are_found_through_the_layout(gloo: ProcessPool) -> None:
+    norm, gradients = _expected(0.5)
+    for rank, (ours, owned) in enumerate(gloo.run(_clip_owned, world_size=3)):
+        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(owned, gradients[rank::3], rtol=1e-6, atol=0)
+
+
+def _clip_partial_sums() -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shares = [gradient / mesh.size() for gradient in _whole()]
+    parameters: list[Tensor] = [nn.Parameter(distribute_tensor(g, mesh, [Replicate()])) for g in shares]
+    for parameter, share in zip(parameters, shares, strict=True):
+        parameter.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    norm = clip_norm_(parameters, 0.5)
+    clipped = _full_gradients(parameters)
+    for parameter, share in zip(parameters, shares, strict=True):
+        parameter.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    clip_value_(parameters, 0.25)
+    return norm, clipped, _full_gradients(parameters)
+
+
+def test_partial_sums_are_reduced_before_they_are_clipped(gloo: ProcessPool) -> None:
+    norm, gradients = _expected(0.5)
+    for ours, clipped, clamped in gloo.run(_clip_partial_sums, world_size=3):
+        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(clipped, gradients, rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(clamped, [g.clamp(-0.25, 0.25) for g in _whole()], rtol=1e-6, atol=1e-7)
+
+
+def _clip_values() -> list[Tensor]:
+    parameters = _parameters()
+    clip_value_(parameters, 0.25)
+    return _full_gradients(parameters)
+
+
+def test_clipping_by_value_is_exact(gloo: ProcessPool) -> None:
+    expected = [gradient.clamp(-0.25, 0.25) for gradient in _whole()]
+    for gradients in gloo.run(_clip_values):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
+
+
+def _missing_on_one_rank() -> Tensor:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    if dist.get_rank() == 0:
+        parameter.grad = torch.ones_like(parameter)
+    return total_norm([parameter])
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_zero(gloo: ProcessPool) -> None:
+    assert [norm.item() for norm in gloo.run(_missing_on_one_rank, world_size=2)] == pytest.approx([2**0.5] * 2)
+
+
+def _num_rank_sets() -> tuple[list[int], list[int]]:
+    parameters = _parameters()
+    layout = TensorLayout()
+    return tuple([each.group.size for each in by_ranks(parameters, layout, divided=d)] for d in (True, False))  # type: ignore[return-value]
+
+
+def test_meshes_over_the_same_ranks_are_one_set(gloo: ProcessPool) -> None:
+    # Divided: a row of the 2-D mesh, all ranks, and nobody. By mesh: both meshes together, and nobody.
+    assert gloo.run(_num_rank_sets) == [([2, 4, 1], [4, 1])] * 4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_broken_gradient_stays_recognizable(bad: float) -> None:
+    good, broken = _with_gradient(torch.ones(2)), _with_gradient(torch.full((2,), bad))
+    assert not clip_norm_([good, broken], 0.1).isfinite()
+    assert torch.equal(_full(good.grad), torch.ones(2))
+    assert torch.equal(_full(broken.grad).nan_to_num(1.0), torch.full((2,), bad).nan_to_num(1.0))
+    assert torch.isnan(_full(broken.grad)).any() == (bad != bad)
+
+
+def test_gradients_of_which_only_all_together_exceed_float32_are_clipped() -> None:
+    parameters = [_with_gradient(torch.tensor([3e38])) for _ in range(2)]
+    clip_norm_(parameters, 1.0)
+    torch.testing.assert_close([_full(p.grad) for p in parameters], [torch.tensor([0.5**0.5])] * 2)
+
+
+def test_small_gradients_stay_as_they_are_to_the_bit() -> None:
+    parameters = [_with_gradient(gradient) for gradient in _whole()]
+    clip_norm_(parameters, float("inf"))
+    assert all(torch.equal(_full(p.grad), gradient) for p, gradient in zip(parameters, _whole(), strict=True))
+
+
+def test_dtypes_are_clipped_together() -> None:
+    dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float32]
+    gradients = [gradient.to(dtype) for gradient, dtype in zip(_whole(), dtypes, strict=True)]
+    expected = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    parameters = [_with_gradient(gradient.clone()) for gradient in gradients]
+    norm = clip_norm_(parameters, 0.5)
+    torch.testing.assert_close(norm, expected.float(), rtol=1e-6, atol=0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        # The factor and the product are rounded to the dtype of the gradient.
+        tolerance = 2 * torch.finfo(gradient.dtype).eps
+        torch.testing.assert_close(
+            _full(parameter.grad).double(), gradient.double() * (0.5 / expected), rtol=max(tolerance, 1e-6), atol=1e-7
+        )
+    wide = [torch.float64 if dtype == torch.float64 else torch.float32 for dtype in dtypes]
+    norms = [gradient.double().norm().to(dtype) for gradient, dtype in zip(gradients, wide, strict=True)]
+    torch.testing.assert_close(local_norms(gradients), norms)
+
+
+def test_what_is_listed_twice_counts_once_and_what_is_frozen_not_at_all() -> None:
+    parameter, frozen = _with_gradient(torch.tensor([3.0, 4.0])), _with_gradient(torch.ones(2))
+    frozen.requires_grad_(False)
+    assert clip_norm_([parameter, frozen, parameter], 1.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-6, atol=0)
+    assert torch.equal(_full(frozen.grad), torch.ones(2))
+
+
+def test_a_nan_survives_clipping_by_value() -> None:
+    parameter = _with_gradient(torch.tensor([float("nan"), 2.0, -2.0]))
+    clip_value_([parameter], 1.0)
+    assert torch.equal(_full(parameter.grad).nan_to_num(9.0), torch.tensor([9.0, 1.0, -1.0]))
+
+
+def test_no_parameters_have_norm_zero() -> None:
+    assert total_norm([]) == 0
+    assert clip_norm_([nn.Parameter(torch.zeros(1), requires_grad=False)], 1.0) == 0
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_limits_that_are_no_limits_are_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_norm_([], bad)
+    with pytest.raises(ValueError, match="max_value"):
+        clip_value_([], bad)

@@ -1,0 +1,187 @@
+"""NaN and Inf on one rank are known to all, and skipped for a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_muon import NonFiniteGradientError
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.grad_sync.clipping import clip_norm_, total_norm
+from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
+from tests.support.processes import ProcessPool
+
+_SHAPES = {"rows": (13, 7), "few": (1, 9), "bias": (5,), "replicated": (3, 4), "plain": (2, 3, 5), "factor": ()}
+
+
+def _parameters() -> dict[str, Tensor]:
+    """On a 1-D and on a 2-D mesh, replicated, plain; one without gradient and one frozen with a broken gradient."""
+    size = dist.get_world_size()
+    one = init_device_mesh("cpu", (size,))
+    two = init_device_mesh("cpu", (2, 2) if size == 4 else (1, size))
+    layouts: dict[str, Any] = {
+        "rows": (one, [Shard(0)]), "few": (two, [Replicate(), Shard(0)]), "bias": (one, [Shard(0)]),
+        "replicated": (two, [Replicate(), Replicate()]),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    parameters: dict[str, Tensor] = {}
+    for name, shape in _SHAPES.items():
+        gradient = torch.randn(shape, generator=generator)
+        placed = distribute_tensor(gradient, *layouts[name]) if name in layouts else gradient
+        parameters[name] = nn.Parameter(torch.zeros_like(placed))
+        parameters[name].grad = placed
+    parameters["unused"] = nn.Parameter(distribute_tensor(torch.ones(3, 3), one, [Shard(0)]))
+    parameters["frozen"] = nn.Parameter(torch.zeros(2))
+    parameters["frozen"].grad = torch.tensor([float("nan"), 1.0])
+    return {name: parameter.requires_grad_(name != "frozen") for name, parameter in parameters.items()}
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _break(parameters: dict[str, Tensor], where: dict[int, list[str]], value: float) -> None:
+    for name in where.get(dist.get_rank(), []):
+        _local_gradient(parameters[name]).view(-1)[-1:] = value
+
+
+def _find(where: dict[int, list[str]], value: float, clipped: bool, lacking: dict[int, list[str]]) -> list[str]:
+    parameters = _parameters()
+    for name in lacking.get(dist.get_rank(), []):
+        parameters[name].grad = None
+    _break(parameters, where, value)
+    norm = clip_norm_(parameters.values(), 1.0) if clipped else None
+    names = {parameter: name for name, parameter in parameters.items()}
+    return find_nonfinite(list(parameters.values()), names, known_norm=norm)
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e18])
+def test_a_nan_on_one_rank_is_named_on_all_ranks(gloo: ProcessPool, value: float, clipped: bool) -> None:
+    expected = [] if value == 1e18 else ["rows"]
+    assert gloo.run(_find, {2: ["rows"]}, value, clipped, {}, world_size=3) == [expected] * 3
+
+
+def test_what_is_broken_on_several_ranks_is_named_once_on_all(gloo: ProcessPool) -> None:
+    where = {0: ["few", "rows"], 1: ["plain"], 2: ["few"], 3: ["rows", "factor", "replicated"]}
+    results = gloo.run(_find, where, float("nan"), False, {1: ["rows", "bias"], 0: ["replicated"]})
+    assert all(result == results[0] for result in results)
+    assert sorted(results[0]) == ["factor", "few", "plain", "replicated", "rows"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_finite_gradients_have_no_names(gloo: ProcessPool, world_size: int) -> None:
+    for clipped in (False, True):
+        assert gloo.run(_find, {}, 0.0, clipped, {0: ["rows"]}, world_size=world_size) == [[]] * world_size
+
+
+def _count_collectives(value: float) -> list[int]:
+    """Number of collectives without a known norm, and with one."""
+    parameters = _parameters()
+    names = {parameter: name for name, parameter in parameters.items()}
+    _break(parameters, {1: ["rows"]}, value)
+    norm = total_norm(parameters.values())
+    find_nonfinite(list(names), names)
+    counts: list[int] = []
+    for known in (None, norm):
+        with (
+            mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce,
+            mock.patch("torch.distributed.all_gather_object", side_effect=dist.all_gather_object) as gather,
+        ):
+            find_nonfinite(list(names), names, known_norm=known)
+        counts.append(all_reduce.call_count + gather.call_count)
+    return counts
+
+
+def test_a_finite_norm_saves_all_communication(gloo: ProcessPool) -> None:
+    assert gloo.run(_count_collectives, 0.0) == [[1, 0]] * 4
+    assert gloo.run(_count_collectives, float("nan")) == [[1, 1]] * 4
+
+
+def _find_on_two_halves(broken_rank: int) -> list[str]:
+    """A mesh of two ranks beside the mesh of all of them, as with experts that only some ranks hold."""
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "half"))
+    everyone = init_device_mesh("cpu", (4,))
+    half = halves.get_local_rank("other")
+    large = nn.Parameter(distribute_tensor(torch.ones(9, 2), everyone, [Shard(0)]))
+    small = nn.Parameter(distribute_tensor(torch.ones(3, 2), halves["half"], [Shard(0)]))
+    large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
+    if dist.get_rank() == broken_rank:
+        small.grad.to_local()[0, 0] = torch.inf  # type: ignore[attr-defined]
+    return find_nonfinite([large, small], {large: "large", small: f"expert{half}"})
+
+
+def test_a_small_mesh_tells_the_ranks_outside_of_it(gloo: ProcessPool) -> None:
+    assert gloo.run(_find_on_two_halves, 3) == [["expert1"]] * 4
+    assert gloo.run(_find_on_two_halves, 0) == [["expert0"]] * 4
+
+
+def _stage_parameters(mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The first stage has one parameter, the second two and another that is replicated."""
+    stage = mesh.get_local_rank("pipeline")
+    found: dict[str, Tensor] = {}
+    for index in range(1 + stage):
+        placed = distribute_tensor(torch.ones(5 + index, 3), mesh["shard"], [Shard(0)])
+        parameter = found[f"stage{stage}.{index}"] = nn.Parameter(placed)
+        parameter.grad = torch.ones_like(parameter)
+    return found
+
+
+def _find_in_pipeline(broken: str | None, rank: int, clipped: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    parameters = _stage_parameters(mesh)
+    pipeline = axis_group(mesh, (0,))
+    if broken in parameters and dist.get_rank() == rank:
+        _break(parameters, {rank: [broken]}, float("nan"))
+    norm = clip_norm_(parameters.values(), 1.0, pipeline=pipeline) if clipped else None
+    names = {parameter: name for name, parameter in parameters.items()}
+    return find_nonfinite(list(names), names, known_norm=norm, pipeline=pipeline)
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
+def test_all_stages_of_a_pipeline_know_the_same_names(gloo: ProcessPool, clipped: bool) -> None:
+    assert gloo.run(_find_in_pipeline, "stage1.1", 3, clipped) == [["stage1.1"]] * 4
+    assert gloo.run(_find_in_pipeline, "stage0.0", 0, clipped) == [["stage0.0"]] * 4
+    assert gloo.run(_find_in_pipeline, None, 0, clipped) == [[]] * 4
+
+
+def test_a_norm_that_overflows_counts_as_non_finite() -> None:
+    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    weight.grad, other.grad = torch.full((2,), 2e19), torch.full((2,), 2e19, dtype=torch.float64)
+    assert find_nonfinite([weight, other], {weight: "weight", other: "other"}) == ["weight"]
+
+
+def test_nothing_to_look_at_is_finite() -> None:
+    assert find_nonfinite([], {}) == []
+
+
+def test_steps_in_a_row_are_counted_until_one_is_taken() -> None:
+    check = FiniteCheck(max_skipped_steps=2)
+    assert [check.observe(names) for names in (["a"], ["a"], [], ["b"], ["a"])] == [True, True, False, True, True]
+    assert (check.skipped_steps, check.in_a_row) == (4, 2)
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of a, b, after 2 skipped steps in a row \(4 in all\)"):
+        check.observe(["a", "b"])
+    assert (check.skipped_steps, check.in_a_row) == (4, 2)
+
+
+def test_no_step_is_skipped_if_none_may_be() -> None:
+    check = FiniteCheck(max_skipped_steps=0)
+    assert not check.observe([])
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of w0, w1, w2, w3, w4 and 2 more\. The step was not"):
+        check.observe([f"w{index}" for index in range(7)])
+    assert check.skipped_steps == 0
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, None])
+def test_a_limit_that_is_no_number_of_steps_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="max_skipped_steps"):
+        FiniteCheck(bad)

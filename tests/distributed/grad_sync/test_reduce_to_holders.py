@@ -1,0 +1,175 @@
+"""Each rank gets the sums of what it holds, keeps them until they are forgotten, and nothing else."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
+from lightning_muon.grad_sync.reducer import GradientReducer
+from tests.support.processes import ProcessPool
+
+# The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
+SHAPES = [(13, 7), (7, 13), (5,), (), (2, 3, 2), (0, 3), (1, 9)]
+NUM_OWNED = 2
+
+
+def _gradients(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Holdings]:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    owned = dict.fromkeys(parameters[:NUM_OWNED], 10)
+    return parameters, Holdings(mesh, divide(parameters, owned, mesh_shape[-1]))
+
+
+def _reduce(mesh_shape: tuple[int, ...]) -> list[int]:
+    """Two launches of everything, by different divisors; returns how much this rank holds of each parameter."""
+    parameters, holdings = _setup(mesh_shape)
+    transport, size = ReduceToHolders(holdings), dist.get_world_size()
+    own = [_gradients(10 * number + dist.get_rank()) for number in range(2)]
+    pendings = [transport.start(dict(zip(parameters, gradients, strict=True))) for gradients in own]
+    for pending, divisor in zip(pendings, (2.0, 5.0), strict=True):
+        pending.advance(wait=True)
+        pending.finish(divisor, set(parameters))
+    held: list[int] = []
+    for index, parameter in enumerate(parameters):
+        sums = [sum(_gradients(10 * number + rank)[index] for rank in range(size)) for number in range(2)]
+        reduced = transport.reduced(parameter)
+        assert reduced is not None
+        expected = holdings.local(parameter, sums[0] / 2 + sums[1] / 5)
+        # Sums in another order.
+        torch.testing.assert_close(reduced, expected, rtol=0, atol=1e-6)
+        held.append(reduced.numel())
+    return held
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (2, 1)], ids=str)
+def test_every_rank_gets_its_part_of_the_sums_and_launches_add_up(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...]
+) -> None:
+    world_size = int(torch.tensor(mesh_shape).prod())
+    held = gloo.run(_reduce, mesh_shape, world_size=world_size)
+    replicas = world_size // mesh_shape[-1]
+    for index, shape in enumerate(SHAPES):
+        parts = [own[index] for own in held]
+        assert sum(parts) == torch.Size(shape).numel() * (replicas if shape else world_size)
+        if index < NUM_OWNED:
+            assert sorted(parts) == [0] * (world_size - replicas) + [torch.Size(shape).numel()] * replicas
+
+
+def _reduce_halves() -> None:
+    parameters, holdings = _setup((3,), torch.bfloat16)
+    transport = ReduceToHolders(holdings)
+    own = [gradient.bfloat16() for gradient in _gradients(dist.get_rank())]
+    pending = transport.start(dict(zip(parameters, own, strict=True)))
+    pending.finish(3.0, set(parameters))
+    for index, parameter in enumerate(parameters):
+        first, second, third = (_gradients(rank)[index].bfloat16().float() for rank in range(3))
+        expected = ((first + second + third) / 3.0).bfloat16()
+        reduced = transport.reduced(parameter)
+        assert reduced is not None
+        assert torch.equal(reduced, holdings.local(parameter, expected))
+
+
+def test_bfloat16_is_rounded_once_after_the_sum_and_the_division(gloo: ProcessPool) -> None:
+    gloo.run(_reduce_halves, world_size=3)
+
+
+def _read_one() -> tuple[bool, bool]:
+    parameters, holdings = _setup((dist.get_world_size(),))
+    transport, own = ReduceToHolders(holdings), _gradients(dist.get_rank())
+    first, second = (transport.start({parameters[index]: own[index]}) for index in range(2))
+    assert transport.reduced(parameters[0]) is None, "the divisor is not known yet"
+    for pending in (first, second):
+        pending.finish(1.0, set(parameters))
+    assert transport.reduced(parameters[0]) is not None
+    return first.sum is None, second.sum is None
+
+
+def test_only_the_bucket_that_is_asked_for_is_waited_for(gloo: ProcessPool) -> None:
+    assert gloo.run(_read_one, world_size=2) == [(True, False)] * 2
+
+
+def _forget() -> None:
+    parameters, holdings = _setup((dist.get_world_size(),))
+    transport, own = ReduceToHolders(holdings), _gradients(0)
+    for expected in (own[2], 3 * own[2]):
+        pending = transport.start({parameters[2]: expected, parameters[6]: own[6]})
+        pending.finish(1.0, {parameters[2]})
+        assert transport.reduced(parameters[6]) is None, "no rank has computed it"
+        if expected is own[2]:
+            transport.forget(parameters[:3])
+            assert transport.reduced(parameters[2]) is None
+    reduced = transport.reduced(parameters[2])
+    assert reduced is not None
+    torch.testing.assert_close(reduced, holdings.local(parameters[2], 6 * own[2]), rtol=1e-6, atol=0)
+
+
+def test_sums_are_kept_until_they_are_forgotten(gloo: ProcessPool) -> None:
+    gloo.run(_forget, world_size=2)
+
+
+def _advance_without_waiting() -> None:
+    """On a 2 x 2 mesh the sum over the replicas starts by polling; nobody asks for a result."""
+    parameters, holdings = _setup((2, 2))
+    transport = ReduceToHolders(holdings)
+    pending = transport.start(dict(zip(parameters, _gradients(dist.get_rank()), strict=True)))
+    deadline = time.monotonic() + 10
+    while not pending.advance():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    pending.finish(4.0, set(parameters))
+    reduced = transport.reduced(parameters[0])
+    assert reduced is not None
+    mean = sum(_gradients(rank)[0] for rank in range(4)) / 4
+    torch.testing.assert_close(reduced, holdings.local(parameters[0], mean), rtol=0, atol=1e-6)
+
+
+def test_the_sum_over_the_replicas_starts_when_the_first_one_is_done(gloo: ProcessPool) -> None:
+    gloo.run(_advance_without_waiting, world_size=4)
+
+
+def _count_gradients() -> tuple[int, int, int]:
+    """The most gradients alive at a time, those left after backward, and elements kept by this rank afterwards."""
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8, bias=False), nn.Tanh())))
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    counts: list[int] = []
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        alive.add(parameter.grad)
+        counts.append(len(alive))
+
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(note)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    holdings = Holdings(mesh, divide(parameters, dict.fromkeys(parameters, 1), mesh.size()))
+    transport = ReduceToHolders(holdings)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    reducer = GradientReducer(parameters, transport, axis_group(mesh, (0,)), names=names, bucket_bytes=256)
+    model(torch.randn(3, 8)).sum().backward()
+    after = len(alive)
+    assert all(parameter.grad is None for parameter in parameters)
+    reducer.finish()
+    kept = sum(reduced.numel() for p in parameters if (reduced := transport.reduced(p)) is not None)
+    return max(counts), after, kept
+
+
+def test_full_gradients_are_gone_as_soon_as_they_are_sent(gloo: ProcessPool) -> None:
+    for most, after, kept in gloo.run(_count_gradients, world_size=2):
+        assert most == 1
+        assert after == 0
+        assert kept == 6 * 8 * 8 / 2

@@ -1,0 +1,330 @@
+"""Every rank gets the mean of all ranks' gradients, whatever the ranks compute, and most of it leaves early."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.grad_sync.reducer_setup import ALL_REDUCE, HOLDERS, SAME, USES, Collectives, Setup, odd_loss
+from tests.support.processes import ProcessPool
+
+BOTH = pytest.mark.parametrize("kind", [ALL_REDUCE, HOLDERS])
+
+
+def _train(kind: str, mesh_shape: tuple[int, ...]) -> list[set[str]]:
+    setup = Setup(kind, mesh_shape)
+    present: list[set[str]] = []
+    for step, uses in enumerate(USES):
+        setup.backward(odd_loss(step, uses))
+        setup.reducer.finish()
+        present.append(setup.check())
+        setup.zero_grad()
+    return present
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh_shape"),
+    [
+        *((kind, (size,)) for kind in (ALL_REDUCE, HOLDERS) for size in (1, 2, 3, 4)),
+        (HOLDERS, (2, 2)),
+        (HOLDERS, (3, 1)),
+    ],
+)
+def test_the_mean_over_the_ranks_is_that_of_one_process_whatever_they_use(
+    gloo: ProcessPool, kind: str, mesh_shape: tuple[int, ...]
+) -> None:
+    world_size = int(torch.tensor(mesh_shape).prod())
+    for present in gloo.run(_train, kind, mesh_shape, world_size=world_size):
+        for uses, names in zip(USES, present, strict=True):
+            used = {index for own in uses[:world_size] for index in own}
+            assert {name for name in names if name.startswith("branches")} == {
+                f"branches.{index}.{kind}" for index in used for kind in ("weight", "bias")
+            }
+            assert not any(name.startswith(("unused", "frozen")) for name in names)
+            assert {"embedding.weight", "scale", "empty", "hidden.bias"} <= names
+
+
+def _accumulate(kind: str) -> list[int]:
+    setup = Setup(kind, (dist.get_world_size(),))
+    counts: list[int] = []
+    for window in range(2):
+        for micro_batch in range(3):
+            with Collectives() as mode, nullcontext() if micro_batch == 2 else setup.reducer.no_sync():
+                with setup.reducer.no_sync() if micro_batch == 0 else nullcontext():
+                    pass
+                setup.backward(odd_loss(10 * window + micro_batch, USES[micro_batch]))
+            counts.append(mode.count)
+        setup.reducer.finish()
+        setup.check()
+        setup.zero_grad()
+    return counts
+
+
+@BOTH
+def test_only_the_last_micro_batch_communicates_and_it_sends_all_of_them(gloo: ProcessPool, kind: str) -> None:
+    for counts in gloo.run(_accumulate, kind, world_size=3):
+        assert [count > 0 for count in counts] == [False, False, True] * 2
+
+
+def _passes(kind: str) -> None:
+    setup = Setup(kind, (dist.get_world_size(),))
+    for step in range(3):
+        setup.backward(odd_loss(step, USES[step]))
+        setup.reducer.finish()
+        setup.check()
+    setup.zero_grad()
+    assert setup.check() == set()
+    for step in range(2):
+        setup.backward(odd_loss(step, USES[step]))
+    setup.reducer.finish()
+    assert setup.check()
+
+
+@BOTH
+def test_passes_add_up_until_they_are_forgotten_with_and_without_a_finish_between(gloo: ProcessPool, kind: str) -> None:
+    gloo.run(_passes, kind, world_size=3)
+
+
+class Repeated(nn.Module):
+    """A layer whose hook is called once for each of its three uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(3):
+            hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
+        return self.last(hidden)
+
+
+def _repeated_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).square().mean()
+
+
+def _repeat(kind: str) -> list[int]:
+    torch.manual_seed(0)
+    setup = Setup(kind, (dist.get_world_size(),), Repeated(), bucket_bytes=1)
+    launches: list[int] = []
+    for _ in range(2):
+        setup.backward(_repeated_loss)
+        setup.reducer.finish()
+        setup.check()
+        setup.zero_grad()
+        launches.append(len(setup.reducer.traffic.launches))
+    return launches
+
+
+@BOTH
+def test_gradients_that_come_after_their_bucket_has_gone_are_sent_later_and_expected_the_next_time(
+    gloo: ProcessPool, kind: str
+) -> None:
+    # Six buckets; the two of the shared layer go twice in the first step.
+    assert gloo.run(_repeat, kind, world_size=2) == [[8, 6]] * 2
+
+
+def _thaw(kind: str) -> list[set[str]]:
+    setup = Setup(kind, (dist.get_world_size(),))
+    model, reference = setup.model, setup.reference
+    present: list[set[str]] = []
+    for step, (name, is_trainable) in enumerate([("frozen", True), ("hidden", False), ("hidden", True)]):
+        for each in (model, reference):
+            each.get_submodule(name).requires_grad_(is_trainable)
+        setup.backward(odd_loss(step, SAME))
+        setup.reducer.finish()
+        present.append({name.split(".")[0] for name in setup.check()} & {"frozen", "hidden"})
+        setup.zero_grad()
+    return present
+
+
+@BOTH
+def test_parameters_may_be_frozen_and_thawed_between_steps(gloo: ProcessPool, kind: str) -> None:
+    expected = [{"frozen", "hidden"}, {"frozen"}, {"frozen", "hidden"}]
+    assert gloo.run(_thaw, kind, world_size=2) == [expected] * 2
+
+
+def _freeze_with_gradient(kind: str) -> list[str]:
+    setup = Setup(kind, (dist.get_world_size(),))
+    with setup.reducer.no_sync():
+        setup.backward(odd_loss(0, SAME))
+    for parameter in setup.names:
+        parameter.requires_grad_(False)
+    setup.reducer.finish()
+    return [name for parameter, name in setup.names.items() if setup.reducer.is_present(parameter)]
+
+
+@BOTH
+def test_the_gradient_of_a_parameter_that_has_been_frozen_is_not_sent(gloo: ProcessPool, kind: str) -> None:
+    assert gloo.run(_freeze_with_gradient, kind, world_size=2) == [[], []]
+
+
+def _idle(kind: str) -> bool:
+    """Rank 1 has no backward pass in the first two steps, nobody in the third."""
+    setup = Setup(kind, (dist.get_world_size(),))
+    loss = odd_loss(0, SAME)
+    for step in range(4):
+        if step < 2:
+            setup.refer(lambda model, rank: torch.zeros(()) if rank == 1 else loss(model, rank))
+            if dist.get_rank() != 1:
+                loss(setup.model, dist.get_rank()).backward()
+        elif step == 3:
+            setup.backward(loss)
+        setup.reducer.finish()
+        assert bool(setup.check()) == (step != 2)
+        assert bool(setup.reducer.traffic.launches) == (step != 2)
+        setup.zero_grad()
+    return True
+
+
+@BOTH
+def test_a_rank_without_a_backward_pass_counts_as_zeros_and_nothing_is_sent_for_none(
+    gloo: ProcessPool, kind: str
+) -> None:
+    assert all(gloo.run(_idle, kind, world_size=3))
+
+
+def _divide_by(kind: str, divisor: float) -> None:
+    setup = Setup(kind, (dist.get_world_size(),))
+    setup.backward(odd_loss(0, SAME))
+    setup.reducer.set_divisor(divisor)
+    setup.reducer.finish()
+    setup.check(divisor)
+    setup.backward(odd_loss(1, SAME))
+    setup.reducer.finish()
+    setup.check(divisor)
+
+
+def test_the_divisor_may_be_known_after_backward_only(gloo: ProcessPool) -> None:
+    gloo.run(_divide_by, HOLDERS, 7.5, world_size=2)
+    gloo.run(_divide_by, ALL_REDUCE, 2, world_size=2)
+
+
+def test_another_divisor_than_the_number_of_ranks_is_refused_if_it_would_be_applied_twice(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_divide_by, ALL_REDUCE, 7.5, match="7.5.*2 ranks", world_size=2)
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_divisor_that_is_not_a_positive_number_is_refused(gloo: ProcessPool, divisor: float) -> None:
+    gloo.expect_error_on_all_ranks(_divide_by, HOLDERS, divisor, match="divisor.*positive", world_size=1)
+
+
+class SparseAndHalf(nn.Module):
+    """A sparse embedding gradient, and weights in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, sparse=True)
+        self.output = nn.Linear(6, 5).bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.embedding(tokens).bfloat16()).float()
+
+
+def _half_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(torch.arange(rank, rank + 5)).square().mean()
+
+
+def _sparse_and_half(kind: str) -> None:
+    torch.manual_seed(0)
+    setup = Setup(kind, (dist.get_world_size(),), SparseAndHalf())
+    for _ in range(2):
+        setup.backward(_half_loss)
+        setup.reducer.finish()
+        embedding = setup.reference.get_parameter("embedding.weight")
+        assert embedding.grad is not None
+        embedding.grad = embedding.grad.to_dense()
+        # The reference adds up in bfloat16, whose last of 8 bits is 2**-8 of the value.
+        assert len(setup.check(rtol=2**-6, atol=1e-4)) == 3
+        setup.zero_grad()
+
+
+@BOTH
+def test_sparse_gradients_become_dense_and_dtypes_are_kept(gloo: ProcessPool, kind: str) -> None:
+    gloo.run(_sparse_and_half, kind, world_size=3)
+
+
+def _mlp_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))).square().mean()
+
+
+def _overlap(kind: str) -> list[tuple[int, int, int, list[int]]]:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    setup = Setup(kind, (dist.get_world_size(),), model, bucket_bytes=5000)
+    result: list[tuple[int, int, int, list[int]]] = []
+    for _ in range(2):
+        _mlp_loss(model, dist.get_rank()).backward()
+        early = sum(parameter.numel() * 4 for parameter in model.parameters() if parameter.grad is None)
+        setup.reducer.finish()
+        traffic = setup.reducer.traffic
+        result.append((early, traffic.overlapped_bytes, traffic.total_bytes, [index for index, _ in traffic.launches]))
+        setup.zero_grad()
+    return result
+
+
+@BOTH
+def test_hooks_launch_at_least_four_fifths_of_the_bytes_before_backward_ends(gloo: ProcessPool, kind: str) -> None:
+    for steps in gloo.run(_overlap, kind, world_size=2):
+        for early, overlapped, total, order in steps:
+            assert total == 6 * (32 * 32 + 32) * 4
+            assert overlapped == early >= 0.8 * total
+            assert order == list(range(6))
+
+
+def _unused_does_not_delay(kind: str) -> list[float]:
+    """Share of the bytes that left early, with unused layers in the middle of the order."""
+    setup = Setup(kind, (dist.get_world_size(),), bucket_bytes=1)
+    shares: list[float] = []
+    for step in range(3):
+        setup.backward(odd_loss(step, [[0]] * 4))
+        setup.reducer.finish()
+        shares.append(setup.reducer.traffic.overlapped_bytes / setup.reducer.traffic.total_bytes)
+        setup.zero_grad()
+    return shares
+
+
+@BOTH
+def test_a_layer_that_no_rank_uses_delays_the_others_once_only(gloo: ProcessPool, kind: str) -> None:
+    for first, second, third in gloo.run(_unused_does_not_delay, kind, world_size=2):
+        assert first < 0.8 <= second == third
+
+
+def _different() -> None:
+    Setup(HOLDERS, (dist.get_world_size(),), nn.Linear(3, 5 if dist.get_rank() == 0 else 6))
+
+
+def test_different_models_are_refused_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _different, match="weight.*differs|differs.*weight", exception=RuntimeError, world_size=3
+    )
+
+
+def _complex() -> None:
+    Setup(ALL_REDUCE, (dist.get_world_size(),), nn.Linear(3, 5, dtype=torch.complex64))
+
+
+def test_complex_parameters_are_refused_by_name(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_complex, match=r"weight \(5, 3\).*complex64", exception=TypeError, world_size=2)
+
+
+def _close(how: str) -> list[bool]:
+    setup = Setup(ALL_REDUCE, (dist.get_world_size(),))
+    if how == "closed":
+        setup.reducer.close()
+    else:
+        del setup.reducer
+        gc.collect()
+    with Collectives() as mode:
+        odd_loss(0, SAME)(setup.model, 0).backward()
+    return [mode.count == 0, *(not p._post_accumulate_grad_hooks for p in setup.model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_reducer_that_is_closed_or_dropped_leaves_no_hooks(gloo: ProcessPool, how: str) -> None:
+    assert all(map(all, gloo.run(_close, how, world_size=2)))

@@ -1,0 +1,414 @@
+"""Every rank gets the parts that the others have updated, and a forward waits for no more than it uses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.return_parameters import ParameterReturn, units_of
+from lightning_muon.params.layout import OwnedBy
+from tests.support.processes import ProcessPool
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 1)]
+SHAPES: dict[str, tuple[int, ...]] = {
+    "odd": (13, 7),
+    "few_rows": (2, 5),
+    "scalar": (),
+    "bias": (5,),
+    "convolution": (4, 3, 2, 2),
+    "empty": (0, 4),
+    "large": (40, 9),
+    "one": (1,),
+}
+
+
+class Block(nn.Module):
+    """Two layers; notes which buckets are on their way when its forward begins."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width + 3)
+        self.second = nn.Linear(width + 3, width)
+        self.returns: ParameterReturn | None = None
+        self.seen: tuple[int, ...] | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.returns is not None:
+            self.seen = self.returns.travelling
+        return inputs + self.second(torch.tanh(self.first(inputs)))
+
+
+class Model(nn.Module):
+    """An embedding tied to the head, three blocks and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def _holdings(parameters: Sequence[nn.Parameter], mesh_shape: tuple[int, ...], whole: Sequence[Tensor]) -> Holdings:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    costs = {tensor: tensor.numel() for tensor in whole}
+    return Holdings(mesh, divide(parameters, costs, mesh_shape[-1]))
+
+
+def _returns(
+    model: nn.Module, units: Sequence[nn.Module], mesh_shape: tuple[int, ...], num_in_bucket: int = 3
+) -> tuple[list[nn.Parameter], Holdings, ParameterReturn]:
+    """Parameters in backward order; every second matrix is owned whole, everything else is divided by rows."""
+    parameters = list(model.parameters())[::-1]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.numel()]
+    holdings = _holdings(parameters, mesh_shape, matrices[::2])
+    buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
+    (group,) = PrivateGroups().of([holdings.shard])
+    return parameters, holdings, ParameterReturn(holdings, buckets, group, units_of(model, units))
+
+
+def _update(holdings: Holdings, parameter: Tensor, delta: Tensor) -> None:
+    with torch.no_grad():
+        holdings.local(parameter).add_(holdings.local(parameter, delta))
+
+
+def _deltas(parameters: Sequence[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for parameter in parameters]
+
+
+def _shapes_model(dtype: torch.dtype) -> nn.Module:
+    generator = torch.Generator().manual_seed(7)
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+    return model
+
+
+def _three_steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.dtype) -> None:
+    """Ranks update in orders of their own; values are those of one process, bit for bit."""
+    model, expected = _shapes_model(dtype), _shapes_model(dtype)
+    parameters, holdings, returns = _returns(model, [], mesh_shape, num_in_bucket)
+    for step in range(3):
+        returns.begin(set(parameters))
+        deltas = _deltas(parameters, 10 + step)
+        order = torch.randperm(len(parameters), generator=torch.Generator().manual_seed(dist.get_rank() + 10 * step))
+        for index in order.tolist():
+            _update(holdings, parameters[index], deltas[index])
+            returns.updated([parameters[index]])
+        returns.finish_updates()
+        if step != 1:  # The next begin waits too.
+            returns.wait_all()
+        with torch.no_grad():
+            for parameter, delta in zip(list(expected.parameters())[::-1], deltas, strict=True):
+                parameter.add_(delta)
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("num_in_bucket", [1, 3, 100])
+def test_all_ranks_hold_the_new_values_whatever_the_order_of_updates(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], num_in_bucket: int
+) -> None:
+    world_size = int(torch.tensor(mesh_shape).prod())
+    gloo.run(_three_steps, mesh_shape, num_in_bucket, torch.float32, world_size=world_size)
+
+
+def test_bfloat16_travels_too(gloo: ProcessPool) -> None:
+    gloo.run(_three_steps, (3,), 3, torch.bfloat16, world_size=3)
+
+
+def _step(
+    parameters: Sequence[nn.Parameter], holdings: Holdings, returns: ParameterReturn, seed: int = 1
+) -> dict[Tensor, Tensor]:
+    """Update everything; return the values that all ranks shall have."""
+    returns.begin(set(parameters))
+    expected: dict[Tensor, Tensor] = {}
+    for parameter, delta in zip(parameters, _deltas(parameters, seed), strict=True):
+        expected[parameter] = parameter.detach() + delta
+        _update(holdings, parameter, delta)
+        returns.updated([parameter])
+    returns.finish_updates()
+    return expected
+
+
+def _all_equal(expected: dict[Tensor, Tensor]) -> bool:
+    return all(torch.equal(parameter, value) for parameter, value in expected.items())
+
+
+def _forward_after_a_step() -> dict[str, Any]:
+    model, tokens = Model(), torch.arange(11)
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 4)
+    for block in model.blocks:
+        block.returns = returns  # type: ignore[assignment]
+    expected = _step(parameters, holdings, returns)
+    left = returns.travelling
+    logits = model(tokens)
+    reference = Model()
+    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
+        other.data = expected[parameter]
+    assert torch.equal(logits, reference(tokens))
+    return {"left": left, "seen": [block.seen for block in model.blocks], "after": returns.travelling}
+
+
+def test_a_forward_waits_only_for_the_buckets_of_its_own_unit(gloo: ProcessPool) -> None:
+    # Bucket 0: norm and half of block 2; 1: the rest of it and half of block 1; 2: half of 1 and of 0; 3: the rest.
+    for result in gloo.run(_forward_after_a_step, world_size=3):
+        assert result["left"] == (0, 1, 2, 3)
+        # The root uses norm and embedding: buckets 0 and 3. Block 0 is in 2 and 3.
+        assert result["seen"] == [(1,), (), ()]
+        assert result["after"] == ()
+
+
+def _blocks_alone() -> list[tuple[int, ...]]:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    buckets = {parameter: index for index, parameter in enumerate(parameters)}
+    expected = _step(parameters, holdings, returns)
+    seen: list[tuple[int, ...]] = []
+    for block in model.blocks:
+        block(torch.ones(1, 5))
+        assert not {buckets[parameter] for parameter in block.parameters()} & set(returns.travelling)
+        assert all(torch.equal(parameter, expected[parameter]) for parameter in block.parameters())
+        seen.append(returns.travelling)
+    returns.wait_all()
+    assert _all_equal(expected)
+    return seen
+
+
+def test_later_blocks_are_still_on_their_way_when_the_first_one_has_run(gloo: ProcessPool) -> None:
+    for seen in gloo.run(_blocks_alone, world_size=4):
+        # 4 parameters of each block, 2 of the norm, the embedding; in backward order.
+        assert [len(indices) for indices in seen] == [11, 7, 3]
+
+
+def _inner_modules() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    expected = _step(parameters, holdings, returns)
+    layer = model.blocks[1].first
+    layer(torch.ones(5))  # type: ignore[operator]
+    assert all(torch.equal(parameter, expected[parameter]) for parameter in layer.parameters())  # type: ignore[union-attr]
+    assert len(returns.travelling) == 13
+    model.head(torch.ones(5))
+    assert torch.equal(model.embedding.weight, expected[model.embedding.weight])
+    assert len(returns.travelling) == 12
+
+
+def test_a_module_inside_a_unit_that_is_called_directly_waits_for_its_parameters(gloo: ProcessPool) -> None:
+    gloo.run(_inner_modules, world_size=2)
+
+
+def _subsets() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 3)
+    buckets = {parameter: index // 3 for index, parameter in enumerate(parameters)}
+    for step, chosen in enumerate([parameters[:2], parameters[1:9:3], [], parameters[-1:], parameters]):
+        before = {parameter: parameter.detach().clone() for parameter in parameters}
+        expected = _step(chosen, holdings, returns, seed=step)
+        assert returns.travelling == tuple(sorted({buckets[parameter] for parameter in chosen}))
+        returns.wait_all()
+        assert _all_equal(before | expected)
+
+
+def test_only_buckets_of_participating_parameters_travel(gloo: ProcessPool) -> None:
+    gloo.run(_subsets, world_size=3)
+
+
+def _bucket_order() -> None:
+    model = Model()
+    parameters, _, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 3)
+    returns.begin(parameters[3:9])
+    returns.updated(parameters[6:9])
+    assert returns.travelling == ()
+    returns.updated(parameters[3:5])
+    assert returns.travelling == ()
+    returns.updated(parameters[5:6])
+    assert returns.travelling == (1, 2)
+    returns.finish_updates()
+    returns.wait(parameters[8:9])
+    assert returns.travelling == (1,)
+    returns.wait([nn.Parameter(torch.ones(2)), *parameters[3:4]])
+    assert returns.travelling == ()
+
+
+def test_a_bucket_leaves_when_it_is_complete_and_the_ones_before_it_have_left(gloo: ProcessPool) -> None:
+    gloo.run(_bucket_order, world_size=2)
+
+
+def _state_dicts() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    expected = {names[tensor]: value for tensor, value in _step(parameters, holdings, returns).items()}
+    state = model.state_dict()
+    assert returns.travelling == ()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+    old = {name: value.clone() for name, value in state.items()}
+    _step(parameters, holdings, returns, seed=2)
+    model.load_state_dict(old)
+    assert returns.travelling == ()
+    returns.wait_all()
+    assert all(torch.equal(parameter, old[name]) for name, parameter in model.named_parameters())
+
+    expected = {names[tensor]: value for tensor, value in _step(parameters, holdings, returns, seed=3).items()}
+    inner = model.blocks[2].first.state_dict()
+    assert torch.equal(inner["weight"], expected["blocks.2.first.weight"])
+
+
+def test_state_dict_after_a_step_has_the_new_values_and_loaded_values_stay(gloo: ProcessPool) -> None:
+    gloo.run(_state_dicts, world_size=3)
+
+
+def _copies() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    expected = _step(parameters, holdings, returns)
+    for other in copies:
+        other(torch.arange(4))
+        other.state_dict()
+        assert len(returns.travelling) == 5
+    returns.close()
+    model(torch.arange(4))
+    model.state_dict()
+    assert len(returns.travelling) == 5
+    returns.wait_all()
+    assert _all_equal(expected)
+
+
+def test_copies_of_the_model_and_closed_hooks_wait_for_nothing(gloo: ProcessPool) -> None:
+    gloo.run(_copies, world_size=2)
+
+
+def _compiled() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    compiled = torch.compile(model, backend="eager")
+    tokens = torch.arange(11)
+    for seed in range(3):
+        expected = _step(parameters, holdings, returns, seed=seed)
+        logits = compiled(tokens)
+        assert returns.travelling == ()
+        assert _all_equal(expected)
+        assert torch.equal(logits, model(tokens))
+
+
+def test_a_compiled_model_waits_in_every_step(gloo: ProcessPool) -> None:
+    gloo.run(_compiled, world_size=2)
+
+
+def _gradients_after_a_step() -> None:
+    model, reference = Model(), Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 2)
+    expected = _step(parameters, holdings, returns)
+    model(torch.arange(5)).square().mean().backward()
+    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
+        other.data = expected[parameter]
+    reference(torch.arange(5)).square().mean().backward()
+    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
+        assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_of_the_forward_after_a_step_are_right(gloo: ProcessPool) -> None:
+    gloo.run(_gradients_after_a_step, world_size=3)
+
+
+def _old_backward(num_in_bucket: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    parameters, holdings, returns = _returns(model, [], (dist.get_world_size(),), num_in_bucket)
+    assert holdings.placements(model[1].weight) == (OwnedBy(0),)
+    old_loss = model(torch.ones(4)).sum()
+    _step(parameters, holdings, returns)
+    returns.wait_all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old_loss.backward()
+
+
+@pytest.mark.parametrize("num_in_bucket", [1, 2])
+def test_a_backward_of_before_the_step_is_refused_also_where_all_came_from_others(
+    gloo: ProcessPool, num_in_bucket: int
+) -> None:
+    gloo.run(_old_backward, num_in_bucket, world_size=3)
+
+
+def _large() -> None:
+    model = nn.Sequential(nn.Linear(1100, 1500), nn.Linear(1500, 700), nn.Linear(700, 1100))
+    parameters, holdings, returns = _returns(model, list(model), (dist.get_world_size(),), 2)
+    for seed in range(2):
+        before = [parameter.detach().clone() for parameter in parameters]
+        _step(parameters, holdings, returns, seed=seed)
+        model(torch.ones(1100))
+        for parameter, old, delta in zip(parameters, before, _deltas(parameters, seed), strict=True):
+            assert torch.equal(parameter, old + delta)
+
+
+def test_messages_of_megabytes_arrive_whole(gloo: ProcessPool) -> None:
+    gloo.run(_large, world_size=4)
+
+
+def _misuse() -> None:
+    model = Model()
+    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    with pytest.raises(ValueError, match=r"\(3, 2\).* in no bucket"):
+        returns.begin([nn.Parameter(torch.ones(3, 2))])
+    returns.begin(parameters)
+    returns.begin(parameters[:4])  # Nothing was updated yet, so the step may be dropped.
+    with pytest.raises(ValueError, match="not told of, or twice"):
+        returns.updated(parameters[4:5])
+    returns.updated(parameters[1:2])
+    with pytest.raises(ValueError, match="not told of, or twice"):
+        returns.updated(parameters[1:2])
+    with pytest.raises(RuntimeError, match="finish_updates"):
+        model(torch.arange(3))
+    with pytest.raises(RuntimeError, match="broken off"):
+        returns.begin(parameters)
+    group, units = holdings.shard, units_of(model, [])
+    with pytest.raises(ValueError, match="several buckets"):
+        ParameterReturn(holdings, [parameters, parameters[:1]], group, units)
+    mixed = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    with pytest.raises(ValueError, match="bucket 0 mixes"):
+        ParameterReturn(Holdings(holdings.mesh, dict.fromkeys(mixed, Shard(0))), [mixed], group, units)
+
+
+def test_misuse_is_an_error_before_anything_is_sent(gloo: ProcessPool) -> None:
+    gloo.run(_misuse, world_size=2)
+
+
+def test_a_parameter_belongs_to_the_innermost_units_of_its_uses_and_a_tie_to_the_root_too() -> None:
+    model = Model()
+    first, second, third = model.blocks
+    second.first.weight = first.first.weight  # type: ignore[union-attr]
+    inner = third.second
+    units = units_of(model, [first, second, third, inner, model.head])  # type: ignore[list-item]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()}
+    assert found == {
+        model: ["embedding.weight", "blocks.0.first.weight", "norm.weight", "norm.bias"],
+        first: ["blocks.0.first.weight", "blocks.0.first.bias", "blocks.0.second.weight", "blocks.0.second.bias"],
+        second: ["blocks.0.first.weight", "blocks.1.first.bias", "blocks.1.second.weight", "blocks.1.second.bias"],
+        third: ["blocks.2.first.weight", "blocks.2.first.bias"],
+        inner: ["blocks.2.second.weight", "blocks.2.second.bias"],
+        model.head: ["embedding.weight"],
+    }

@@ -1,0 +1,157 @@
+"""State of owners as rows and back, bit for bit."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_muon.grad_sync import state_layout
+from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.state_layout import to_owners, to_rows
+from lightning_muon.params.layout import OwnedBy
+from tests.support.processes import ProcessPool
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 1)]
+SHAPES = [(13, 7), (2, 5), (), (5,), (4, 3, 2, 2), (0, 4), (1, 9), (3, 0), (8, 8), (17, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
+
+
+def _holdings(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], Holdings]:
+    """Parameters of all shapes; those of several dimensions and one vector are owned whole."""
+    parameters = [torch.empty(shape) for shape in SHAPES]
+    whole = {parameter: max(parameter.numel(), 1) for parameter in parameters if parameter.ndim != 0}
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    return parameters, Holdings(mesh, divide(parameters, whole, mesh_shape[-1]))
+
+
+def _state(parameters: list[Tensor], holdings: Holdings) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Two states for each parameter in a mix of dtypes: parameters, whole values, and the parts of this rank."""
+    generator = torch.Generator().manual_seed(3)
+    doubled = [parameter for parameter in parameters for _ in range(2)]
+    full = [
+        (torch.randn(parameter.shape, generator=generator) * 1000).to(DTYPES[index % 4])
+        for index, parameter in enumerate(doubled)
+    ]
+    local = [holdings.local(parameter, whole).clone() for parameter, whole in zip(doubled, full, strict=True)]
+    return doubled, full, local
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def _round_trip(mesh_shape: tuple[int, ...], batch_bytes: int) -> None:
+    parameters, holdings = _holdings(mesh_shape)
+    doubled, full, local = _state(parameters, holdings)
+    with mock.patch.object(state_layout, "_BATCH_BYTES", batch_bytes):
+        rows = to_rows(local, doubled, holdings)
+        back = to_owners(rows, doubled, holdings)
+    for tensor, whole in zip(rows, full, strict=True):
+        divided = Shard(0) if whole.ndim and whole.numel() else Replicate()
+        expected = distribute_tensor(whole, holdings.mesh, [Replicate()] * (len(mesh_shape) - 1) + [divided])
+        assert tensor.placements == expected.placements
+        assert tensor.shape == expected.shape
+        assert tensor.stride() == expected.stride()
+        assert _same_bits(tensor.to_local(), expected.to_local())
+        assert _same_bits(tensor.full_tensor(), whole)
+    assert all(_same_bits(one, other) for one, other in zip(back, local, strict=True))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("batch_bytes", [2**26, 200])
+def test_rows_are_the_chunks_of_torch_and_travel_back_bit_for_bit(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], batch_bytes: int
+) -> None:
+    world_size = int(torch.tensor(mesh_shape).prod())
+    gloo.run(_round_trip, mesh_shape, batch_bytes, world_size=world_size)
+
+
+def _count_exchanges(batch_bytes: int) -> list[int]:
+    """Bytes of each exchange, summed over the ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = [torch.empty(9, 9), torch.empty(5, 3), torch.empty(4, 4), torch.empty(3, 5), torch.empty(6)]
+    owned = {parameter: OwnedBy(index % 3) for index, parameter in enumerate(parameters[:4])}
+    holdings = Holdings(mesh, {**owned, parameters[4]: Shard(0)})
+    with (
+        mock.patch.object(state_layout, "_BATCH_BYTES", batch_bytes),
+        mock.patch.object(state_layout, "start_all_to_all", wraps=state_layout.start_all_to_all) as exchange,
+    ):
+        to_rows([holdings.local(parameter) for parameter in parameters], parameters, holdings)
+    totals = torch.tensor([call.args[2].nbytes for call in exchange.call_args_list])
+    dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def test_exchanges_are_bounded_and_state_by_rows_does_not_travel(gloo: ProcessPool) -> None:
+    for totals in gloo.run(_count_exchanges, 128, world_size=3):
+        assert totals == [81 * 4, (15 + 16) * 4, 15 * 4]
+    for totals in gloo.run(_count_exchanges, 2**26, world_size=3):
+        assert totals == [(81 + 15 + 16 + 15) * 4]
+
+
+def _own_memory() -> None:
+    parameters, holdings = _holdings((dist.get_world_size(),))
+    doubled, _, local = _state(parameters, holdings)
+    rows = to_rows(local, doubled, holdings)
+    owned = [tensor for tensor in rows if tensor.numel() > 20]
+    assert all(tensor.to_local().untyped_storage().nbytes() == tensor.to_local().nbytes for tensor in owned)
+    back = to_owners(rows, doubled, holdings)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in back)
+
+
+def test_no_result_keeps_the_memory_of_an_exchange(gloo: ProcessPool) -> None:
+    gloo.run(_own_memory, world_size=3)
+
+
+def _wrong_on_one_rank(kind: str) -> None:
+    parameters, holdings = _holdings((dist.get_world_size(),))
+    doubled, full, local = _state(parameters, holdings)
+    if kind == "nothing":
+        to_rows(local, doubled, holdings)
+        return
+    is_wrong = dist.get_rank() == 1
+    if kind in ("shape", "dtype", "missing"):
+        if is_wrong and kind == "shape":
+            local[0] = torch.ones(6, 7)
+        if is_wrong and kind == "dtype":
+            local[0] = local[0].double()
+        to_rows(local[1:] if is_wrong and kind == "missing" else local, doubled, holdings)
+        return
+    rows: list[Tensor] = list(to_rows(local, doubled, holdings))
+    if is_wrong:
+        if kind == "plain":
+            rows[0] = full[0]
+        else:
+            whole = DTensor.from_local(full[0], holdings.mesh, [Replicate()], run_check=False)
+            rows[0] = whole
+    to_owners(rows, doubled, holdings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("shape", r"state tensor 0 is laid out as \(6, 7\)"),
+        ("missing", "one parameter for each"),
+        ("plain", "no DTensor"),
+        ("replicated", "state tensor 0 is laid out as .*Replicate"),
+    ],
+)
+def test_what_one_rank_does_wrong_stops_all_ranks(gloo: ProcessPool, kind: str, match: str) -> None:
+    gloo.run(_wrong_on_one_rank, "nothing", world_size=3)
+    with pytest.raises(Exception, match=match) as failed:
+        gloo.run(_wrong_on_one_rank, kind, world_size=3, grace=20.0)
+    failures = failed.value.failures  # type: ignore[attr-defined]
+    assert sorted(failures) == [0, 1, 2]
+    assert failures[1].type_names[0] == "builtins.ValueError"
+
+
+def test_another_dtype_on_one_rank_stops_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _wrong_on_one_rank, "dtype", match="tensor 0.*float64", exception=RuntimeError, world_size=3
+    )

@@ -1,0 +1,236 @@
+"""Tokens of an accumulated batch on all ranks; what a rank did wrong is the same error on all."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.grad_sync.token_count import TokenCount
+from tests.support.processes import ProcessPool
+
+
+def _everyone() -> AxisGroup:
+    return axis_group(init_device_mesh("cpu", (dist.get_world_size(),)), (0,))
+
+
+def _fill(count: TokenCount, reports: list[list[Any]]) -> TokenCount:
+    """One list of reports for each micro-batch."""
+    for values in reports:
+        count.begin_micro_batch()
+        for value in values:
+            count.report(value)
+    return count
+
+
+def _totals(windows: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
+    """Window, rank, micro-batch, reports."""
+    count = TokenCount(_everyone())
+    found: list[tuple[float, float]] = []
+    for window in windows:
+        _fill(count, window[dist.get_rank()])
+        count.start()
+        found.append((count.total(), count.divisor(4)))
+        count.reset()
+    return found
+
+
+def test_counts_that_differ_by_rank_and_micro_batch_are_summed(gloo: ProcessPool) -> None:
+    full = [[[3], [0], [5, 6], [1]], [[2], [2], [2], [2]], [[0], [7], [0], [11]]]
+    last = [[[1]], [[0]], [[4]]]
+    nothing = [[[0]] * 4] * 3
+    expected = [(40.0, 10.0), (5.0, 1.25), (0.0, 0.25)]
+    assert gloo.run(_totals, [full, last, nothing], world_size=3) == [expected] * 3
+
+
+def _count_collectives() -> tuple[int, int, int]:
+    count = TokenCount(_everyone())
+    with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
+        _fill(count, [[1], [2], [3], [4]])
+        before = all_reduce.call_count
+        count.start()
+        count.start()
+        started = all_reduce.call_count
+        count.total()
+        count.divisor(4)
+    return before, started, all_reduce.call_count
+
+
+def test_a_window_costs_one_collective_and_a_micro_batch_none(gloo: ProcessPool) -> None:
+    assert gloo.run(_count_collectives, world_size=2) == [(0, 1, 1)] * 2
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def _losses(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens).square().sum()
+
+
+def _micro_batches(window: int, rank: int) -> list[Tensor]:
+    """Tokens of one rank; rank 1 has none in its second micro-batch, and the last window is short."""
+    generator = torch.Generator().manual_seed(100 * window + rank)
+    sizes = [[5, 2, 8, 1], [3, 0, 4, 6], [1, 1, 2, 9]][rank][: 4 if window == 0 else 2]
+    return [torch.randn(size, 7, generator=generator) for size in sizes]
+
+
+def _gradients_by_tokens(accumulate: int) -> list[list[Tensor]]:
+    """Gradients of two windows, each loss divided by ``accumulate`` as Lightning does, summed over the ranks."""
+    count = TokenCount(_everyone())
+    found: list[list[Tensor]] = []
+    for window in range(2):
+        model = _model()
+        for tokens in _micro_batches(window, dist.get_rank()):
+            count.begin_micro_batch()
+            count.report(torch.tensor(len(tokens)))
+            (_losses(model, tokens) / accumulate).backward()
+        divisor = count.divisor(accumulate)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= divisor
+        found.append([parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
+        count.reset()
+    return found
+
+
+def test_the_divisor_makes_the_gradient_of_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
+    results = gloo.run(_gradients_by_tokens, 4, world_size=3)
+    for window in range(2):
+        tokens = torch.cat([batch for rank in range(3) for batch in _micro_batches(window, rank)])
+        model = _model()
+        (_losses(model, tokens) / len(tokens)).backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        for gradients in results:
+            # Summed in another order.
+            torch.testing.assert_close(gradients[window], expected, rtol=1e-6, atol=1e-6)
+
+
+def _one_rank_reports(bad: list[list[Any]], rank: int) -> None:
+    good: list[list[Any]] = [[3], [torch.tensor(2)], [0], [1, 2]]
+    _fill(TokenCount(_everyone()), bad if dist.get_rank() == rank else good).total()
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ([[], [1], [1], [1]], "^rank 2 reported no tokens in micro-batch 1 of 4; call self.trainer.strategy.report_to"),
+        ([[1], [1], [1], []], "^rank 2 reported no tokens in micro-batch 4 of 4; "),
+        ([[1], [-1], [1], [1]], "^rank 2 reported -1 as its number of tokens in micro-batch 2 of 4; "),
+        ([[1], [1], [1, float("nan")], [1]], "^rank 2 reported nan as its .* micro-batch 3 of 4; "),
+        ([[1], [1], [torch.tensor(torch.inf)], [1]], "^rank 2 reported inf as its .* micro-batch 3 of 4; "),
+        ([[2.5], [1], [1], [1]], "^rank 2 reported 2.5 as its .* micro-batch 1 of 4; "),
+        ([[True], [1], [1], [1]], "^rank 2 reported True as its .* micro-batch 1 of 4; "),
+        ([["7"], [1], [1], [1]], "^rank 2 reported '7' as its .* micro-batch 1 of 4; "),
+        ([[None], [1], [1], [1]], "^rank 2 reported None as its .* micro-batch 1 of 4; "),
+        ([[torch.ones(2)], [1], [1], [1]], r"^rank 2 reported a Tensor \(2,\) of torch.float32 as its .* 1 of 4; "),
+        ([[torch.tensor(True)], [1], [1], [1]], r"^rank 2 reported a Tensor \(\) of torch.bool as its .* 1 of 4; "),
+        ([[torch.tensor(3).bfloat16()], [1]], r"^rank 2 reported a Tensor \(\) of torch.bfloat16 as its .* 1 of 2; "),
+    ],
+    ids=lambda value: str(value)[:40].strip("^"),
+)
+def test_what_one_rank_reports_wrongly_is_one_error_on_all(gloo: ProcessPool, bad: list[list[Any]], match: str) -> None:
+    failures = gloo.expect_error_on_all_ranks(_one_rank_reports, bad, 2, match=match, world_size=3)
+    assert len({failure.message for failure in failures.values()}) == 1
+
+
+def _report_before_the_first_micro_batch() -> None:
+    count = TokenCount(_everyone())
+    if dist.get_rank() == 1:
+        count.report(1)
+    _fill(count, [[1]]).total()
+
+
+def test_a_report_outside_of_a_training_step_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _report_before_the_first_micro_batch, match="^rank 1 reported tokens outside of a training step", world_size=2
+    )
+
+
+def _report_too_late(*, resets: bool) -> None:
+    count = _fill(TokenCount(_everyone()), [[1]])
+    assert count.total() == 2
+    if dist.get_rank() == 1:
+        count.report(5)
+    assert count.total() == 2
+    if resets:
+        count.reset()
+    _fill(count, [[1]]).total()
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_report_after_the_sum_is_an_error_of_the_next_window(gloo: ProcessPool, resets: bool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _report_too_late, resets=resets, match="^rank 1 reported tokens after they were summed", world_size=2
+    )
+
+
+def _go_on_after_an_error() -> tuple[str, float]:
+    count = _fill(TokenCount(_everyone()), [[1], [] if dist.get_rank() else [1]])
+    try:
+        count.total()
+    except ValueError as error:
+        message = str(error)
+    count.reset()
+    return message, _fill(count, [[4]]).total()
+
+
+def test_a_reset_forgets_what_was_wrong(gloo: ProcessPool) -> None:
+    (message, total), other = gloo.run(_go_on_after_an_error, world_size=2)
+    assert message.startswith("rank 1 reported no tokens in micro-batch 2 of 2")
+    assert total == 8
+    assert other == (message, total)
+
+
+def test_one_process_needs_no_group() -> None:
+    count = _fill(TokenCount(ALONE), [[3, 4.0], [torch.tensor(5.0), torch.tensor(2**40 + 1)]])
+    assert count.total() == 2**40 + 13
+    count.reset()
+    with pytest.raises(ValueError, match="rank 0 reported no tokens in micro-batch 1 of 1"):
+        _fill(count, [[]]).total()
+
+
+def test_a_window_without_micro_batches_has_no_tokens() -> None:
+    assert TokenCount(ALONE).divisor(2) == 0.5
+
+
+def test_the_next_micro_batch_after_a_sum_begins_a_window() -> None:
+    count = _fill(TokenCount(ALONE), [[3]])
+    assert count.total() == 3
+    assert _fill(count, [[4]]).total() == 4
+
+
+def test_a_tensor_that_is_changed_later_counts_as_reported() -> None:
+    num_tokens = torch.tensor(3)
+    count = _fill(TokenCount(ALONE), [[num_tokens]])
+    num_tokens += 10
+    assert count.total() == 3
+
+
+def test_a_report_is_not_read_before_the_sum() -> None:
+    count = TokenCount(ALONE)
+    count.begin_micro_batch()
+    with (
+        mock.patch.object(Tensor, "item", side_effect=AssertionError),
+        mock.patch.object(Tensor, "tolist", side_effect=AssertionError),
+    ):
+        count.report(torch.tensor(3))
+    assert count.total() == 3
+
+
+def _report_a_dtensor() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    _fill(TokenCount(_everyone()), [[distribute_tensor(torch.tensor(3), mesh, [Replicate()])]]).total()
+
+
+def test_a_dtensor_is_refused(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_report_a_dtensor, match="^rank 0 reported a DTensor", world_size=2)
