@@ -48,14 +48,21 @@ def local_shape_and_offset(
     return tuple(local_shape), tuple(offset)
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this process belongs to.
+
+    Uses ``torch.distributed.distributed_c10d._world.pg_map`` (2.11 to 2.13).
+    """
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def collective_counts() -> dict[str, int]:
     """Return name of each process group of this process -> how many collectives it has launched there.
 
-    Uses ``torch.distributed.distributed_c10d._world.pg_map`` and ``ProcessGroup._get_sequence_number_for_group``
-    (2.11 to 2.13). Groups without a count are left out.
+    Uses ``ProcessGroup._get_sequence_number_for_group`` (2.11 to 2.13). Groups without a count are left out.
     """
     counts: dict[str, int] = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         try:
             counts[group.group_name] = int(group._get_sequence_number_for_group())
         except RuntimeError:

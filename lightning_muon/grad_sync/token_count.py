@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +18,7 @@ from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
 from lightning_muon.comm.mesh import AxisGroup, host_group
 
 _WHAT_TO_DO = "call self.trainer.strategy.report_tokens(n) in training_step"
-_EXPECTED = "being a whole number of at least 0, or a 0-d tensor of integers or float32"
-
+_EXPECTED = "a whole number of at least 0, or a 0-d tensor of integers or float32"
 
 # What was reported at a time; a text says what it was instead of a count.
 _Report = int | float | Tensor | str
@@ -120,7 +122,7 @@ class TokenCount:
             total, num_problems = self._sum.tokens_and_problems.tolist()
             if num_problems:
                 raise ValueError(self._first_problem(self._sum.problem))
-            self._total = total
+            self._total = float(total)
         return self._total
 
     def divisor(self, accumulate: int) -> float:
@@ -156,7 +158,7 @@ def _report(num_tokens: Any) -> _Report:
         kind = f"a {type(num_tokens).__name__} {tuple(num_tokens.shape)} of {num_tokens.dtype} as its"
         is_number = num_tokens.ndim == 0 and not isinstance(num_tokens, DTensor) and _counts_exactly(num_tokens.dtype)
         return num_tokens.detach().clone() if is_number else kind
-    if isinstance(num_tokens, numbers.Integral | numbers.Real) and not isinstance(num_tokens, bool):
+    if isinstance(num_tokens, numbers.Real) and not isinstance(num_tokens, bool):
         return int(num_tokens) if isinstance(num_tokens, numbers.Integral) else float(num_tokens)
     return f"{num_tokens!r} as its"
 
@@ -181,7 +183,7 @@ def _tokens_and_problem(window: _Window) -> tuple[float, str]:
             value = next(on_the_host) if isinstance(report, Tensor) else report
             if isinstance(value, str) or not (math.isfinite(value) and value >= 0 and value == int(value)):
                 found = value if isinstance(value, str) else f"{value} as its"
-                return 0.0, f"rank {rank} reported {found} number of tokens {where}; {_WHAT_TO_DO}, n {_EXPECTED}"
+                return 0.0, f"rank {rank} reported {found} number of tokens {where}; {_WHAT_TO_DO}, with {_EXPECTED}"
             total += int(value)
     return float(total), ""
 

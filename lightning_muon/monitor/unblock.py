@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from lightning_muon.compat.torch import process_groups
+
 
 def break_communication(keep_ports: Collection[int] = ()) -> None:
     """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
@@ -21,10 +23,11 @@ def break_communication(keep_ports: Collection[int] = ()) -> None:
     Args:
         keep_ports: Listening ports that are not gloo's, such as that of the store.
     """
-    if dist.is_initialized() and dist.get_backend() != "gloo":
-        # Some backends have no abort.
-        with suppress(RuntimeError, NotImplementedError):
-            dist.group.WORLD.abort()  # type: ignore[union-attr]
+    for group in process_groups():
+        if dist.get_backend(group) != "gloo":
+            # Some backends have no abort.
+            with suppress(RuntimeError, NotImplementedError):
+                group.abort()
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(one)) for one in _tcp_sockets()]
         listening = {one.getsockname()[1] for one in sockets if _listens(one)} - set(keep_ports)

@@ -1,8 +1,8 @@
 """Divides the sequences of a batch over the context ranks, and gives attention what lies on the others.
 
-All context ranks of one data rank see the same batch, and each computes the loss of its own part of the positions. FSDP2
-averages gradients over data and context ranks, so a loss that is the mean over a rank's positions gives the gradient of
-the mean over all of them, as long as the parts are equal.
+All context ranks of one data rank see the same batch, and each computes the loss of its own part of the positions.
+FSDP2 averages gradients over data and context ranks, so a loss that is the mean over a rank's positions gives the
+gradient of the mean over all of them, as long as the parts are equal.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
 
 
@@ -109,11 +110,11 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh | None, dim: int = 1) -> Te
     """
     if mesh is None:
         return tensor
-    return torch.cat(all_gather(tensor, group=_one_axis(mesh).get_group()), dim)
+    return cast(Tensor, _GatherParts.apply(tensor, _one_axis(mesh).get_group(), dim))
 
 
 def context_attention(mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[None]:
-    """Context manager in which ``scaled_dot_product_attention`` sees the whole sequence, by torch's ``context_parallel``.
+    """Context manager in which ``scaled_dot_product_attention`` sees the whole sequence: torch's ``context_parallel``.
 
     On entry torch cuts ``buffers`` in place to the calling rank's part, and on exit it restores them. It deals the
     positions so that causal attention costs the same on all ranks; the part of a rank is therefore not contiguous, and
@@ -135,6 +136,26 @@ def context_attention(mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequenc
             "kernels there; divide the batch with split_sequence and gather keys and values with gather_sequence"
         )
     return context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims))
+
+
+class _GatherParts(torch.autograd.Function):
+    """All-gather along a dimension; backward exchanges the parts of the gradient and adds them up in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        sent = torch.stack(grads[0].chunk(dist.get_world_size(ctx.group), ctx.dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received.sum(0), None, None
 
 
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,0 +1,136 @@
+"""Where a rank stands while it does not get on, and what the positions of all ranks prove."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+
+import torch.distributed as dist
+
+from lightning_muon.compat.torch import collective_counts
+from lightning_muon.sharding.unit_order import UnitOrder
+
+_TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
+# So many last notes are published; ranks further apart than that prove nothing.
+_NUM_NOTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """What one rank publishes.
+
+    Attributes:
+        step: Steps that this rank has ended.
+        skipped: Number of notes of this step that are left out, the first ones.
+        notes: The other notes of :class:`~lightning_muon.sharding.unit_order.UnitOrder`.
+        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else.
+        counts: Collectives launched in each process group.
+        beat: How often the rank has looked since it last got on.
+        left: Whether the rank has ended its training.
+        failure: The exception that ended the step of this rank.
+    """
+
+    step: int
+    skipped: int
+    notes: list[int]
+    group: str | None
+    counts: dict[str, int]
+    beat: int = 0
+    left: bool = False
+    failure: str | None = None
+
+    @classmethod
+    def current(
+        cls, order: UnitOrder, thread: int, *, beat: int, left: bool = False, failure: str | None = None
+    ) -> Position:
+        """The position of this process, whose ``thread`` trains; local."""
+        notes = order.notes()
+        place = waiting_place(thread)
+        return cls(
+            step=order.step,
+            skipped=max(len(notes) - _NUM_NOTES, 0),
+            notes=notes[-_NUM_NOTES:],
+            group=None if place is None else place[0],
+            counts=collective_counts(),
+            beat=beat,
+            left=left,
+            failure=failure,
+        )
+
+    def to_text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """The inverse of :meth:`to_text`."""
+        return cls(**json.loads(text))
+
+
+def waiting_place(thread: int) -> tuple[str, int] | None:
+    """The collective of torch.distributed in which a thread is: (name of its group, identity of the call)."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or _TORCH_DISTRIBUTED not in frame.f_code.co_filename:
+        return None
+    known = frame.f_locals
+    if "group" not in known and "pg" not in known:
+        return None
+    group = known.get("group") or known.get("pg") or dist.group.WORLD
+    return (group.group_name, id(frame)) if isinstance(group, dist.ProcessGroup) else None
+
+
+def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
+    """The reason why these ranks can never meet, ``None`` if they may.
+
+    Args:
+        positions: Global rank -> what it has published; ranks that get on have published nothing, or something old.
+        order: Names the units.
+    """
+    differing = _different_notes(positions, order)
+    if differing is not None:
+        return differing
+    for (first, a), (second, b) in combinations(sorted(positions.items()), 2):
+        if _never_meet(a, b):
+            places = f"rank {first} {_place(a, order)}, rank {second} {_place(b, order)}"
+            notes = [position.notes[-1] for position in (a, b) if position.notes]
+            return f"The ranks wait for each other in different places: {places}. {order.advice(notes)}"
+    return None
+
+
+def _different_notes(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
+    """Compare the notes of ranks in the same step, from the first note that all of them have published."""
+    for step in {position.step for position in positions.values()}:
+        same = {rank: position for rank, position in positions.items() if position.step == step}
+        start = max(position.skipped for position in same.values())
+        found = order.describe({rank: p.notes[start - p.skipped :] for rank, p in same.items()}, complete=False)
+        if found is not None:
+            return found
+    return None
+
+
+def _never_meet(a: Position, b: Position) -> bool:
+    """Whether each waits for something that the other will not launch before it.
+
+    A rank waits in the last collective that it has launched in that group. Being ahead in one group proves nothing:
+    the other may be slow.
+    """
+    if a.group is None or b.group is None or a.step != b.step or min(a.beat, b.beat) < 2:
+        return False
+    if a.group == b.group:
+        same_collective = a.counts.get(a.group) == b.counts.get(a.group)
+        return same_collective and _end(a) != _end(b)
+    in_both = all(group in position.counts for group in (a.group, b.group) for position in (a, b))
+    return in_both and b.counts[a.group] < a.counts[a.group] and a.counts[b.group] < b.counts[b.group]
+
+
+def _end(position: Position) -> int:
+    return position.skipped + len(position.notes)
+
+
+def _place(position: Position, order: UnitOrder) -> str:
+    last = order.text(position.notes[-1]) if position.notes else "has run no unit in this step"
+    return f"waits after it {last}" if position.notes else last

@@ -1,0 +1,144 @@
+"""Batches that are divided over context ranks; the ranks are played by one process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon.sharding import context_parallel
+from lightning_muon.sharding.context_parallel import (
+    context_attention,
+    gather_sequence,
+    pad_to_multiple,
+    split_sequence,
+)
+
+
+class OneAxis:
+    """Stands in for the mesh of the context ranks, seen from one of them."""
+
+    ndim = 1
+    mesh_dim_names = ("context",)
+
+    def __init__(self, size: int, rank: int, device_type: str = "cpu") -> None:
+        self._size, self._rank, self.device_type = size, rank, device_type
+
+    def size(self) -> int:
+        return self._size
+
+    def get_local_rank(self) -> int:
+        return self._rank
+
+
+Pair = namedtuple("Pair", ["tokens", "mask"])
+
+
+@dataclass
+class Item:
+    tokens: Tensor
+    name: str
+
+
+def _parts(batch: Any, size: int, **options: Any) -> list[Any]:
+    return [split_sequence(batch, OneAxis(size, rank), **options) for rank in range(size)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_the_parts_in_order_are_the_whole(size: int, dim: int) -> None:
+    tokens = torch.randint(99, (5, 6))
+    parts = _parts(tokens, size, dim=dim)
+    assert torch.equal(torch.cat(parts, 1), tokens)
+    assert all(part.shape == (5, 6 // size) and part.is_contiguous() for part in parts)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+def test_tensors_in_any_container_are_divided_and_the_rest_is_passed_on(kind: Any) -> None:
+    tokens, mask, lengths = torch.randint(99, (3, 4)), torch.rand(3, 4, 2), torch.tensor([4, 3, 4])
+    batch = kind(
+        pair=Pair(tokens, mask), items=[tokens, (mask, "text")], item=Item(tokens, "a"), lengths=lengths, step=7
+    )
+    for rank, part in enumerate(_parts(batch, 2)):
+        mine = slice(2 * rank, 2 * rank + 2)
+        assert type(part) is kind and type(part["pair"]) is Pair and type(part["items"][1]) is tuple
+        for found in (part["pair"].tokens, part["items"][0], part["item"].tokens):
+            assert torch.equal(found, tokens[:, mine])
+        for found in (part["pair"].mask, part["items"][1][0]):
+            assert torch.equal(found, mask[:, mine])
+        assert (part["items"][1][1], part["item"].name, part["step"]) == ("text", "a", 7)
+        assert part["lengths"] is lengths
+    assert batch["pair"].tokens is tokens  # The batch itself stays whole.
+
+
+@pytest.mark.parametrize("keys", [("tokens",), ("text",), ("text.tokens",), {"0"}])
+def test_only_what_the_keys_name_is_divided(keys: Any) -> None:
+    tokens, image = torch.randint(99, (3, 4)), torch.rand(3, 5)
+    batch: Any = (tokens, image) if keys == {"0"} else {"text": {"tokens": tokens}, "image": image}
+    part = _parts(batch, 2, keys=keys)[1]
+    found = part[0] if keys == {"0"} else part["text"]["tokens"]
+    assert torch.equal(found, tokens[:, 2:])
+    assert (part[1] if keys == {"0"} else part["image"]) is image
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "match"),
+    [
+        ({"a": {"tokens": torch.zeros(2, 7)}}, {}, r"a\.tokens \(2, 7\) has 7 positions in dimension 1, which 2 con"),
+        (torch.zeros(2, 5), {}, r"the batch \(2, 5\) has 5 positions"),
+        ({"tokens": torch.zeros(2, 4)}, {"keys": ("token",)}, "keys names token, but the batch has no tensor"),
+        ({"tokens": torch.zeros(2, 4)}, {"keys": "tokens"}, "keys must be a collection of names"),
+        ({"tokens": torch.zeros(4), "name": "a"}, {}, r"no tensor of the batch \(dict\) has a dimension 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_an_error(batch: Any, options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        _parts(batch, 2, **options)
+
+
+def test_sequences_are_lengthened_with_the_value_of_their_key() -> None:
+    batch = {"tokens": torch.ones(2, 5, dtype=torch.int64), "labels": torch.ones(2, 5), "lengths": torch.ones(2)}
+    padded = pad_to_multiple(batch, 4, fill={"labels": -100})
+    assert padded["tokens"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
+    assert padded["labels"].tolist() == [[1.0] * 5 + [-100.0] * 3] * 2
+    assert padded["lengths"] is batch["lengths"]
+    assert padded["tokens"].dtype == torch.int64
+    assert pad_to_multiple(padded, 4)["tokens"].shape == (2, 8)
+
+
+def test_a_fill_value_for_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="fill names label, but"):
+        pad_to_multiple({"labels": torch.zeros(2, 3)}, 2, fill={"label": -100})
+    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
+        pad_to_multiple(torch.zeros(2, 3), 0)
+
+
+def test_without_a_context_mesh_nothing_changes() -> None:
+    tokens = torch.zeros(2, 3)
+    assert split_sequence(tokens, None) is tokens
+    assert gather_sequence(tokens, None) is tokens
+
+
+def test_a_mesh_of_two_axes_is_refused() -> None:
+    mesh = OneAxis(2, 0)
+    mesh.ndim, mesh.mesh_dim_names = 2, ("shard", "context")  # type: ignore[assignment]
+    for function in (split_sequence, gather_sequence):
+        with pytest.raises(ValueError, match="one axis of a mesh, got 2 axes"):
+            function(torch.zeros(2, 4), mesh)  # type: ignore[arg-type]
+
+
+def test_ring_attention_without_cuda_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"needs CUDA, but the mesh is on cpu.*gather_sequence"):
+        context_attention(OneAxis(2, 0), [torch.zeros(2, 4)], [1])  # type: ignore[arg-type]
+
+
+def test_on_cuda_the_buffers_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "context_parallel", lambda *args, **options: (args, options))
+    mesh, buffer = OneAxis(2, 0, "cuda"), torch.zeros(2, 4)
+    (found,), options = context_attention(mesh, (buffer,), (1,))  # type: ignore[arg-type, misc]
+    assert found is mesh
+    assert options["buffers"][0] is buffer and options["buffer_seq_dims"] == [1]
