@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 
 import torch
@@ -22,10 +23,10 @@ class AllReduce:
         group: All data-parallel ranks.
     """
 
-    accumulates_in_grad = True
-
     def __init__(self, group: AxisGroup) -> None:
         (self._group,) = PrivateGroups().of([group])
+        # Weak, so that zero_grad frees the memory.
+        self._results: dict[Tensor, weakref.ref[Tensor]] = {}
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Sum:
         """As in :class:`~lightning_muon.grad_sync.reducer.Transport`.
@@ -34,7 +35,12 @@ class AllReduce:
         """
         buffer = torch.cat([part for p, gradient in gradients.items() for part in flat_parts(p, gradient)])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
-        return _Sum(tuple(gradients), buffer, work)
+        return _Sum(self._results, tuple(gradients), buffer, work)
+
+    def resends(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: backward adds in place to the sum that ``zero_grad`` has not dropped."""
+        result = self._results.get(parameter)
+        return parameter.grad is not None and result is not None and result() is parameter.grad
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Nothing to drop: ``zero_grad`` does it."""
@@ -43,8 +49,14 @@ class AllReduce:
 class _Sum:
     """A buffer that is being summed."""
 
-    def __init__(self, parameters: tuple[Tensor, ...], buffer: Tensor, work: dist.Work | None) -> None:
-        self._parameters, self._buffer, self._work = parameters, buffer, work
+    def __init__(
+        self,
+        results: dict[Tensor, weakref.ref[Tensor]],
+        parameters: tuple[Tensor, ...],
+        buffer: Tensor,
+        work: dist.Work | None,
+    ) -> None:
+        self._results, self._parameters, self._buffer, self._work = results, parameters, buffer, work
 
     def advance(self, *, wait: bool = False) -> bool:
         """Nothing follows the all-reduce."""
@@ -61,3 +73,4 @@ class _Sum:
             if parameter in present:
                 reduced = part.view(parameter.shape)
                 parameter.grad = reduced if parameter.grad is None else parameter.grad.add_(reduced)
+                self._results[parameter] = weakref.ref(parameter.grad)

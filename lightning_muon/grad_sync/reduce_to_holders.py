@@ -22,8 +22,6 @@ class ReduceToHolders:
         holdings: Says which part of each parameter each rank holds.
     """
 
-    accumulates_in_grad = False
-
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._shard, self._replicate = PrivateGroups().of([holdings.shard, holdings.replicate or ALONE])
@@ -53,6 +51,10 @@ class ReduceToHolders:
             self._read(parts)
         self._unread.pop(parameter, None)
         return self._reduced.get(parameter)
+
+    def resends(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: sums are kept apart from ``p.grad``."""
+        return False
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the sums of these parameters; local."""

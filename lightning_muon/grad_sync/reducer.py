@@ -51,14 +51,15 @@ class Pending(Protocol):
 class Transport(Protocol):
     """How gradients are summed over the ranks, and where the sums go."""
 
-    accumulates_in_grad: bool
-    """Whether the next pass sends again what this one has left in ``p.grad``."""
-
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
 
         Collective over all ranks that hold the parameters, in the same order of calls.
         """
+        ...
+
+    def resends(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
         ...
 
     def forget(self, parameters: Collection[Tensor]) -> None:
@@ -100,9 +101,11 @@ class _Agreed:
         num_launched: Buckets that any rank has launched.
         computed: Parameters that any rank has a gradient for.
         left_over: Those of launched buckets for which any rank has a gradient that was not sent.
+        resends: Whether any rank sends a sum over the ranks again.
     """
 
     num_launched: int
+    resends: bool
     computed: set[Tensor]
     left_over: set[Tensor]
 
@@ -220,7 +223,7 @@ class GradientReducer:
         ranks, this and :meth:`forget` bring back order.
         """
         agreed = self._agree()
-        self._check_divisor(agreed.computed)
+        self._check_divisor(agreed.resends)
         for bucket in self.buckets[self._num_launched :]:
             is_launched = bucket.index < agreed.num_launched
             self._launch(bucket, self._expected if is_launched else agreed.computed)
@@ -239,6 +242,7 @@ class GradientReducer:
         self._pending: list[Pending] = []
         self._sent: set[Tensor] = set()
         self._num_launched = 0
+        self._resends = False
         self._launched = Traffic()
         self._missing = [self._expected.intersection(bucket.parameters) for bucket in self.buckets]
         for arrivals in self._arrivals.values():
@@ -250,6 +254,7 @@ class GradientReducer:
         for parameter in bucket.parameters:
             if parameter in parameters:
                 gradients[parameter] = parameter.grad
+                self._resends |= self._transport.resends(parameter)
                 # The transport has it now; what backward adds later is a remainder, which must be told apart.
                 parameter.grad = None
         if not gradients:
@@ -272,10 +277,12 @@ class GradientReducer:
             own and (self._bucket_of[parameter].index < self._num_launched or parameter not in self._expected)
             for own, parameter in zip(has, self._parameters, strict=True)
         ]
-        num_launched, *flags = self._any_rank([self._num_launched, *computed, *left_over])
+        resends = self._resends or any(map(self._transport.resends, self._parameters))
+        num_launched, resends, *flags = self._any_rank([self._num_launched, resends, *computed, *left_over])
         count = len(self._parameters)
         return _Agreed(
             num_launched,
+            bool(resends),
             {parameter for parameter, flag in zip(self._parameters, flags[:count], strict=True) if flag},
             {parameter for parameter, flag in zip(self._parameters, flags[count:], strict=True) if flag},
         )
@@ -289,15 +296,13 @@ class GradientReducer:
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._host.group)
         return agreed.tolist()
 
-    def _check_divisor(self, computed: Collection[Tensor]) -> None:
+    def _check_divisor(self, resends: bool) -> None:
         """The mean over the ranks of what is equal on all ranks is the same again; other factors would change it."""
-        if not self._transport.accumulates_in_grad or self._divisor == self._group.size:
-            return
-        if again := self._present.intersection(computed):
+        if resends and self._divisor != self._group.size:
             raise ValueError(
-                f"{len(again)} gradients were divided by {self._divisor} (there are {self._group.size} ranks) and then "
-                f"added to by another synchronizing backward pass. Call zero_grad and forget() between them, or run "
-                f"all but the last pass inside no_sync()."
+                f"gradients that are sums over {self._group.size} ranks would be summed and divided by {self._divisor} "
+                "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
+                "synchronizing passes, or run all but the last pass inside no_sync()."
             )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from lightning_muon.compat.torch import collective_counts
 from lightning_muon.sharding.unit_order import UnitOrder
 
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
+# A gate counts as a group of its own, to which all ranks belong.
+_GATE = "gate"
 # So many last notes are published; ranks further apart than that prove nothing.
 _NUM_NOTES = 4096
 
@@ -60,6 +62,10 @@ class Position:
             left=left,
             failure=failure,
         )
+
+    def with_gate(self, number: int, *, waits: bool) -> Position:
+        """Add that the rank has come to ``number`` gates of its order, and whether it waits in the last one."""
+        return replace(self, group=_GATE if waits else self.group, counts={**self.counts, _GATE: number})
 
     def to_text(self) -> str:
         """As JSON."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -13,12 +12,12 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from lightning_muon.compat.torch import default_store
+from lightning_muon.compat.torch import default_store, process_groups
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
 from lightning_muon.monitor.unblock import break_communication
 from lightning_muon.sharding.unit_order import UnitOrder
 
-_NUMBERS = itertools.count()
+_POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 
 
 class Watchdog:
@@ -31,10 +30,13 @@ class Watchdog:
     stands in a debugger proves nothing, so the others wait for it. While ranks get on, the thread only looks at two
     integers twice a second.
 
+    With gloo, where messages of different sizes end the process, ranks also wait for all others through the store
+    before they run units in an order that is new to them.
+
     On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
     a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
 
-    Every rank must construct it, in the same order; otherwise local.
+    Every rank must start it, the second one of a process group after the first one and so on.
 
     Args:
         order: Notes of this rank, usually ``GradientAgreement.order``.
@@ -54,13 +56,14 @@ class Watchdog:
     def __init__(self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5) -> None:
         self._order = order
         self._patience, self._interval = patience, interval
-        self._number = next(_NUMBERS)
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._message = ""
         self._failure: str | None = None
         self._left = False
+        self._num_gates, self._in_gate = 0, False
+        self._gate_keys: tuple[str, ...] = ()
         self._main = threading.main_thread().ident or 0
 
     def start(self) -> None:
@@ -70,17 +73,21 @@ class Watchdog:
         store = default_store()
         self._ports = _store_ports(store)
         # A connection of its own: the main thread may wait in the store.
-        self._store = dist.PrefixStore(f"lightning_muon_watchdog{self._number}", store.clone())
+        store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
+        if any(dist.get_backend(group) == "gloo" for group in process_groups()):
+            self._order.gate = self._wait_for_all
 
     def close(self) -> None:
         """Stop watching; the others learn that this rank waits for nobody any more; local."""
         if self._thread is None:
             return
         self._closed.set()
+        self._order.gate = None
         self._thread.join(timeout=2 * self._interval)
         self._thread = None
         if not self._left:
@@ -103,10 +110,29 @@ class Watchdog:
             if in_collective and isinstance(error, RuntimeError):
                 # The others stand still a little later; their positions may say why.
                 self._stopped.wait(self._patience + 6 * self._interval)
-            if self._message and in_collective:
+            if self._message:
                 raise RuntimeError(self._message) from error
             self._tell(f"rank {self._rank} has failed: {self._failure}")
             raise
+
+    def _wait_for_all(self, number: int, note: int) -> None:
+        """The gate of the order: wait until all ranks run the same. Collective over all ranks; every rank must call it.
+
+        A rank that does not is why this thread watches.
+        """
+        self._num_gates += 1
+        self._in_gate = True
+        if self._store.add(f"arrived{number}_{note}", 1) == self._size:
+            self._store.set(f"all{number}_{note}", "")
+        while not self._store.check([f"all{number}_{note}"]):
+            if self._stopped.wait(_POLL_SECONDS):
+                raise RuntimeError(self._message)
+        self._in_gate = False
+        if self._rank == 0:
+            # All ranks are here, so none reads the keys of the gate before any more.
+            for key in self._gate_keys:
+                self._store.delete_key(key)
+        self._gate_keys = (f"arrived{number}_{note}", f"all{number}_{note}")
 
     def _watch(self) -> None:
         """Body of the thread: look, and after some seconds without progress publish, compare, obey."""
@@ -130,6 +156,7 @@ class Watchdog:
 
     def _publish(self, beat: int) -> None:
         position = Position.current(self._order, self._main, beat=beat, left=self._left, failure=self._failure)
+        position = position.with_gate(self._num_gates, waits=self._in_gate)
         self._store.set(f"position{self._rank}", position.to_text())
 
     def _judges(self) -> bool:
@@ -158,12 +185,10 @@ class Watchdog:
         self._message = self._store.get("stop").decode()
         self._stopped.set()
         place = waiting_place(self._main)
-        if place is None:
-            return True
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)
         break_communication(self._ports)
-        if not self._closed.wait(3.0) and waiting_place(self._main) == place:
+        if not self._closed.wait(3.0) and place is not None and waiting_place(self._main) == place:
             sys.stderr.write(f"lightning_muon: {self._message}\n")
             sys.stderr.flush()
             os._exit(1)
@@ -171,9 +196,9 @@ class Watchdog:
 
 
 @contextmanager
-def watching(order: UnitOrder) -> Generator[Watchdog]:
+def watching(order: UnitOrder, *, patience: float = 4.0) -> Generator[Watchdog]:
     """Watch, and explain exceptions, while the block runs. Every rank must enter it."""
-    watchdog = Watchdog(order)
+    watchdog = Watchdog(order, patience=patience)
     watchdog.start()
     try:
         with watchdog.explaining():
@@ -183,11 +208,11 @@ def watching(order: UnitOrder) -> Generator[Watchdog]:
 
 
 def _ended_in_collective(traceback: TracebackType | None) -> bool:
-    """Whether an exception came out of torch.distributed, or out of the backward pass, which hides its frames."""
+    """Whether an exception came out of torch.distributed."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     name = "" if traceback is None else traceback.tb_frame.f_code.co_filename
-    return any(os.path.join("torch", part) in name for part in ("distributed", "autograd"))
+    return os.path.join("torch", "distributed") in name
 
 
 def _store_ports(store: dist.Store) -> set[int]:

@@ -35,6 +35,10 @@ class UnitOrder:
 
     Attributes:
         step: How often the notes were started anew.
+        gate: Called with (number of notes ever, note) before anything is communicated, where the note is not the one
+            that followed its predecessor the last time. Ranks with equal notes until then expect the same, so of ranks
+            that part at least one calls it. A gate that waits for all ranks keeps messages of different sizes from
+            meeting, which ends a process that uses gloo.
 
     Example::
 
@@ -48,6 +52,10 @@ class UnitOrder:
     def __init__(self, module: nn.Module, num_ranks: int) -> None:
         self.step = 0
         self.num_ranks = num_ranks
+        self.gate: Callable[[int, int], None] | None = None
+        self._num_notes = 0
+        self._last: int | None = None
+        self._successors: dict[int | None, int] = {}
         self._notes = array("i")
         self._names: list[tuple[str, str]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -60,7 +68,11 @@ class UnitOrder:
 
     def mark(self, what: Mark) -> None:
         """Note a point that all ranks must reach in the same place of their order; local."""
-        self._notes.append(_MARKS[what][0])
+        note, _ = _MARKS[what]
+        if what == "left":
+            self._notes.append(note)
+        else:
+            self._add(note)
 
     def position(self) -> tuple[int, int]:
         """How far this rank is: (step, number of notes in it). May be called from any thread."""
@@ -155,7 +167,7 @@ class UnitOrder:
         def enter(*_: Any) -> None:
             # Weights that are whole already are not gathered: such a unit may run as often as a rank likes.
             if isinstance(getattr(*place), DTensor):
-                self._notes.append(2 * number)
+                self._add(2 * number)
 
         def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
@@ -168,9 +180,18 @@ class UnitOrder:
 
     def _backward_note(self, number: int) -> Callable[[Tensor], None]:
         def begin(_: Tensor) -> None:
-            self._notes.append(2 * number + 1)
+            self._add(2 * number + 1)
 
         return begin
+
+    def _add(self, note: int) -> None:
+        self._notes.append(note)
+        self._num_notes += 1
+        expected = self._successors.get(self._last) == note
+        self._successors[self._last] = note
+        self._last = note
+        if not expected and self.gate is not None:
+            self.gate(self._num_notes, note)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -13,10 +13,10 @@ from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.runtime import (
+    MicroBatches,
     initialize_roots,
     let_gathers_start,
     set_gradient_divisor,
-    set_gradient_sync,
 )
 
 
@@ -47,17 +47,13 @@ class Fsdp(ShardingMode):
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """As in :class:`ShardingMode`."""
         self._module = module
+        self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self._agreement = GradientAgreement(module, self.mesh)
         attach_optimizers(module, optimizers, layout=None)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """As in :class:`ShardingMode`."""
-        set_gradient_sync(self._module, False, reshard_after_backward=self.options.reshard_after_backward)
-        try:
-            yield
-        finally:
-            set_gradient_sync(self._module, True)
+        return self._micro_batches.without_sync()
 
     def set_gradient_divisor(self, divisor: float | None) -> None:
         """As in :class:`ShardingMode`."""
@@ -68,6 +64,7 @@ class Fsdp(ShardingMode):
     def finish_gradients(self) -> None:
         """As in :class:`ShardingMode`."""
         assert self._agreement is not None, "attach comes first"
+        self._micro_batches.finish()
         self._agreement.finish(self._divisor)
 
     def end_step(self) -> None:

@@ -78,7 +78,7 @@ class Setup:
         self.reference.zero_grad()
         self.reducer.forget(list(self.names))
 
-    def backward(self, loss: Loss, *, rank: int | None = None) -> None:
+    def backward(self, loss: Loss) -> None:
         """The calling rank's backward pass, and that of all ranks on the reference."""
         loss(self.model, dist.get_rank()).backward()
         self.refer(loss)

@@ -9,8 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_muon.comm.mesh import axis_group
+from lightning_muon.grad_sync.all_reduce import AllReduce
+from lightning_muon.grad_sync.reducer import GradientReducer
 from tests.distributed.grad_sync.reducer_setup import ALL_REDUCE, HOLDERS, SAME, USES, Collectives, Setup, odd_loss
 from tests.support.processes import ProcessPool
 
@@ -190,6 +195,25 @@ def test_a_rank_without_a_backward_pass_counts_as_zeros_and_nothing_is_sent_for_
     assert all(gloo.run(_idle, kind, world_size=3))
 
 
+def _come_into_use(kind: str) -> None:
+    """One bucket: rank 0 has launched it without the branch that nobody has used before; rank 1 follows."""
+    setup = Setup(kind, (dist.get_world_size(),), bucket_bytes=10**6)
+    setup.backward(odd_loss(0, [[0]] * 4))
+    setup.reducer.finish()
+    setup.zero_grad()
+    loss = odd_loss(1, SAME)
+    setup.refer(lambda model, rank: torch.zeros(()) if rank == 1 else loss(model, rank))
+    if dist.get_rank() != 1:
+        loss(setup.model, dist.get_rank()).backward()
+    setup.reducer.finish()
+    assert "branches.1.weight" in setup.check()
+
+
+@BOTH
+def test_a_layer_may_come_into_use_while_another_rank_is_idle(gloo: ProcessPool, kind: str) -> None:
+    gloo.run(_come_into_use, kind, world_size=2)
+
+
 def _divide_by(kind: str, divisor: float) -> None:
     setup = Setup(kind, (dist.get_world_size(),))
     setup.backward(odd_loss(0, SAME))
@@ -207,7 +231,26 @@ def test_the_divisor_may_be_known_after_backward_only(gloo: ProcessPool) -> None
 
 
 def test_another_divisor_than_the_number_of_ranks_is_refused_if_it_would_be_applied_twice(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_divide_by, ALL_REDUCE, 7.5, match="7.5.*2 ranks", world_size=2)
+    gloo.expect_error_on_all_ranks(_divide_by, ALL_REDUCE, 7.5, match="2 ranks.*7.5", world_size=2)
+
+
+def _divide_steps(kind: str) -> None:
+    """Only ``zero_grad`` between the steps, as an optimizer that knows no reducer does it."""
+    setup = Setup(kind, (dist.get_world_size(),))
+    for step in range(3):
+        with setup.reducer.no_sync():
+            setup.backward(odd_loss(2 * step, USES[step]))
+        gc.collect()
+        setup.backward(odd_loss(2 * step + 1, USES[step]))
+        setup.reducer.set_divisor(7.5 + step)
+        setup.reducer.finish()
+        setup.check(7.5 + step)
+        setup.model.zero_grad()
+        setup.reference.zero_grad()
+
+
+def test_every_step_may_have_a_divisor_of_its_own(gloo: ProcessPool) -> None:
+    gloo.run(_divide_steps, ALL_REDUCE, world_size=3)
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
@@ -311,6 +354,37 @@ def _complex() -> None:
 
 def test_complex_parameters_are_refused_by_name(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_complex, match=r"weight \(5, 3\).*complex64", exception=TypeError, world_size=2)
+
+
+def _dtensor() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight, group = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])), axis_group(mesh, (0,))
+    GradientReducer([weight], AllReduce(group), group, names={weight: "weight"})
+
+
+def test_a_dtensor_is_refused_by_name(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_dtensor, match=r"weight \(4, 3\).*DTensor", exception=TypeError, world_size=2)
+
+
+def _communicate_in_hooks(kind: str) -> float:
+    """Rank 0 is in a collective of the user's before any bucket is launched, rank 1 joins it after most have been."""
+    model, total = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))), torch.tensor(1.0)
+    setup = Setup(kind, (dist.get_world_size(),), model, bucket_bytes=1)
+
+    def add(gradient: Tensor) -> None:
+        dist.all_reduce(total)
+
+    model[3 if dist.get_rank() == 0 else 0].weight.register_hook(add)
+    setup.backward(lambda model, rank: model(torch.full((2, 5), rank + 1.0)).square().sum())
+    setup.reducer.finish()
+    # Gradients of up to 10.
+    setup.check(rtol=1e-5, atol=1e-5)
+    return float(total)
+
+
+@BOTH
+def test_communications_of_others_during_backward_do_not_mix_with_ours(gloo: ProcessPool, kind: str) -> None:
+    assert gloo.run(_communicate_in_hooks, kind, world_size=2) == [2.0, 2.0]
 
 
 def _close(how: str) -> list[bool]:

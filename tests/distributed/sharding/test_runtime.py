@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, initialize_roots, let_gathers_start, set_gradient_sync
+from lightning_muon.sharding.runtime import (
+    MicroBatches,
+    free_unsharded,
+    initialize_roots,
+    let_gathers_start,
+    set_gradient_divisor,
+    set_gradient_sync,
+)
 from tests.distributed.sharding.models import (
     Net,
     assert_close,
@@ -126,3 +134,140 @@ def _told_events() -> list[tuple[bool, str]]:
 
 def test_the_root_is_told_what_its_all_gathers_wait_for(gloo: ProcessPool) -> None:
     assert gloo.run(_told_events, world_size=2) == [[(True, "event")]] * 2
+
+
+def _divided(shape: tuple[int, int], divisor: float, dtype: torch.dtype | None) -> None:
+    """Each unit's gradients are sum / divisor to the last bit; then the mean again."""
+    mesh = make_mesh(shape)
+    torch.manual_seed(0)
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    shard_model(model, mesh, mp_policy=policy)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens = tokens_of_all(size)[rank]
+    agreement = GradientAgreement(model, mesh)
+
+    def gradients(chosen: float | None) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        set_gradient_divisor(model, chosen)
+        model.training_step(tokens).backward()
+        agreement.finish(chosen)
+        return gradients_of(model)
+
+    sums, quotients, means = gradients(1.0), gradients(divisor), gradients(None)
+    assert any(value is not None and value.ndim == 0 for value in sums.values())
+    for name, value in sums.items():
+        if value is None:
+            assert quotients[name] is None and means[name] is None
+            continue
+        # The division happens in the dtype of the reduction, a power of two is exact in each.
+        total = value if dtype is None or value.ndim == 0 else value.to(dtype)
+        assert torch.equal(quotients[name], (total / divisor).to(value.dtype)), name
+        tolerance = 1e-6 if dtype is None else 1e-2
+        torch.testing.assert_close(means[name], value / size, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)], ids=str)
+def test_gradients_are_the_sum_over_the_ranks_divided_once(
+    gloo: ProcessPool, shape: tuple[int, int], dtype: torch.dtype | None
+) -> None:
+    gloo.run(_divided, shape, 37.5, dtype, world_size=shape[0] * shape[1])
+
+
+def _summed(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    mesh = make_mesh(shape)
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    shard_model(model, mesh)
+    agreement = GradientAgreement(model, mesh)
+    size = dist.get_world_size()
+    tokens = tokens_of_all(size)[dist.get_rank()]
+    for last in (False, True):
+        set_gradient_sync(model, last)
+        set_gradient_divisor(model, size / 3)
+        model.training_step(tokens).backward()
+    agreement.finish(size / 3)
+    # Nothing was added in between, so nothing is divided again.
+    agreement.finish(5.0)
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 3)], ids=str)
+def test_a_divisor_meets_accumulated_gradients_and_double_precision(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+    size = shape[0] * shape[1]
+    torch.manual_seed(0)
+    model = Net().double()
+    for _ in range(6):
+        model.training_step(tokens_of_all(size).flatten(0, 1)).backward()
+    for result in gloo.run(_summed, shape, torch.float64, world_size=size):
+        assert_close(result, gradients_of(model))
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
+    with pytest.raises(ValueError, match="divisor of the gradients must be positive and finite"):
+        set_gradient_divisor(nn.Linear(2, 2), divisor)
+
+
+def _counts(num_batches: int, keep: bool, reshard_after_forward: bool | int) -> list[list[dict[str, int]]]:
+    """Collectives of each micro-batch of two steps, and of the evaluation after them."""
+    mesh = make_mesh((2, 2))
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(model, mesh, forward_methods=("training_step",), reshard_after_forward=reshard_after_forward)
+    agreement = GradientAgreement(model, mesh)
+    micro_batches = MicroBatches(model, reshard_after_backward=not keep)
+    tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]
+    result: list[list[dict[str, int]]] = []
+
+    def counted(backward: bool) -> dict[str, int]:
+        with CommDebugMode() as counter:
+            loss = model.training_step(tokens)
+            if backward:
+                loss.backward()
+        return {str(kind).split(".")[-1]: number for kind, number in counter.get_comm_counts().items()}
+
+    for _ in range(2):
+        model.zero_grad()
+        seen = []
+        for _ in range(num_batches - 1):
+            with micro_batches.without_sync():
+                seen.append(counted(True))
+        seen.append(counted(True))
+        micro_batches.finish()
+        assert all(isinstance(p, DTensor) for p in model.parameters() if p.ndim)
+        agreement.finish()
+        assert_close(gradients_of(model), reference_gradients(4, repeats=num_batches))
+        result.append(seen)
+    with torch.no_grad():
+        seen = [counted(False)]
+        free_unsharded(model)
+        result.append([*seen, counted(False)])
+    return result
+
+
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+# Net has three units: two blocks, and the root, which stays whole between forward and backward.
+FORWARD = {GATHER: 3}
+WHOLE = {GATHER: 5}
+REDUCED = {SCATTER: 3, REDUCE: 3}
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_micro_batches_but_the_last_reduce_nothing(gloo: ProcessPool, num_batches: int) -> None:
+    for result in gloo.run(_counts, num_batches, False, True, world_size=4):
+        assert result[:2] == [[WHOLE] * (num_batches - 1) + [WHOLE | REDUCED]] * 2
+        assert result[2] == [FORWARD, FORWARD]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_weights_that_stay_whole_are_gathered_once_per_step(gloo: ProcessPool, reshard_after_forward: bool) -> None:
+    for result in gloo.run(_counts, 4, True, reshard_after_forward, world_size=4):
+        assert result[:2] == [[FORWARD, {}, {}, REDUCED]] * 2
+        assert result[2] == [FORWARD, FORWARD]
+
+
+def test_a_step_of_one_batch_is_not_kept_whole(gloo: ProcessPool) -> None:
+    for result in gloo.run(_counts, 1, True, True, world_size=4):
+        assert result[:2] == [[WHOLE | REDUCED]] * 2

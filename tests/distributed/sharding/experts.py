@@ -1,0 +1,68 @@
+"""Models of which ranks run different parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.sharding.fsdp import shard_model
+from lightning_muon.sharding.gradients import GradientAgreement
+
+
+class Expert(nn.Module):
+    """Two odd matrices."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, width)
+        self.down = nn.Linear(width, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Layer(nn.Module):
+    """Experts of which a rank chooses some, between two dense maps."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.before = nn.Linear(7, 7)
+        self.experts = nn.ModuleList(Expert(width) for width in widths)
+        self.after = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = self.before(x)
+        for index in chosen:
+            x = self.experts[index](x)
+        return self.after(x)
+
+
+class Mixture(nn.Module):
+    """Two layers of experts and a head."""
+
+    def __init__(self, widths: Sequence[int] = (13, 13)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(widths) for _ in range(2))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return self.head(x)
+
+
+def sharded(
+    mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13, 13)
+) -> tuple[Mixture, GradientAgreement]:
+    """A mixture whose modules of the classes ``units`` are units."""
+    torch.manual_seed(0)
+    model = Mixture(widths)
+    shard_model(model, mesh, wrap_policy=list(units))
+    return model, GradientAgreement(model, mesh)
+
+
+def inputs_of(rank: int) -> Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))

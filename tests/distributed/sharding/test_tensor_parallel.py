@@ -1,0 +1,174 @@
+"""Models with a tensor-parallel plan, sharded further: initial weights, gradients, differences between ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_muon.integrations.lightning.mesh import Meshes, MeshSizes
+from lightning_muon.sharding.checks import check_tensor_parallel
+from lightning_muon.sharding.fsdp import shard_model
+from lightning_muon.sharding.gradients import GradientAgreement
+from tests.distributed.sharding.models import assert_close, full, gradients_of
+from tests.support.processes import ProcessPool
+
+MESHES = [
+    (2, {"tensor_size": 2}),
+    (2, {"tensor_parallel_size": 2}),
+    (4, {"shard_size": 2, "tensor_size": 2}),
+    (4, {"replicate_size": 2, "tensor_size": 2}),
+    (4, {"context_size": 2, "tensor_size": 2}),
+    (4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
+]
+
+
+class Net(nn.Module):
+    """Two layers for the plan, with 7 rows on each of two tensor ranks; the rest is not in it."""
+
+    def __init__(self, num_outputs: int = 5) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 14)
+        self.down = nn.Linear(14, 7)
+        self.norm = nn.LayerNorm(7)
+        self.maybe = nn.Linear(7, 7)
+        self.never = nn.Linear(7, 3)
+        self.head = nn.Linear(7, num_outputs)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.register_buffer("offset", torch.rand(7))
+
+    def forward(self, x: Tensor, with_maybe: bool) -> Tensor:
+        x = self.norm(self.down(torch.tanh(self.up(x)))) + self.offset
+        x = self.maybe(x) if with_maybe else x
+        return (self.head(x) * self.scale).square().mean()
+
+
+def _parallelize(model: nn.Module, meshes: Meshes) -> None:
+    parallelize_module(model, meshes.tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _make(sizes: dict[str, int]) -> Meshes:
+    return MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+
+
+def _initial(sizes: dict[str, int], user_shards_norm: bool) -> tuple[dict[str, Any], int]:
+    meshes = _make(sizes)
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    _parallelize(model, meshes)
+    if user_shards_norm:
+        fully_shard(model.norm, mesh=meshes.data)
+        with torch.no_grad():
+            model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
+    shard_model(model, meshes.data)
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}, model.up.weight.device_mesh.ndim  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("user_shards_norm", [False, True])
+@pytest.mark.parametrize(("world_size", "sizes"), MESHES)
+def test_initial_weights_are_those_of_rank_0(
+    gloo: ProcessPool, world_size: int, sizes: dict[str, int], user_shards_norm: bool
+) -> None:
+    torch.manual_seed(0)
+    expected = Net().state_dict()
+    for found, num_axes in gloo.run(_initial, sizes, user_shards_norm, world_size=world_size):
+        assert num_axes == 2 + ("replicate_size" in sizes)
+        assert found.keys() == expected.keys()
+        different = [name for name in expected if not torch.equal(found[name], expected[name])]
+        assert not different
+
+
+def _inputs() -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(5))
+
+
+def _gradients(sizes: dict[str, int]) -> dict[str, Tensor | None]:
+    """Gradients where only the first data rank uses a layer."""
+    meshes = _make(sizes)
+    torch.manual_seed(0)
+    model = Net()
+    _parallelize(model, meshes)
+    shard_model(model, meshes.data)
+    agreement = GradientAgreement(model, meshes.data)
+    mine = _inputs().chunk(meshes.num_data_ranks)[meshes.data_rank]
+    model(mine, meshes.data_rank == 0).backward()
+    agreement.finish()
+    placements = [p.grad.placements == p.placements for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert placements and all(placements)
+    return gradients_of(model)
+
+
+def _reference_gradients(num_data_ranks: int) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = Net()
+    for data_rank, mine in enumerate(_inputs().chunk(num_data_ranks)):
+        (model(mine, data_rank == 0) / num_data_ranks).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(("world_size", "sizes"), MESHES)
+def test_gradients_are_those_of_one_process(gloo: ProcessPool, world_size: int, sizes: dict[str, int]) -> None:
+    # With two context ranks of one data rank both see the same samples here, so the mean over them changes nothing.
+    expected = _reference_gradients(2 if world_size == 4 and "context_size" not in sizes else 1)
+    assert expected["never.weight"] is None
+    for found in gloo.run(_gradients, sizes, world_size=world_size):
+        assert_close(found, expected)
+
+
+def _one_differs() -> str:
+    meshes = _make({"shard_size": 2, "tensor_size": 2})
+    torch.manual_seed(0)
+    model = Net(num_outputs=6 if dist.get_rank() == 1 else 5)
+    _parallelize(model, meshes)
+    try:
+        shard_model(model, meshes.data)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_with_another_model_stops_the_tensor_ranks_of_all_data_ranks(gloo: ProcessPool) -> None:
+    for text in gloo.run(_one_differs, world_size=4):
+        assert re.search(r"Net differs between ranks: .*'head.weight' \(6, 7\) float32.*\(5, 7\)", text), text
+
+
+def _other_seed_of_a_column() -> str:
+    """All data ranks of one tensor rank agree with each other, but not with the other tensor rank."""
+    meshes = _make({"shard_size": 2, "tensor_size": 2})
+    model = Net(num_outputs=5 + dist.get_rank() % 2)
+    _parallelize(model, meshes)
+    try:
+        shard_model(model, meshes.data)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_tensor_ranks_with_different_models_are_found_out(gloo: ProcessPool) -> None:
+    for text in gloo.run(_other_seed_of_a_column, world_size=4):
+        assert re.search(r"Net differs between ranks: .*'head.weight' \(5, 7\) float32.*\(6, 7\)", text), text
+
+
+def _without_a_plan(has_plan: bool) -> None:
+    meshes = _make({"tensor_size": 2})
+    assert meshes.tensor is not None
+    model = Net()
+    if has_plan:
+        _parallelize(model, meshes)
+    for sharded in (False, True):
+        if sharded:
+            shard_model(model, meshes.data)
+        check_tensor_parallel(model, meshes.tensor)
+
+
+def test_a_tensor_axis_that_divides_nothing_is_an_error(gloo: ProcessPool) -> None:
+    gloo.run(_without_a_plan, True, world_size=2)
+    match = r"tensor_size=2, but no layer of Net .*self\.device_mesh\['tensor'\]"
+    gloo.expect_error_on_all_ranks(_without_a_plan, False, match=match, world_size=2)

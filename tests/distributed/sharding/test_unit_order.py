@@ -1,0 +1,149 @@
+"""The order of units, compared over the ranks before weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.unit_order import UnitOrder
+from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
+from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
+from tests.support.processes import ProcessPool
+
+
+def _run(shape: tuple[int, int], units: Sequence[str], chosen: Sequence[Sequence[int]]) -> dict[str, Tensor | None]:
+    """One step in which each rank chooses its experts, all of the same shape."""
+    model, agreement = sharded(make_mesh(shape), units)
+    rank = dist.get_rank()
+    before = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
+    model(inputs_of(rank), chosen[rank]).square().mean().backward()
+    try:
+        agreement.finish()
+    finally:
+        after = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
+        assert all(torch.equal(after[name], value) for name, value in before.items())  # type: ignore[arg-type]
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen"), [((1, 2), ([0], [1])), ((2, 2), ([0], [0], [1], [1])), ((4, 1), ([0], [0], [0], [1]))], ids=str
+)
+def test_equal_experts_that_differ_by_rank_are_the_same_error_everywhere(
+    gloo: ProcessPool, shape: tuple[int, int], chosen: Sequence[Sequence[int]]
+) -> None:
+    failures = gloo.expect_error_on_all_ranks(
+        _run,
+        shape,
+        ["Expert"],
+        chosen,
+        match=r"runs? 'layers\.0\.experts\.0' \(Expert\); ranks? .* runs? 'layers\.0\.experts\.1' .*wrap_policy",
+        exception=RuntimeError,
+        world_size=len(chosen),
+    )
+    assert len({failure.message for failure in failures.values()}) == 1
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="FSDP2 fills in missing gradients from torch 2.13 on",
+)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_experts_inside_one_unit_train_as_in_one_process(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+    """What the error advises."""
+    chosen = ([0], [1, 0], [], [0])[: shape[0] * shape[1]]
+    torch.manual_seed(0)
+    model = Mixture()
+    for rank, mine in enumerate(chosen):
+        (model(inputs_of(rank), mine).square().mean() / len(chosen)).backward()
+    for result in gloo.run(_run, shape, ["Layer"], chosen, world_size=len(chosen)):
+        assert_close(result, gradients_of(model))
+
+
+def _notes_of_a_step() -> tuple[list[int], list[int], int]:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    order = agreement.order
+    model(inputs_of(0), [0]).sum().backward()
+    first = order.notes()
+    with torch.no_grad():
+        model(inputs_of(0), [0])
+        model(inputs_of(0), [1])
+    evaluated = order.notes()[len(first) :]
+    agreement.finish()
+    agreement.close()
+    model(inputs_of(0), [0])
+    return first, evaluated, len(order.notes())
+
+
+def test_notes_name_gathers_and_backward_passes_and_leave_out_whole_weights(gloo: ProcessPool) -> None:
+    # Units: 0 the root, 1 and 2 the layers; doubled, plus 1 for backward. The root stays whole after its first forward.
+    for first, evaluated, closed in gloo.run(_notes_of_a_step, world_size=2):
+        assert first == [0, 2, 4, 1, 5, 3]
+        assert evaluated == [0, 2, 4, 2, 4]
+        assert closed == 0
+
+
+class Outputs(nn.Module):
+    """Returns tensors inside of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"nested": [self.inner(x), "text"]}
+
+
+def _backward_through_containers() -> list[int]:
+    model = nn.Sequential(Outputs())
+    fully_shard(model[0], mesh=make_mesh((1, 2)))
+    order = UnitOrder(model, 2)
+    model(torch.ones(2, 3))["nested"][0].sum().backward()
+    return order.notes()
+
+
+def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
+    assert gloo.run(_backward_through_containers, world_size=2) == [[0, 1]] * 2
+
+
+def _gate_calls() -> list[tuple[int, int]]:
+    model, agreement = sharded(make_mesh((1, 2)), ["Expert"])
+    calls: list[tuple[int, int]] = []
+    agreement.order.gate = lambda number, note: calls.append((number, note))
+    for chosen in ([0], [0], [0], [1]):
+        calls.clear()
+        model(inputs_of(0), chosen).sum().backward()
+        agreement.finish()
+        if chosen == [0]:
+            last = list(calls)
+    assert last == []
+    return calls
+
+
+def test_the_gate_is_called_for_notes_in_a_new_order_only(gloo: ProcessPool) -> None:
+    for calls in gloo.run(_gate_calls, world_size=2):
+        # Of the fourth step: experts 1 of two layers forward, then backward, and the end after another unit.
+        assert len(calls) >= 4
+
+
+def _other_mesh() -> list[str]:
+    """A unit on a mesh of its own, one rank wide, as expert parallelism has it."""
+    mesh = make_mesh((2, 1))
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh)
+    agreement = GradientAgreement(model, mesh)
+    model(torch.ones(2, 3)).sum().backward()
+    notes = agreement.order.notes()
+    agreement.finish()
+    return [agreement.order.text(note) for note in notes]
+
+
+def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
+    expected = ["runs the root Sequential", "enters the backward pass of the root Sequential"]
+    assert gloo.run(_other_mesh, world_size=2) == [expected] * 2

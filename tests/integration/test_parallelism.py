@@ -1,0 +1,93 @@
+"""Context and tensor parallelism in a Trainer: the weights of one process with whole sequences and whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_muon import MuonConfig
+from lightning_muon.sharding.context_parallel import split_sequence
+from tests.integration.training import (
+    PACKAGES,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    loss_of,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
+
+
+def _train(
+    package: str, options: dict[str, Any], *, num_data_ranks: int, tokens: bool = False, **kwargs: Any
+) -> tuple[dict[str, Tensor], int]:
+    """Weights after two epochs, and how many samples this rank has seen."""
+    pl = load(package)
+    model = language_model(pl)
+    seen: list[int] = []
+
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        seen.append(len(batch[0]))
+        if "context_size" in options:
+            batch = split_sequence(batch, self.device_mesh["context"])
+        loss = loss_of(self.network(batch[0]), batch[1])
+        if not tokens:
+            return loss
+        self.trainer.strategy.report_tokens(batch[1].numel())
+        return loss * batch[1].numel()
+
+    def configure_model(self: Any) -> None:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.network.blocks:
+            parallelize_module(block, self.device_mesh["tensor"], plan)
+
+    type(model).training_step = training_step
+    if "tensor_size" in options:
+        type(model).configure_model = configure_model
+    del type(model).on_train_batch_end
+    strategy = strategy_class(package)(optimizer=EXACT, loss_scaling="tokens" if tokens else "mean", **options)
+    data = torch.utils.data.DataLoader(loader().dataset, batch_size=8 // num_data_ranks)
+    trainer(pl, strategy=strategy, **kwargs).fit(model, data)
+    return full_weights(model), sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_data_ranks"),
+    [
+        ({"context_size": 2}, 2),
+        ({"context_size": 2, "replicate_size": 2}, 2),
+        ({"context_size": 2, "sharding": "zero2"}, 2),
+        ({"tensor_size": 2}, 2),
+        ({"tensor_size": 2, "replicate_size": 2}, 2),
+        ({"tensor_size": 2, "context_size": 2}, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_weights_are_those_of_one_process(
+    gloo: ProcessPool, options: dict[str, Any], num_data_ranks: int, tokens: bool
+) -> None:
+    kwargs = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "tokens": tokens}
+    expected, num_samples = gloo.run(_train, PACKAGES[0], {}, num_data_ranks=1, world_size=1, **kwargs)[0]
+    results = gloo.run(_train, PACKAGES[0], options, num_data_ranks=num_data_ranks, world_size=4, **kwargs)
+    assert max_difference(results[0][0], expected) < 5e-5
+    assert [seen for _, seen in results] == [num_samples // num_data_ranks] * 4
+
+
+def _needless(package: str) -> None:
+    pl = load(package)
+    trainer(pl, strategy=strategy_class(package)(sharding="zero2", tensor_size=2)).fit(language_model(pl), loader())
+
+
+def test_tensor_parallelism_needs_fsdp(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_needless, PACKAGES[0], world_size=2, match="tensor_size=2 needs sharding='fsdp'")
