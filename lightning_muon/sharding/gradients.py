@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class GradientAgreement:
         self._used: list[bool] = []
         self._agreed: dict[int, TensorWeakRef] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        if self._everyone.group is not None and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if self._everyone.group is not None:
             initialize_roots(module)
             for unit in fsdp_modules(module):
                 self._watch(unit)
@@ -110,9 +111,9 @@ class GradientAgreement:
 
     def _watch(self, unit: FSDPModule) -> None:
         """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
         places = own_places(unit)
         frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
+        wholes: list[Tensor] = []
         unit.unshard()
         for (owner, attribute), is_frozen in zip(places, frozen, strict=True):
             whole = getattr(owner, attribute)
@@ -124,13 +125,25 @@ class GradientAgreement:
             whole.requires_grad_(not is_frozen)
             self._places.append((owner, attribute))
             self._used.append(False)
+            wholes.append(whole)
         unit.reshard()
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        else:  # Before torch 2.13.
+            self.order.before_backward[unit] = partial(_fill_with_zeros, wholes)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
             self._used[index] = True
 
         return mark
+
+
+def _fill_with_zeros(wholes: Sequence[Tensor]) -> None:
+    """Give whole weights without a gradient one of zeros, so that FSDP2 reduces them on all ranks."""
+    for whole in wholes:
+        if whole.requires_grad and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
 
 
 class _ReducedScalars:

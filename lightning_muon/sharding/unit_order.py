@@ -39,6 +39,7 @@ class UnitOrder:
             that followed its predecessor the last time. Ranks with equal notes until then expect the same, so of ranks
             that part at least one calls it. A gate that waits for all ranks keeps messages of different sizes from
             meeting, which ends a process that uses gloo.
+        before_backward: Unit -> what to call when its backward pass begins, before FSDP2 knows.
 
     Example::
 
@@ -53,6 +54,7 @@ class UnitOrder:
         self.step = 0
         self.num_ranks = num_ranks
         self.gate: Callable[[int, int], None] | None = None
+        self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
         self._num_notes = 0
         self._last: int | None = None
         self._successors: dict[int | None, int] = {}
@@ -145,7 +147,7 @@ class UnitOrder:
             return reason
         return (
             f"{reason} Merge modules that only some ranks run into the unit around them, where unused parameters get "
-            f"zero gradients (from torch 2.13 on): pass a wrap_policy that does not choose them, a list of classes "
+            f"zero gradients: pass a wrap_policy that does not choose them, a list of classes "
             f"without {', '.join(kinds)} or a function (name, module) -> bool that is False for "
             f"{', '.join(map(repr, names))}; or run them on every rank, with an input of zeros where there is none."
         )
@@ -172,14 +174,16 @@ class UnitOrder:
         def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if outputs and torch.is_grad_enabled():
-                register_multi_grad_hook(outputs, self._backward_note(number), mode="any")
+                register_multi_grad_hook(outputs, self._backward_note(number, unit), mode="any")
 
         # Before FSDP2's own hooks, in which a rank may wait for ever.
         for hook, register in ((enter, "register_forward_pre_hook"), (leave, "register_forward_hook")):
             self._hooks.append(getattr(unit, register)(torch.compiler.disable(hook), prepend=True))
 
-    def _backward_note(self, number: int) -> Callable[[Tensor], None]:
+    def _backward_note(self, number: int, unit: FSDPModule) -> Callable[[Tensor], None]:
         def begin(_: Tensor) -> None:
+            if unit in self.before_backward:
+                self.before_backward[unit]()
             self._add(2 * number + 1)
 
         return begin

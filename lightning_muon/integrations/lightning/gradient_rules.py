@@ -44,9 +44,9 @@ class GradientRules:
 
     def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
-        layout = self._layout(optimizer)
-        norm = clip_norm_(self._clipped(optimizer), max_norm, layout=layout)
-        if self._clip_groups == "all":
+        layout, parameters = self._layout(optimizer), self._clipped(optimizer)
+        norm = clip_norm_(parameters, max_norm, layout=layout)
+        if len(parameters) == len(_parameters(optimizer)):
             self._norm = norm
             # Whoever has the norm has waited for all gradients.
             layout.arrives_late = False

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.grad_sync.all_reduce import AllReduce
@@ -132,3 +133,29 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
+
+
+class Repeated(nn.Module):
+    """A layer whose hook is called once for each of its three uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(3):
+            hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
+        return self.last(hidden)
+
+
+class SparseAndHalf(nn.Module):
+    """A sparse embedding gradient, and weights in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, sparse=True)
+        self.output = nn.Linear(6, 5).bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.embedding(tokens).bfloat16()).float()

@@ -11,12 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.grad_sync.all_reduce import AllReduce
 from lightning_muon.grad_sync.reducer import GradientReducer
-from tests.distributed.grad_sync.reducer_setup import ALL_REDUCE, HOLDERS, SAME, USES, Collectives, Setup, odd_loss
+from tests.distributed.grad_sync.reducer_setup import (
+    ALL_REDUCE,
+    HOLDERS,
+    SAME,
+    USES,
+    Collectives,
+    Repeated,
+    Setup,
+    SparseAndHalf,
+    odd_loss,
+)
 from tests.support.processes import ProcessPool
 
 BOTH = pytest.mark.parametrize("kind", [ALL_REDUCE, HOLDERS])
@@ -94,20 +103,6 @@ def _passes(kind: str) -> None:
 @BOTH
 def test_passes_add_up_until_they_are_forgotten_with_and_without_a_finish_between(gloo: ProcessPool, kind: str) -> None:
     gloo.run(_passes, kind, world_size=3)
-
-
-class Repeated(nn.Module):
-    """A layer whose hook is called once for each of its three uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for _ in range(3):
-            hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
-        return self.last(hidden)
 
 
 def _repeated_loss(model: nn.Module, rank: int) -> Tensor:
@@ -256,18 +251,6 @@ def test_every_step_may_have_a_divisor_of_its_own(gloo: ProcessPool) -> None:
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_divisor_that_is_not_a_positive_number_is_refused(gloo: ProcessPool, divisor: float) -> None:
     gloo.expect_error_on_all_ranks(_divide_by, HOLDERS, divisor, match="divisor.*positive", world_size=1)
-
-
-class SparseAndHalf(nn.Module):
-    """A sparse embedding gradient, and weights in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6, sparse=True)
-        self.output = nn.Linear(6, 5).bfloat16()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.embedding(tokens).bfloat16()).float()
 
 
 def _half_loss(model: nn.Module, rank: int) -> Tensor:

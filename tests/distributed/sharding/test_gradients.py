@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
@@ -73,10 +72,6 @@ def _use_branches(agree: bool) -> list[dict[str, Tensor | None]]:
     return results
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="FSDP2 fills in missing gradients from torch 2.13 on",
-)
 def test_gradients_of_some_ranks_count_and_those_of_none_stay_none(gloo: ProcessPool) -> None:
     torch.manual_seed(0)
     model = Branches()

@@ -215,7 +215,7 @@ def _counts(num_batches: int, keep: bool, reshard_after_forward: bool | int) -> 
     mesh = make_mesh((2, 2))
     torch.manual_seed(0)
     model = Net()
-    shard_model(model, mesh, forward_methods=("training_step",), reshard_after_forward=reshard_after_forward)
+    shard_model(model, mesh, reshard_after_forward=reshard_after_forward)
     agreement = GradientAgreement(model, mesh)
     micro_batches = MicroBatches(model, reshard_after_backward=not keep)
     tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.unit_order import UnitOrder
@@ -49,10 +49,6 @@ def test_equal_experts_that_differ_by_rank_are_the_same_error_everywhere(
     assert len({failure.message for failure in failures.values()}) == 1
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="FSDP2 fills in missing gradients from torch 2.13 on",
-)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_experts_inside_one_unit_train_as_in_one_process(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     """What the error advises."""

@@ -9,7 +9,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, init_fsdp_root, local_shape_and_offset
+from lightning_muon.compat.torch import (
+    collective_counts,
+    cpu_multiplies_bfloat16_fast,
+    forward_resharding,
+    init_fsdp_root,
+    local_shape_and_offset,
+    process_groups,
+    set_forward_resharding,
+    shards_over_one_rank,
+)
 
 
 def test_the_flags_of_the_cpu_are_booleans() -> None:
@@ -38,5 +47,33 @@ def test_a_root_can_be_initialized_before_its_first_forward() -> None:
         init_fsdp_root(fully_shard(fresh, mesh=mesh))
         fresh[0](torch.ones(1, 2))
         fresh(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_collectives_are_counted_by_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert process_groups() == [dist.group.WORLD]
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        before = collective_counts()[name]
+        dist.all_reduce(torch.ones(1))
+        assert collective_counts() == {name: before + 1}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_resharding_after_forward_can_be_read_and_put_back() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        saved = forward_resharding(unit)
+        unit.set_reshard_after_forward(False)
+        assert forward_resharding(unit) == [None] and saved != [None]
+        set_forward_resharding(unit, saved)
+        assert forward_resharding(unit) == saved
+        assert shards_over_one_rank(unit)
+        assert not shards_over_one_rank(fully_shard(nn.Sequential(), mesh=mesh))
     finally:
         dist.destroy_process_group()

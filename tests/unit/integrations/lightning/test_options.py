@@ -1,0 +1,29 @@
+from typing import Any
+
+import pytest
+
+from lightning_muon import ParallelMuonStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
+        ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
+        ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+        ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
+        ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
+        ({"sharding": "zero2", "early_all_gather": True}, "early_all_gather=True is about the weights that FSDP2"),
+        ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False is about"),
+        ({"sharding": "none", "reshard_after_backward": False}, "reshard_after_backward=False is about"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelMuonStrategy(**options)
+
+
+def test_everything_goes_with_what_it_needs() -> None:
+    ParallelMuonStrategy(tensor_size=2, context_size=2, reshard_after_backward=False, early_all_gather=True)
+    ParallelMuonStrategy(sharding="zero2", context_size=2, loss_scaling="tokens", clip_groups="elementwise")

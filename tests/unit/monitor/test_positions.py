@@ -1,0 +1,93 @@
+"""What the positions of ranks prove, and what they do not."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
+from lightning_muon.sharding.unit_order import UnitOrder
+
+A, B, A_BACKWARD = 0, 2, 1
+END, LEFT = -2, -3
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
+    """Two units, ``0`` and ``1``."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for child in model:
+            fully_shard(child, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        return UnitOrder(model, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def _position(
+    notes: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
+) -> Position:
+    return Position(**{"step": 3, "skipped": 0, "beat": 2, **more}, notes=notes, group=group, counts=counts or {})
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        pytest.param(_position([A]), _position([B]), r"rank 0 runs '0'.*rank 1 runs '1'", id="units"),
+        pytest.param(_position([A, A_BACKWARD]), _position([A, B]), "backward pass of '0'", id="directions"),
+        pytest.param(_position([A, B]), _position([A, END]), "rank 1 ends the step", id="end"),
+        pytest.param(_position([A]), _position([LEFT]), "rank 1 ends the training", id="left"),
+        pytest.param(_position([B, A], skipped=1), _position([A, B, B]), "rank 0 runs '0'", id="skipped"),
+        pytest.param(
+            _position([A], "x", {"x": 5}), _position([], "x", {"x": 5}), "different places", id="one collective"
+        ),
+        pytest.param(
+            _position([A], "x", {"x": 5, "y": 1}),
+            _position([], "y", {"x": 4, "y": 2}),
+            "different places",
+            id="crossed",
+        ),
+    ],
+)
+def test_ranks_that_can_never_meet_are_named(order: UnitOrder, mine: Position, theirs: Position, words: str) -> None:
+    message = find_mismatch({0: mine, 1: theirs}, order)
+    assert message is not None
+    assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        pytest.param(_position([A], "x", {"x": 5}), _position([]), id="the other computes"),
+        pytest.param(_position([A], "x", {"x": 5}), _position([], "x", {"x": 4}), id="the other is late"),
+        pytest.param(_position([A], "x", {"x": 5}), _position([A], "x", {"x": 5}), id="both wait for a third"),
+        pytest.param(_position([A]), _position([B], step=4), id="another step"),
+        pytest.param(_position([A], "x", {"x": 5}), _position([], "x", {"x": 5}, beat=1), id="just arrived"),
+        pytest.param(
+            _position([A], "x", {"x": 5, "y": 1}), _position([], "y", {"x": 5, "y": 2}), id="one has only to go on"
+        ),
+        pytest.param(_position([A], "x", {"x": 5}), _position([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
+        pytest.param(_position([B, A], skipped=9), _position([A, B, B]), id="too far apart"),
+    ],
+)
+def test_slow_ranks_prove_nothing(order: UnitOrder, mine: Position, theirs: Position) -> None:
+    assert find_mismatch({0: mine, 1: theirs}, order) is None
+    assert find_mismatch({0: theirs, 1: mine}, order) is None
+
+
+def test_a_position_survives_the_store(order: UnitOrder) -> None:
+    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_gate(7, waits=True)
+    assert Position.from_text(position.to_text()) == position
+    assert position.group == "gate" and position.counts["gate"] == 7
+
+
+def test_a_thread_outside_of_collectives_waits_nowhere() -> None:
+    assert waiting_place(threading.get_ident()) is None
+    assert waiting_place(-1) is None

@@ -1,0 +1,16 @@
+import pytest
+
+from lightning_muon.sharding.modes.mode import ShardingMode
+from lightning_muon.sharding.modes.registry import MODES, check_mode
+
+
+def test_every_mode_has_the_name_that_users_call_it() -> None:
+    assert list(MODES) == ["fsdp", "zero2", "ddp", "none"]
+    assert all(mode.name == name and issubclass(mode, ShardingMode) for name, mode in MODES.items())
+    assert [name for name, mode in MODES.items() if mode.divides_weights] == ["fsdp"]
+
+
+def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
+    check_mode("zero2")
+    with pytest.raises(ValueError, match=r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'"):
+        check_mode("zero3")
