@@ -95,3 +95,22 @@ def test_without_shortened_patience_it_takes_less_than_ten_seconds(gloo: Process
 def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     steps = [BOTH, ([1], [1]), BOTH]
     assert gloo.run(_train, (1, 2), steps, patience=0.5, sleep=1.5, world_size=2) == [3, 3]
+
+
+def _fail_on_one_rank() -> str:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    try:
+        with watching(agreement.order, patience=1.0):
+            model(inputs_of(0), [0])
+            if dist.get_rank() == 1:
+                raise ValueError("no such file")
+            model.layers[0](inputs_of(0), [0])
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> None:
+    waiting, failed = gloo.run_fresh(_fail_on_one_rank, world_size=2, timeout=40.0)
+    assert failed == "ValueError: no such file"
+    assert waiting.startswith("RuntimeError") and "rank 1" in waiting and "no such file" in waiting

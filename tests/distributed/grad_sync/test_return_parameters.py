@@ -21,16 +21,8 @@ from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 1)]
-SHAPES: dict[str, tuple[int, ...]] = {
-    "odd": (13, 7),
-    "few_rows": (2, 5),
-    "scalar": (),
-    "bias": (5,),
-    "convolution": (4, 3, 2, 2),
-    "empty": (0, 4),
-    "large": (40, 9),
-    "one": (1,),
-}
+SHAPES: dict[str, tuple[int, ...]] = {"odd": (13, 7), "few_rows": (2, 5), "scalar": (), "bias": (5,)}
+SHAPES |= {"convolution": (4, 3, 2, 2), "empty": (0, 4), "large": (40, 9), "one": (1,)}
 
 
 class Block(nn.Module):

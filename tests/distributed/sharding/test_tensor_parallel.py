@@ -144,7 +144,7 @@ def test_a_rank_with_another_model_stops_the_tensor_ranks_of_all_data_ranks(gloo
         assert re.search(r"Net differs between ranks: .*'head.weight' \(6, 7\) float32.*\(5, 7\)", text), text
 
 
-def _other_seed_of_a_column() -> str:
+def _other_model_of_a_column() -> str:
     """All data ranks of one tensor rank agree with each other, but not with the other tensor rank."""
     meshes = _make({"shard_size": 2, "tensor_size": 2})
     model = Net(num_outputs=5 + dist.get_rank() % 2)
@@ -157,7 +157,7 @@ def _other_seed_of_a_column() -> str:
 
 
 def test_tensor_ranks_with_different_models_are_found_out(gloo: ProcessPool) -> None:
-    for text in gloo.run(_other_seed_of_a_column, world_size=4):
+    for text in gloo.run(_other_model_of_a_column, world_size=4):
         assert re.search(r"Net differs between ranks: .*'head.weight' \(5, 7\) float32.*\(6, 7\)", text), text
 
 

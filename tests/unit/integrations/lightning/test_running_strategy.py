@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import make_mode
 from tests.integration.training import PACKAGES, load, strategy_class
 from tests.support.processes import ProcessPool
 
@@ -30,7 +33,9 @@ def _facts(package: str) -> list[Any]:
     load(package)
     strategy = strategy_class(package)()
     module = _Steps()
-    fully_shard(module)
+    strategy._mode = make_mode("fsdp", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions())
+    strategy._mode.prepare(module)
+    strategy._mode.attach(module, [])
     strategy._lightning_module = module
     strategy.model = module
     x, facts = torch.ones(1, 2), []

@@ -21,7 +21,7 @@ def cls(request: pytest.FixtureRequest) -> Any:
     ("kwargs", "match"),
     [
         ({"replicate_size": -1}, "replicate_size"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
+        ({"tensor_size": 4, "tensor_parallel_size": 2}, "tensor_size=4 contradicts tensor_parallel_size=2"),
         ({"optimizer": "sgd"}, "optimizer must be 'auto', 'keep' or a MuonConfig, got 'sgd'"),
     ],
 )
