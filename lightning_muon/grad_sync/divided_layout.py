@@ -34,7 +34,6 @@ class DividedLayout:
     ) -> None:
         self.arrives_late = False
         self._holdings, self._reducer, self._gradients, self._returns = holdings, reducer, gradients, returns
-        self._to_begin: Collection[Tensor] | None = None
 
     def finish_gradients(self) -> None:
         """Every gradient has been sent; see :meth:`GradientReducer.finish`.
@@ -65,17 +64,15 @@ class DividedLayout:
         self._reducer.forget(parameters)
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """As in ``Layout``. Nothing is changed before the first update, so that a step can still be given up."""
-        self._to_begin = parameters
+        """As in ``Layout``; waits for what the last step has sent. A step can be given up until its first update."""
+        self._returns.begin(parameters)
 
     def updated(self, parameters: Collection[Tensor]) -> None:
         """As in ``Layout``."""
-        self._begin()
         self._returns.updated(parameters)
 
     def end_step(self) -> None:
         """As in ``Layout``. Collective over the shard axis; every rank must call it."""
-        self._begin()
         self._returns.finish_updates()
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
@@ -100,11 +97,6 @@ class DividedLayout:
         for index, state in zip(owned, parts, strict=True):
             result[index] = state
         return result
-
-    def _begin(self) -> None:
-        if self._to_begin is not None:
-            self._returns.begin(self._to_begin)
-            self._to_begin = None
 
     def _owned(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         """Positions of the states of parameters that lie on one rank as a whole."""

@@ -113,6 +113,9 @@ class Watchdog:
             if self._message:
                 raise RuntimeError(self._message) from error
             self._tell(f"rank {self._rank} has failed: {self._failure}")
+            # What this rank does now, such as saving a checkpoint together with others that have failed, is not judged.
+            self._closed.set()
+            self._order.gate = None
             raise
 
     def _wait_for_all(self, number: int, note: int) -> None:

@@ -39,11 +39,11 @@ class Adoption:
 def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfig) -> Adoption:
     """Return the ParallelMuon that takes the place of ``optimizer``; no communication.
 
-    A ``ParallelMuon`` only learns its routes; whoever adopts calls ``attach`` next. ``torch.optim.Muon`` becomes the same
-    algorithm with the same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same as AdamW, matrices go to
-    Muon with the learning rate and weight decay of their group (``config`` has the rest), everything else stays AdamW.
-    Any other optimizer is kept. Number and order of the param groups, of the parameters in them, and keys that the user
-    or a scheduler added stay.
+    A ``ParallelMuon`` only learns its routes; whoever adopts calls ``attach`` next. ``torch.optim.Muon`` becomes the
+    same algorithm with the same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same as AdamW, matrices go
+    to Muon with the learning rate and weight decay of their group (``config`` has the rest), everything else stays
+    AdamW. Any other optimizer is kept. Number and order of the param groups, of the parameters in them, and keys that
+    the user or a scheduler added stay.
 
     Args:
         optimizer: Before its first step.

@@ -79,7 +79,9 @@ class MatrixJob:
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, in its local tensor (parameter, gradient or momentum)."""
-        return local[self.slices]
+        piece = local[self.slices]
+        # FSDP2 leaves a part without elements no rows either, whatever its box says.
+        return piece if piece.numel() else piece.view([part.stop - part.start for part in self.slices])
 
 
 @dataclass(frozen=True, kw_only=True)

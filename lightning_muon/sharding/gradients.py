@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.sharding.broadcast import mesh_device
 from lightning_muon.sharding.runtime import fsdp_modules, initialize_roots, own_places
 from lightning_muon.sharding.unit_order import UnitOrder
@@ -46,6 +46,7 @@ class GradientAgreement:
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self._module = module
         self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        self._host = host_group(self._everyone)
         self.order = UnitOrder(module, self._everyone.size)
         self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
@@ -75,8 +76,9 @@ class GradientAgreement:
             average_scalar_gradients(self._module, None, self._device, divisor, reduced=self._scalars)
             return
         self.order.mark("end")
-        message = torch.tensor([*self.order.words(), *self._used], dtype=torch.int32, device=self._device)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._everyone.group)
+        # In the memory of the host, so that no device is waited for.
+        message = torch.tensor([*self.order.words(), *self._used], dtype=torch.int32)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._host.group)
         agreed = message.tolist()
         if self.order.differs(agreed):
             raise RuntimeError(self.order.explain(self._everyone.group))

@@ -13,6 +13,7 @@ from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.integrations.lightning.steps import explain_shards
+from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.runtime import free_unsharded
 
@@ -30,6 +31,8 @@ class RunningStrategy:
         self._mode: ShardingMode | None = None
         self._rules: GradientRules | None = None
         self._tokens: TokenCount | None = None
+        self._watchdog: Watchdog | None = None
+        self._is_explaining = False
         self._is_last_micro_batch = True
         super().__init__(**kwargs)
 
@@ -56,7 +59,7 @@ class RunningStrategy:
             self._mode.begin_forward()
         if self._tokens is not None:
             self._tokens.begin_micro_batch()
-        with explain_shards():
+        with self._explaining(), explain_shards():
             output = super().training_step(*args, **kwargs)
         if output is None:
             free_unsharded(self.lightning_module)
@@ -77,7 +80,7 @@ class RunningStrategy:
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._mode is not None:
             self._mode.begin_forward()
-        with explain_shards():
+        with self._explaining(), explain_shards():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
@@ -105,6 +108,11 @@ class RunningStrategy:
             divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
             self._mode.set_gradient_divisor(self._tokens.divisor(divided_by))
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
+        with self._explaining():
+            return super().backward(closure_loss, *args, **kwargs)
+
     def optimizer_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -122,12 +130,26 @@ class RunningStrategy:
                 self._tokens.reset()
             return result
 
-        result = super().optimizer_step(optimizer, with_finished_gradients, model, **kwargs)
-        if self._mode is not None:
-            self._mode.end_step()
+        with self._explaining():
+            result = super().optimizer_step(optimizer, with_finished_gradients, model, **kwargs)
+            if self._mode is not None:
+                self._mode.end_step()
         if self._rules is not None:
             self._rules.log_skipped(optimizer)
         return result
+
+    @contextmanager
+    def _explaining(self) -> Generator[None]:
+        """If communication is broken off because ranks wait for each other, say why."""
+        if self._watchdog is None or self._is_explaining:
+            yield
+            return
+        self._is_explaining = True
+        try:
+            with self._watchdog.explaining():
+                yield
+        finally:
+            self._is_explaining = False
 
     def on_validation_start(self) -> None:
         """Evaluate with the running statistics of rank 0, as DDP does."""

@@ -43,6 +43,8 @@ from lightning_muon.integrations.lightning.outside_steps import gather_root_outs
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
 from lightning_muon.integrations.lightning.running_strategy import LossScaling, RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
+from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
@@ -217,7 +219,9 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         )
 
     def _shard(self, module: Any) -> None:
-        assert self._mode is not None
+        assert self._mode is not None and self._meshes is not None
+        if self._meshes.tensor is not None:
+            check_tensor_parallel(module, self._meshes.tensor)
         if has_meta_tensors(module):
             warn = self._rank_zero().rank_zero_warn
             if self._mode.divides_weights:
@@ -251,6 +255,9 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=max_skipped_steps
         )
         self.precision_plugin.rules = self._rules
+        if self._mode.unit_order is not None:
+            self._watchdog = Watchdog(self._mode.unit_order)
+            self._watchdog.start()
         if self._loss_scaling == "tokens":
             mesh = self._mesh()
             self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
@@ -258,9 +265,11 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
         remove_default_optimizer(self.lightning_module)
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._mode is not None:
             self._mode.close()
-        self._mode = self._rules = self._tokens = self.precision_plugin.rules = None
+        self._mode = self._rules = self._tokens = self._watchdog = self.precision_plugin.rules = None
         super().teardown()
 
     def _mesh(self) -> DeviceMesh:

@@ -18,6 +18,7 @@ from lightning_muon.sharding.runtime import (
     let_gathers_start,
     set_gradient_divisor,
 )
+from lightning_muon.sharding.unit_order import UnitOrder
 
 
 class Fsdp(ShardingMode):
@@ -66,6 +67,11 @@ class Fsdp(ShardingMode):
         assert self._agreement is not None, "attach comes first"
         self._micro_batches.finish()
         self._agreement.finish(self._divisor)
+
+    @property
+    def unit_order(self) -> UnitOrder | None:
+        """As in :class:`ShardingMode`."""
+        return self._agreement.order if self._agreement is not None else None
 
     def end_step(self) -> None:
         """As in :class:`ShardingMode`."""

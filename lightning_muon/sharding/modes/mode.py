@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import Route
+from lightning_muon.sharding.unit_order import UnitOrder
 from lightning_muon.sharding.wrap import WrapPolicy
 
 
@@ -107,6 +108,11 @@ class ShardingMode(ABC):
 
     def finish_parameters(self) -> None:  # noqa: B027
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
+
+    @property
+    def unit_order(self) -> UnitOrder | None:
+        """Notes on the units that this rank runs, where running others than the other ranks ends in a hang. Local."""
+        return None
 
     def layout(self, optimizer: torch.optim.Optimizer) -> Layout | None:
         """Where the gradients of an optimizer are found; ``None``: the tensors say so. Local."""

@@ -67,7 +67,8 @@ class Zero2(ShardingMode):
                 )
         named = names_of(module)
         parameters = list(named.values())
-        holdings = Holdings(self.mesh, divide(parameters, dict(_whole_matrices(used)), self.mesh.size(-1)))
+        matrices = dict(_whole_matrices(used))
+        holdings = Holdings(self.mesh, divide(parameters, matrices, self.mesh.size(-1)))
         gradients = ReduceToHolders(holdings)
         reducer = GradientReducer(
             parameters,
@@ -78,7 +79,11 @@ class Zero2(ShardingMode):
         )
         (private,) = PrivateGroups().of([holdings.shard])
         units = units_of(module, find_units(module, self.options.wrap_policy))
-        returns = ParameterReturn(holdings, [bucket.parameters for bucket in reducer.buckets], private, units)
+        # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
+        buckets = sorted(
+            (bucket.parameters for bucket in reducer.buckets), key=lambda b: not matrices.keys().isdisjoint(b)
+        )
+        returns = ParameterReturn(holdings, buckets, private, units)
         self._running = _Running(reducer, returns, DividedLayout(holdings, reducer, gradients, returns), units[module])
         attach_optimizers(module, used, self._running.layout)
 
