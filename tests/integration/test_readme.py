@@ -1,4 +1,4 @@
-"""The programs in README.md and in docstrings run as they stand."""
+"""The programs in README.md, in docs/ and in docstrings run as they stand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from lightning_muon import ParallelMuon
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def _block(word: str) -> str:
-    (found,) = [block for block in BLOCKS if word in block]
+def _block(word: str, page: str = "README.md") -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if word in block]
     return found
 
 
@@ -32,6 +32,41 @@ def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
+
+
+_AROUND_A_MODE = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.distributed.init_process_group()
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+
+class Model(nn.Sequential):
+    def forward(self, batch):
+        return super().forward(batch).square().mean()
+
+model = Model(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+loader = torch.randn(5, 2, 4, 6)
+{loop}
+mode.finish_parameters()
+weights = [getattr(weight, "full_tensor", lambda: weight)() for weight in model.parameters()]
+everyone = [None, None]
+torch.distributed.all_gather_object(everyone, weights)
+assert all(map(torch.equal, *everyone))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["zero2", "fsdp"])
+def test_a_mode_trains_without_lightning(tmp_path: Path, name: str) -> None:
+    loop = _block("make_mode", "docs/gradients.md").replace('"zero2"', repr(name))
+    script = tmp_path / "train.py"
+    script.write_text(_AROUND_A_MODE.replace("{loop}", loop))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.timeout(120)
