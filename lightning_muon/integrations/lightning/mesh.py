@@ -109,8 +109,7 @@ class MeshSizes:
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
             raise ValueError(
-                f"{replicas} replicas x {shards} shards x {self.context_size} context ranks x "
-                f"{self.num_tensor_ranks} tensor ranks = {math.prod(sizes) * inner} ranks, but there are {world_size} "
+                f"{self._product(*sizes)} = {math.prod(sizes) * inner} ranks, but there are {world_size} "
                 f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or "
                 "Trainer(devices=..., num_nodes=...)"
             )
@@ -168,6 +167,11 @@ class MeshSizes:
                 "num_nodes=...)"
             )
         return world_size // factors
+
+    def _product(self, replicas: int, shards: int) -> str:
+        inner = {"context ranks": self.context_size, "tensor ranks": self.num_tensor_ranks}
+        factors = {"replicas": replicas, "shards": shards} | {what: size for what, size in inner.items() if size > 1}
+        return " x ".join(f"{size} {what}" for what, size in factors.items())
 
     def _asked(self, separator: str = ", ") -> str:
         defaults = {"context_size": 1, "tensor_size": 1}
