@@ -35,6 +35,14 @@ def init_fsdp_root(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Number of changes in place of a tensor and of all that share its memory through views.
+
+    Uses ``Tensor._version`` (2.11 to 2.13).
+    """
+    return tensor._version
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -53,7 +53,7 @@ def clip_norm_(
 
 @torch.no_grad()
 def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layout = _TENSORS) -> None:
-    """Clamp every gradient in place to ``[-max_value, max_value]``; a NaN stays one.
+    """Clamp every gradient in place to ``[-max_value, max_value]``; a NaN stays one, and an Inf becomes one.
 
     No communication, but for gradients that are partial sums: they are reduced first, collectively over their mesh,
     and every rank of it must call this with such a gradient.
@@ -63,8 +63,11 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
     listed = list(dict.fromkeys(parameters))
     _reduce_partial_sums(listed)
     for gradients in _by_device_and_dtype(_gradients(listed, layout)):
+        # x - x is 0 where x is finite and NaN elsewhere: an Inf must not pass for a number.
+        nothing = torch._foreach_sub(gradients, gradients)
         torch._foreach_clamp_min_(gradients, -max_value)
         torch._foreach_clamp_max_(gradients, max_value)
+        torch._foreach_add_(gradients, nothing)
 
 
 @torch.no_grad()

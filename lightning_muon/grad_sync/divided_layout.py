@@ -33,6 +33,7 @@ class DividedLayout:
         self, holdings: Holdings, reducer: GradientReducer, gradients: ReduceToHolders, returns: ParameterReturn
     ) -> None:
         self.arrives_late = False
+        self._updating: Collection[Tensor] = ()
         self._holdings, self._reducer, self._gradients, self._returns = holdings, reducer, gradients, returns
 
     def finish_gradients(self) -> None:
@@ -65,6 +66,7 @@ class DividedLayout:
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """As in ``Layout``; waits for what the last step has sent. A step can be given up until its first update."""
+        self._updating = parameters
         self._returns.begin(parameters)
 
     def updated(self, parameters: Collection[Tensor]) -> None:
@@ -72,8 +74,9 @@ class DividedLayout:
         self._returns.updated(parameters)
 
     def end_step(self) -> None:
-        """As in ``Layout``. Collective over the shard axis; every rank must call it."""
+        """As in ``Layout``; the gradients are used up. Collective over the shard axis; every rank must call it."""
         self._returns.finish_updates()
+        self.forget(self._updating)
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """As in ``Layout``: a DTensor where rows are divided, a plain tensor on its owner, empty elsewhere."""

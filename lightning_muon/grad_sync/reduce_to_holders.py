@@ -56,6 +56,10 @@ class ReduceToHolders:
         """As in ``Transport``: sums are kept apart from ``p.grad``."""
         return False
 
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: ``p.grad`` is never a sum."""
+        return False
+
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the sums of these parameters; local."""
         for parameter in parameters:

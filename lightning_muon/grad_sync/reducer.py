@@ -62,6 +62,10 @@ class Transport(Protocol):
         """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
         ...
 
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is just such a sum, with nothing added or changed since."""
+        ...
+
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the sums."""
         ...
@@ -102,8 +106,10 @@ class _Agreed:
         computed: Parameters that any rank has a gradient for.
         left_over: Those of launched buckets for which any rank has a gradient that was not sent.
         resends: Whether any rank sends a sum over the ranks again.
+        is_given_up: Whether a backward pass was given up on any rank.
     """
 
+    is_given_up: bool
     num_launched: int
     resends: bool
     computed: set[Tensor]
@@ -200,7 +206,7 @@ class GradientReducer:
 
         Communicates over the groups of the transport; the ranks need not call it at the same time.
         """
-        if not self._is_syncing:
+        if not self._is_syncing or self._is_given_up:
             return
         with self._lock:
             arrivals = self._arrivals[parameter]
@@ -219,10 +225,13 @@ class GradientReducer:
         """Send what the hooks have not sent, and make the sums available.
 
         Collective over the group and the groups of the transport; every rank must call it, once, after the last
-        backward pass of a step, also a rank that had no backward pass. After a backward pass that has raised on all
-        ranks, this and :meth:`forget` bring back order.
+        backward pass of a step, also a rank that had no backward pass. Calling it again, with no backward pass in
+        between, changes nothing.
         """
         agreed = self._agree()
+        if agreed.is_given_up:
+            self._drop_launched(agreed.num_launched)
+            agreed = self._agree()
         self._check_divisor(agreed.resends)
         for bucket in self.buckets[self._num_launched :]:
             is_launched = bucket.index < agreed.num_launched
@@ -234,11 +243,31 @@ class GradientReducer:
         for pending in self._pending:
             pending.finish(self._divisor, agreed.computed)
         self._present |= agreed.computed
-        self._expected = agreed.computed
+        self._expected = agreed.computed or self._expected
         self.traffic = self._launched
         self._begin_step()
 
+    def give_up(self) -> None:
+        """A backward pass has raised: send nothing more, and let the next :meth:`finish` drop what was sent. Local.
+
+        Every rank must call it. Gradients that were not sent stay in ``p.grad`` until ``zero_grad``.
+        """
+        self._is_given_up = True
+
+    def _drop_launched(self, num_launched: int) -> None:
+        """Bring what any rank has launched to its end; collective over the groups of the transport."""
+        for bucket in self.buckets[self._num_launched : num_launched]:
+            gradients = {parameter: None for parameter in bucket.parameters if parameter in self._expected}
+            if gradients:
+                self._pending.append(self._transport.start(gradients))
+        for pending in self._pending:
+            pending.advance(wait=True)
+        for pending in self._pending:
+            pending.finish(self._divisor, ())
+        self._begin_step()
+
     def _begin_step(self) -> None:
+        self._is_given_up = False
         self._pending: list[Pending] = []
         self._sent: set[Tensor] = set()
         self._num_launched = 0
@@ -271,16 +300,24 @@ class GradientReducer:
 
     def _agree(self) -> _Agreed:
         """Compare notes; collective over the group."""
-        has = [parameter.grad is not None and parameter.requires_grad for parameter in self._parameters]
+        has = [
+            parameter.grad is not None and parameter.requires_grad and not self._transport.is_untouched(parameter)
+            for parameter in self._parameters
+        ]
         computed = [own or parameter in self._sent for own, parameter in zip(has, self._parameters, strict=True)]
         left_over = [
             own and (self._bucket_of[parameter].index < self._num_launched or parameter not in self._expected)
             for own, parameter in zip(has, self._parameters, strict=True)
         ]
-        resends = self._resends or any(map(self._transport.resends, self._parameters))
-        num_launched, resends, *flags = self._any_rank([self._num_launched, resends, *computed, *left_over])
+        resends = self._resends or any(
+            own and self._transport.resends(parameter) for own, parameter in zip(has, self._parameters, strict=True)
+        )
+        given_up, num_launched, resends, *flags = self._any_rank(
+            [self._is_given_up, self._num_launched, resends, *computed, *left_over]
+        )
         count = len(self._parameters)
         return _Agreed(
+            bool(given_up),
             num_launched,
             bool(resends),
             {parameter for parameter, flag in zip(self._parameters, flags[:count], strict=True) if flag},

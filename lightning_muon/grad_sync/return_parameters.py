@@ -155,10 +155,16 @@ class ParameterReturn:
         self._wait(range(len(self._buckets)))
 
     def close(self) -> None:
-        """Remove the hooks. Does not wait, so that it also ends a run whose other ranks are gone."""
+        """Take what still arrives, and remove the hooks.
+
+        Raises:
+            RuntimeError: If it does not arrive, because other ranks are gone.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if not (self._to_leave and self._is_disturbed):
+            self.wait_all()
 
     def _wait(self, indices: Collection[int]) -> None:
         if self._to_leave and self._is_disturbed and not self._to_leave.keys().isdisjoint(indices):

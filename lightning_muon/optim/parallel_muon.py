@@ -236,6 +236,7 @@ class ParallelMuon(torch.optim.Optimizer):
         try:
             self._step()
         except GradientsAreNotFinite as found:
+            self._layout.forget([param for group in self.param_groups for param in group["params"]])
             self._finite_check.observe(found.names)
         else:
             self._finite_check.observe(())
@@ -356,7 +357,9 @@ class ParallelMuon(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             parameters = self._bind_parameters()
-            require_muon(parameter.route for parameter in parameters)
+            # A user who sends every group to AdamW means it.
+            if any(group["algorithm"] != "adamw" for group in self.param_groups):
+                require_muon(parameter.route for parameter in parameters)
             init_state(parameters, self.state)
         except Exception as problem:
             error = problem

@@ -31,8 +31,10 @@ class GradientAgreement:
 
     Collective over ``mesh``; every rank must construct it, with weights materialized (each unit is gathered once).
 
-    Attributes:
-        order: The units that this rank has run in this step.
+    Args:
+        module: A model with units.
+        mesh: The ranks with batches of their own.
+        order: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
 
     Example::
 
@@ -43,11 +45,11 @@ class GradientAgreement:
         optimizer.step()
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, order: UnitOrder | None = None) -> None:
         self._module = module
         self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
         self._host = host_group(self._everyone)
-        self.order = UnitOrder(module, self._everyone.size)
+        self.order = order or UnitOrder(module, mesh)
         self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
@@ -75,16 +77,9 @@ class GradientAgreement:
         if self._everyone.group is None:
             average_scalar_gradients(self._module, None, self._device, divisor, reduced=self._scalars)
             return
-        self.order.mark("end")
-        # In the memory of the host, so that no device is waited for.
-        message = torch.tensor([*self.order.words(), *self._used], dtype=torch.int32)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._host.group)
-        agreed = message.tolist()
-        if self.order.differs(agreed):
-            raise RuntimeError(self.order.explain(self._everyone.group))
-        self.order.restart()
+        used = self.order.compare(self._everyone, self._host, self._used)
         average_scalar_gradients(self._module, self._everyone.group, self._device, divisor, reduced=self._scalars)
-        self._remove_unused(agreed[4:])
+        self._remove_unused(used)
 
     def _remove_unused(self, used: Sequence[int]) -> None:
         """Remove gradients that no rank has computed; ``used`` is nonzero for parameters that any rank has used."""

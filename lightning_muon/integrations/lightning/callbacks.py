@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_muon.compat.lightning import LightningPackage
@@ -37,6 +37,11 @@ def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> Non
 
 # Lightning calls these between a step and the next forward pass.
 _BETWEEN_STEPS = ("on_before_zero_grad", "on_train_batch_end", "on_train_batch_start")
+# And these where a step may have been the last one for a while.
+_AT_ENDS = (
+    *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
+    *("on_train_end", "on_fit_end"),
+)
 
 
 def reads_weights_between_steps(trainer: Any, package: LightningPackage) -> bool:
@@ -47,17 +52,47 @@ def reads_weights_between_steps(trainer: Any, package: LightningPackage) -> bool
     """
     known = package.module("callbacks")
     averaging = tuple(getattr(known, name) for name in _REFUSED if hasattr(known, name))
-    own = package.name.split(".")[0]
-    suspects = [
-        callback
-        for callback in trainer.callbacks
-        if isinstance(callback, averaging) or type(callback).__module__.split(".")[0] != own
-    ]
+    suspects = [c for c in trainer.callbacks if isinstance(c, averaging) or _is_of_user(c, package)]
     hooked = (trainer.lightning_module, *suspects)
-    return any(_overrides(each, hook) for each in hooked for hook in _BETWEEN_STEPS)
+    return any(_overrides(each, hook) for each in hooked for hook in _BETWEEN_STEPS) or any(
+        _overrides(trainer.lightning_module, hook) for hook in ("optimizer_step", "lr_scheduler_step")
+    )
+
+
+def reads_gradients(trainer: Any, package: LightningPackage) -> list[str]:
+    """Hooks of the module and of the user's callbacks in which gradients are usually read."""
+    hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
+    return [
+        f"{type(each).__name__}.{hook}"
+        for each in hooked
+        for hook in ("on_after_backward", "on_before_optimizer_step")
+        if _overrides(each, hook)
+    ]
+
+
+def before_weights_are_read(package: LightningPackage, finish: Callable[[], None]) -> Any:
+    """A callback for the head of the list: hooks at the ends of epochs and of the training find all new weights.
+
+    Args:
+        package: Of the Trainer.
+        finish: Waits for the weights.
+    """
+
+    def wait(_: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        finish()
+
+    hooks = dict.fromkeys(_AT_ENDS, wait)
+    return type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
+
+
+def _is_of_user(callback: Any, package: LightningPackage) -> bool:
+    """Whether code of the user runs in it; ``LambdaCallback`` has its hooks as attributes."""
+    is_foreign = type(callback).__module__.split(".")[0] != package.name.split(".")[0]
+    return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *_AT_ENDS, "on_after_backward"))
 
 
 def _overrides(hooked: Any, name: str) -> bool:
-    """Whether a method is more than the empty one of Lightning's base classes."""
+    """Whether a method is more than the one of Lightning's base classes."""
     defined_in = inspect.unwrap(getattr(type(hooked), name)).__qualname__.split(".")[0]
-    return defined_in not in ("Callback", "ModelHooks") or name in vars(hooked)
+    return defined_in not in ("Callback", "ModelHooks", "LightningModule") or name in vars(hooked)

@@ -34,26 +34,50 @@ class GradientRules:
             matrices that run on Muon, for whose update the size of the gradient matters little: what it orthogonalizes
             has no size. Gathers of matrices that started during backward then need not wait for the norm.
         max_skipped_steps: For optimizers that do not check their gradients themselves; as in ``MuonConfig``.
+
+    Attributes:
+        is_last_micro_batch: Whether the backward passes of now reduce gradients.
     """
 
     def __init__(self, module: Any, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int) -> None:
         self._module, self._mode, self._clip_groups = module, mode, clip_groups
         self._max_skipped_steps = max_skipped_steps
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}
-        self._norm: Tensor | None = None
+        self._norms: dict[torch.optim.Optimizer, Tensor] = {}
+        self._is_finished = False
+        self.is_last_micro_batch = True
+
+    def begin_step(self) -> None:
+        """A training step begins; local."""
+        self._is_finished = False
+
+    def after_backward(self) -> None:
+        """Finish gradients, so that ``on_after_backward`` finds them whole. Collective in the last micro-batch."""
+        if self.is_last_micro_batch:
+            self._mode.finish_gradients()
+            self._is_finished = True
+
+    def finish_gradients(self) -> None:
+        """Before gradients are used. Collective over the mesh; every rank must call it.
+
+        Manual optimization may have run ``loss.backward()``, of which nobody is told, so it is asked there again.
+        """
+        if not self._is_finished or not self._module.automatic_optimization:
+            self._mode.finish_gradients()
 
     def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
-        layout, parameters = self._layout(optimizer), self._clipped(optimizer)
-        norm = clip_norm_(parameters, max_norm, layout=layout)
-        if len(parameters) == len(_parameters(optimizer)):
-            self._norm = norm
-            # Whoever has the norm has waited for all gradients.
-            layout.arrives_late = False
+        self.finish_gradients()
+        clipped = self._clipped(optimizer)
+        if len(clipped) == len(_parameters(optimizer)):
+            norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
+        else:
+            norm = clip_norm_(clipped, max_norm, layout=self._layout(optimizer))
         self._module.log("grad_norm", norm)
 
     def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
-        """Clip element by element. Collective only where gradients are partial sums."""
+        """Clip element by element. Collective over the mesh; every rank must call it."""
+        self.finish_gradients()
         clip_value_(self._clipped(optimizer), max_value, layout=self._layout(optimizer))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +85,7 @@ class GradientRules:
 
         Collective over the meshes of the parameters, unless a norm was taken; every rank must call it.
         """
-        norm, self._norm = self._norm, None
+        norm = self._norms.pop(optimizer, None)
         if isinstance(optimizer, ParallelMuon):
             return
         parameters = _parameters(optimizer)

@@ -130,7 +130,8 @@ def _adopt(
 
 def _require_matrices(adoptions: Sequence[Adoption]) -> None:
     ours = [adoption.optimizer for adoption in adoptions if isinstance(adoption.optimizer, ParallelMuon)]
-    if not ours:
+    # A user who sends every group to AdamW means it.
+    if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
         return
     try:
         require_muon([route for optimizer in ours for route in optimizer.routes])

@@ -7,10 +7,10 @@ from typing import get_args
 from lightning_muon.integrations.lightning.gradient_rules import check_clip_groups
 from lightning_muon.integrations.lightning.running_strategy import LossScaling
 from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.registry import check_mode
+from lightning_muon.sharding.modes.registry import MODES, check_mode
 
-# Options that only FSDP2 has, by their names in the strategy.
-_OF_FSDP = ("reshard_after_forward", "reshard_after_backward", "early_all_gather")
+# Options of the modes that users set, by their names in the strategy.
+_SET_BY_USERS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "bucket_bytes")
 
 
 def check_options(
@@ -23,15 +23,16 @@ def check_options(
         raise ValueError(f"loss_scaling must be one of {get_args(LossScaling)}, got {loss_scaling!r}")
     if not isinstance(options.bucket_bytes, int) or options.bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {options.bucket_bytes!r}")
-    if sharding == "fsdp":
-        return
-    if num_tensor_ranks > 1:
+    mode = MODES[sharding]
+    if num_tensor_ranks > 1 and not mode.divides_weights:
+        others = [name for name, other in MODES.items() if other.divides_weights]
         raise ValueError(
-            f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {sharding!r}, which keeps plain weights"
+            f"tensor_size={num_tensor_ranks} needs sharding={others[0]!r}, got {sharding!r}, which keeps plain weights"
         )
-    for key in _OF_FSDP:
-        if getattr(options, key) != getattr(ModeOptions, key):
+    for key in _SET_BY_USERS:
+        value = getattr(options, key)
+        if value != getattr(ModeOptions, key) and key not in mode.takes:
+            takers = [name for name, other in MODES.items() if key in other.takes]
             raise ValueError(
-                f"{key}={getattr(options, key)!r} is about the weights that FSDP2 gathers; sharding={sharding!r} keeps "
-                "whole weights on every rank, so remove it, or use sharding='fsdp'"
+                f"{key}={value!r} means nothing with sharding={sharding!r}; remove it, or use one of {takers}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
@@ -20,6 +20,12 @@ class RuledGradients:
     """The part of a precision plugin that deals with gradients; the rules are those of the strategy's current run."""
 
     rules: GradientRules | None = None
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Gradients are whole before ``on_after_backward``. Collective over all ranks in the last micro-batch."""
+        if self.rules is not None:
+            self.rules.after_backward()
+        return super().post_backward(tensor, module)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip by one norm. Collective over the meshes of the parameters; every rank must call it."""

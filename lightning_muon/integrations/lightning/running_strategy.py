@@ -19,6 +19,12 @@ from lightning_muon.sharding.runtime import free_unsharded
 
 LossScaling = Literal["mean", "tokens"]
 
+_READ_EARLY = (
+    "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
+    "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
+    "self.trainer.strategy.finish_parameters() first."
+)
+
 
 class RunningStrategy:
     """Runs the user's steps on a sharded module, and keeps its gradients and buffers equal in meaning on all ranks."""
@@ -33,7 +39,6 @@ class RunningStrategy:
         self._tokens: TokenCount | None = None
         self._watchdog: Watchdog | None = None
         self._is_explaining = False
-        self._is_last_micro_batch = True
         super().__init__(**kwargs)
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -57,6 +62,8 @@ class RunningStrategy:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
         if self._mode is not None:
             self._mode.begin_forward()
+        if self._rules is not None:
+            self._rules.begin_step()
         if self._tokens is not None:
             self._tokens.begin_micro_batch()
         with self._explaining(), explain_shards():
@@ -88,13 +95,13 @@ class RunningStrategy:
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
-        assert self._mode is not None, "setup comes first"
-        before, self._is_last_micro_batch = self._is_last_micro_batch, False
+        assert self._mode is not None and self._rules is not None, "setup comes first"
+        before, self._rules.is_last_micro_batch = self._rules.is_last_micro_batch, False
         try:
             with self._mode.no_sync():
                 yield
         finally:
-            self._is_last_micro_batch = before
+            self._rules.is_last_micro_batch = before
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the last backward pass of a step the number of its tokens is known.
@@ -102,16 +109,22 @@ class RunningStrategy:
         Collective over all ranks with ``loss_scaling="tokens"``; every rank must call it.
         """
         super().pre_backward(closure_loss)
-        if self._tokens is not None and self._is_last_micro_batch:
-            module = self.lightning_module
+        if self._tokens is not None and self._rules.is_last_micro_batch:
             # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
-            divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            divided_by = self.lightning_module.trainer.accumulate_grad_batches
             self._mode.set_gradient_divisor(self._tokens.divisor(divided_by))
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
         with self._explaining():
-            return super().backward(closure_loss, *args, **kwargs)
+            try:
+                return super().backward(closure_loss, *args, **kwargs)
+            except BaseException as error:
+                if self._mode is not None:
+                    self._mode.backward_failed()
+                    if self._mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
+                        error.add_note(_READ_EARLY)
+                raise
 
     def optimizer_step(
         self,
@@ -124,10 +137,8 @@ class RunningStrategy:
 
         def with_finished_gradients() -> Any:
             result = closure()
-            if self._mode is not None:
-                self._mode.finish_gradients()
-            if self._tokens is not None:
-                self._tokens.reset()
+            if self._rules is not None:
+                self._rules.finish_gradients()
             return result
 
         with self._explaining():
@@ -156,6 +167,25 @@ class RunningStrategy:
         self.finish_parameters()
         broadcast_buffers(self.lightning_module)
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """The ranks have run the same units. Collective over all ranks; every rank must call it."""
+        self._finish_evaluation()
+        super().on_validation_end()
+
+    def on_test_end(self) -> None:
+        """As :meth:`on_validation_end`."""
+        self._finish_evaluation()
+        super().on_test_end()
+
+    def on_predict_end(self) -> None:
+        """As :meth:`on_validation_end`."""
+        self._finish_evaluation()
+        super().on_predict_end()
+
+    def _finish_evaluation(self) -> None:
+        if self._mode is not None:
+            self._mode.finish_evaluation()
 
     def on_train_end(self) -> None:
         """Leave equal running statistics on all ranks."""

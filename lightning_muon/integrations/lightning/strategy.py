@@ -18,7 +18,12 @@ from lightning_muon.compat.lightning import (
 )
 from lightning_muon.config import MuonConfig
 from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.integrations.lightning.callbacks import reads_weights_between_steps, refuse_callbacks
+from lightning_muon.integrations.lightning.callbacks import (
+    before_weights_are_read,
+    reads_gradients,
+    reads_weights_between_steps,
+    refuse_callbacks,
+)
 from lightning_muon.integrations.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
 from lightning_muon.integrations.lightning.gradient_rules import ClipGroups, GradientRules
@@ -46,7 +51,7 @@ from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.registry import Sharding, make_mode
+from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
 
 _TIMEOUT = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
@@ -139,6 +144,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             raise ValueError(f"optimizer must be 'auto', 'keep' or a MuonConfig, got {optimizer!r}")
         self._optimizer_choice: OptimizerChoice = optimizer
         self._meshes: Meshes | None = None
+        self._first_callback: Any = None
         self._replaced: ReplacedParameters | None = None
         super().__init__(
             loss_scaling=loss_scaling,
@@ -178,7 +184,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        if self._sharding == "fsdp":
+        if MODES[self._sharding].divides_weights:
             refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
@@ -215,7 +221,11 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             mp_policy=mixed_precision_policy(self.precision_plugin, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
-            wait_for_parameters=config.overlap != "backward" or reads_weights_between_steps(trainer, self.package),
+            wait_for_parameters=(
+                config.overlap != "backward"
+                or not module.automatic_optimization
+                or reads_weights_between_steps(trainer, self.package)
+            ),
         )
 
     def _shard(self, module: Any) -> None:
@@ -258,7 +268,21 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         if self._mode.unit_order is not None:
             self._watchdog = Watchdog(self._mode.unit_order)
             self._watchdog.start()
+        if self._mode.parameters_arrive_late:
+            self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
+            trainer.callbacks.insert(0, self._first_callback)
+            if readers := reads_gradients(trainer, self.package):
+                self._rank_zero().rank_zero_warn(
+                    f"{', '.join(readers)}: with sharding={self._sharding!r} no rank has whole gradients, so "
+                    "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the "
+                    "hook needs gradients"
+                )
         if self._loss_scaling == "tokens":
+            if not module.automatic_optimization:
+                raise ValueError(
+                    "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
+                    "step; with manual optimization divide the loss by the number of tokens yourself"
+                )
             mesh = self._mesh()
             self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
 
@@ -267,10 +291,23 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         remove_default_optimizer(self.lightning_module)
         if self._watchdog is not None:
             self._watchdog.close()
-        if self._mode is not None:
-            self._mode.close()
-        self._mode = self._rules = self._tokens = self._watchdog = self.precision_plugin.rules = None
+        if self._first_callback in self.lightning_module.trainer.callbacks:
+            self.lightning_module.trainer.callbacks.remove(self._first_callback)
+        self._close_mode()
+        self._rules = self._tokens = self._watchdog = self._first_callback = self.precision_plugin.rules = None
         super().teardown()
+
+    def _close_mode(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        try:
+            mode.close()
+        except RuntimeError as error:
+            self._rank_zero().rank_zero_warn(
+                f"The weights of the last step have not arrived from all ranks ({error}); do not save this model, load "
+                "a checkpoint"
+            )
 
     def _mesh(self) -> DeviceMesh:
         assert self._meshes is not None, "setup_environment comes first"

@@ -22,6 +22,7 @@ class Ddp(ShardingMode):
 
     name = "ddp"
     divides_weights = False
+    takes = frozenset({"bucket_bytes"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
@@ -53,6 +54,11 @@ class Ddp(ShardingMode):
         """As in :class:`ShardingMode`."""
         assert self._reducer is not None, "attach comes first"
         self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+
+    def backward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._reducer is not None:
+            self._reducer.give_up()
 
     def finish_gradients(self) -> None:
         """As in :class:`ShardingMode`."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
@@ -26,10 +27,12 @@ class Fsdp(ShardingMode):
 
     name = "fsdp"
     divides_weights = True
+    takes = frozenset({"wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
+        self._order: UnitOrder | None = None
         self._agreement: GradientAgreement | None = None
 
     def prepare(self, module: nn.Module) -> None:
@@ -45,11 +48,19 @@ class Fsdp(ShardingMode):
         )
         initialize_roots(module)
 
+    def watch(self, module: nn.Module) -> None:
+        """Note the units that ``module``, as prepared, runs from now on, in trainings and evaluations."""
+        if self._order is None:
+            self._everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
+            self._host = host_group(self._everyone)
+            self._order = UnitOrder(module, self.mesh)
+
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """As in :class:`ShardingMode`."""
         self._module = module
         self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
-        self._agreement = GradientAgreement(module, self.mesh)
+        self.watch(module)
+        self._agreement = GradientAgreement(module, self.mesh, self._order)
         attach_optimizers(module, optimizers, layout=None)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -71,7 +82,16 @@ class Fsdp(ShardingMode):
     @property
     def unit_order(self) -> UnitOrder | None:
         """As in :class:`ShardingMode`."""
-        return self._agreement.order if self._agreement is not None else None
+        return self._order
+
+    def finish_evaluation(self) -> None:
+        """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.
+
+        Raises:
+            RuntimeError: On every rank, if ranks that share weights have run different units.
+        """
+        if self._order is not None:
+            self._order.compare(self._everyone, self._host)
 
     def end_step(self) -> None:
         """As in :class:`ShardingMode`."""
@@ -83,3 +103,6 @@ class Fsdp(ShardingMode):
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
+        if self._order is not None:
+            self._order.close()
+            self._order = None

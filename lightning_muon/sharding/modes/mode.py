@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.params.layout import Layout
+from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.routing import Route
 from lightning_muon.sharding.unit_order import UnitOrder
 from lightning_muon.sharding.wrap import WrapPolicy
@@ -61,10 +62,14 @@ class ShardingMode(ABC):
     Attributes:
         name: What users call it.
         divides_weights: Whether parameters are DTensors between the steps.
+        parameters_arrive_late: Whether new values may still be on their way when an optimizer has stepped.
+        takes: The fields of :class:`ModeOptions` that mean something to it.
     """
 
     name: ClassVar[str]
     divides_weights: ClassVar[bool]
+    parameters_arrive_late: ClassVar[bool] = False
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
@@ -96,9 +101,15 @@ class ShardingMode(ABC):
         Call it before the last backward pass of a step; it holds until it is called again.
         """
 
+    def backward_failed(self) -> None:  # noqa: B027 - FSDP2 reduces inside the backward pass itself
+        """A backward pass has raised: drop what it has sent so far. Local; every rank must call it."""
+
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Make gradients equal in meaning on all ranks, after the last backward pass of a step."""
+        """Make gradients equal in meaning on all ranks, after the last backward pass of a step.
+
+        May be called again, for example before clipping and before the step.
+        """
 
     def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
         """A step of the model begins that is not entered through ``module.__call__``; local."""
@@ -118,6 +129,22 @@ class ShardingMode(ABC):
         """Where the gradients of an optimizer are found; ``None``: the tensors say so. Local."""
         del optimizer
         return None
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.
+
+        ``torch.nn.utils.clip_grad_norm_`` sees no gradients that live outside of the parameters (``"zero2"``), and
+        refuses parameters of different meshes. Call it after :meth:`finish_gradients`.
+        """
+        layout = self.layout(optimizer) or TensorLayout()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = clip_norm_(parameters, max_norm, layout=layout)
+        # Whoever has the norm has waited for all gradients.
+        layout.arrives_late = False
+        return norm
+
+    def finish_evaluation(self) -> None:  # noqa: B027
+        """An evaluation has run on all ranks."""
 
     @abstractmethod
     def close(self) -> None:

@@ -47,6 +47,8 @@ class Zero2(ShardingMode):
 
     name = "zero2"
     divides_weights = False
+    parameters_arrive_late = True
+    takes = frozenset({"bucket_bytes", "wrap_policy"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
@@ -102,6 +104,11 @@ class Zero2(ShardingMode):
         assert self._running is not None, "attach comes first"
         self._running.reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
 
+    def backward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._running is not None:
+            self._running.reducer.give_up()
+
     def finish_gradients(self) -> None:
         """As in :class:`ShardingMode`."""
         assert self._running is not None, "attach comes first"
@@ -123,11 +130,15 @@ class Zero2(ShardingMode):
             self._running.returns.wait_all()
 
     def close(self) -> None:
-        """As in :class:`ShardingMode`."""
+        """As in :class:`ShardingMode`; takes the values that still arrive.
+
+        Raises:
+            RuntimeError: If they do not arrive, because other ranks are gone.
+        """
         if self._running is not None:
-            self._running.returns.close()
-            self._running.reducer.close()
-            self._running = None
+            running, self._running = self._running, None
+            running.reducer.close()
+            running.returns.close()
 
 
 def _whole_matrices(optimizers: Sequence[Attachable]) -> Iterator[tuple[Tensor, int]]:

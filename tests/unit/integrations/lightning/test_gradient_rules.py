@@ -7,7 +7,8 @@ from torch import nn
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.integrations.lightning import gradient_rules
 from lightning_muon.integrations.lightning.gradient_rules import GradientRules, check_clip_groups
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.none import Undivided
 
 
 class _Module(nn.Sequential):
@@ -24,9 +25,8 @@ class _Module(nn.Sequential):
 
 
 def _rules(module: _Module, **options: object) -> GradientRules:
-    mode = mock.Mock()
-    mode.layout.return_value = TensorLayout()
-    return GradientRules(module, mode, **({"clip_groups": "all", "max_skipped_steps": 1} | options))  # type: ignore[arg-type]
+    module.automatic_optimization = True  # type: ignore[assignment]
+    return GradientRules(module, Undivided(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options))  # type: ignore[arg-type]
 
 
 def test_all_gradients_share_one_norm_which_is_logged() -> None:

@@ -14,9 +14,14 @@ from lightning_muon import ParallelMuonStrategy
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
         ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
         ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
-        ({"sharding": "zero2", "early_all_gather": True}, "early_all_gather=True is about the weights that FSDP2"),
-        ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False is about"),
-        ({"sharding": "none", "reshard_after_backward": False}, "reshard_after_backward=False is about"),
+        (
+            {"sharding": "zero2", "early_all_gather": True},
+            "early_all_gather=True means nothing.*fsdp",
+        ),
+        ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
+        ({"sharding": "none", "reshard_after_backward": False}, "reshard_after_backward=False means nothing"),
+        ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
+        ({"sharding": "ddp", "wrap_policy": ()}, r"wrap_policy=\(\) means nothing with sharding='ddp'"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: str) -> None:

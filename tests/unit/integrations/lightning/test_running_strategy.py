@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import make_mode
 from tests.integration.training import PACKAGES, load, strategy_class
@@ -36,6 +37,7 @@ def _facts(package: str) -> list[Any]:
     strategy._mode = make_mode("fsdp", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions())
     strategy._mode.prepare(module)
     strategy._mode.attach(module, [])
+    strategy._rules = GradientRules(module, strategy._mode, clip_groups="all", max_skipped_steps=3)
     strategy._lightning_module = module
     strategy.model = module
     x, facts = torch.ones(1, 2), []
