@@ -15,10 +15,6 @@ from lightning_muon.compat.torch import collective_counts
 from lightning_muon.sharding.unit_order import UnitOrder
 
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
-# A gate counts as a group of its own, to which all ranks belong.
-_GATE = "gate"
-# So many last notes are published; ranks further apart than that prove nothing.
-_NUM_NOTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +22,26 @@ class Position:
     """What one rank publishes.
 
     Attributes:
-        step: Steps that this rank has ended.
-        skipped: Number of notes of this step that are left out, the first ones.
+        step: Steps and evaluations that this rank has ended.
+        shard: The lowest rank with which it shares the weights.
+        skipped: Number of notes of this step that are left out, the first ones; ranks further apart prove nothing.
         notes: The other notes of :class:`~lightning_muon.sharding.unit_order.UnitOrder`.
-        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else.
+        crossing_skipped: As ``skipped``, of the notes that all ranks have in common.
+        crossing: These notes.
+        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else. A gate
+            of the order counts as a group of its own.
         counts: Collectives launched in each process group.
         beat: How often the rank has looked since it last got on.
-        left: Whether the rank has ended its training.
+        left: Whether the rank has ended its run.
         failure: The exception that ended the step of this rank.
     """
 
     step: int
+    shard: int
     skipped: int
     notes: list[int]
+    crossing_skipped: int
+    crossing: list[int]
     group: str | None
     counts: dict[str, int]
     beat: int = 0
@@ -50,12 +53,16 @@ class Position:
         cls, order: UnitOrder, thread: int, *, beat: int, left: bool = False, failure: str | None = None
     ) -> Position:
         """The position of this process, whose ``thread`` trains; local."""
-        notes = order.notes()
+        skipped, notes = order.notes()
+        crossing_skipped, crossing = order.crossing_notes()
         place = waiting_place(thread)
         return cls(
             step=order.step,
-            skipped=max(len(notes) - _NUM_NOTES, 0),
-            notes=notes[-_NUM_NOTES:],
+            shard=order.shard_ranks[0],
+            skipped=skipped,
+            notes=notes,
+            crossing_skipped=crossing_skipped,
+            crossing=crossing,
             group=None if place is None else place[0],
             counts=collective_counts(),
             beat=beat,
@@ -63,9 +70,9 @@ class Position:
             failure=failure,
         )
 
-    def with_gate(self, number: int, *, waits: bool) -> Position:
-        """Add that the rank has come to ``number`` gates of its order, and whether it waits in the last one."""
-        return replace(self, group=_GATE if waits else self.group, counts={**self.counts, _GATE: number})
+    def with_gates(self, counts: Mapping[str, int], waits_in: str | None) -> Position:
+        """Add to how many gates of each name the rank has come, and the one in which it waits."""
+        return replace(self, group=waits_in or self.group, counts={**self.counts, **counts})
 
     def to_text(self) -> str:
         """As JSON."""
@@ -108,11 +115,16 @@ def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | 
 
 
 def _different_notes(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
-    """Compare the notes of ranks in the same step, from the first note that all of them have published."""
-    for step in {position.step for position in positions.values()}:
-        same = {rank: position for rank, position in positions.items() if position.step == step}
-        start = max(position.skipped for position in same.values())
-        found = order.describe({rank: p.notes[start - p.skipped :] for rank, p in same.items()}, complete=False)
+    """Compare the notes of ranks in the same step: all of them inside each shard group, others over all ranks."""
+    compared: dict[tuple[int, int | None], dict[int, tuple[int, list[int]]]] = {}
+    for rank, position in positions.items():
+        own = compared.setdefault((position.step, position.shard), {})
+        own[rank] = position.skipped, position.notes
+        everyone = compared.setdefault((position.step, None), {})
+        everyone[rank] = position.crossing_skipped, position.crossing
+    # The notes of a shard group say more.
+    for _, tails in sorted(compared.items(), key=lambda item: item[0][1] is None):
+        found = order.describe_tails(tails, complete=False)
         if found is not None:
             return found
     return None
@@ -128,13 +140,16 @@ def _never_meet(a: Position, b: Position) -> bool:
         return False
     if a.group == b.group:
         same_collective = a.counts.get(a.group) == b.counts.get(a.group)
-        return same_collective and _end(a) != _end(b)
+        return same_collective and _ends_differ(a, b)
     in_both = all(group in position.counts for group in (a.group, b.group) for position in (a, b))
     return in_both and b.counts[a.group] < a.counts[a.group] and a.counts[b.group] < b.counts[b.group]
 
 
-def _end(position: Position) -> int:
-    return position.skipped + len(position.notes)
+def _ends_differ(a: Position, b: Position) -> bool:
+    """Whether the ranks have noted differently much of what they must have in common."""
+    if a.shard == b.shard:
+        return a.skipped + len(a.notes) != b.skipped + len(b.notes)
+    return a.crossing_skipped + len(a.crossing) != b.crossing_skipped + len(b.crossing)
 
 
 def _place(position: Position, order: UnitOrder) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from lightning_muon.compat.torch import default_store, process_groups
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
 from lightning_muon.monitor.unblock import break_communication
-from lightning_muon.sharding.unit_order import UnitOrder
+from lightning_muon.sharding.unit_order import Gate, UnitOrder
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
+_LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 
 
 class Watchdog:
@@ -26,12 +28,12 @@ class Watchdog:
     A rank that stands still publishes its position in the store of the default process group: the units it has run in
     this step, the collective it waits in, and how many it has launched. The lowest rank that still trains compares.
     Ranks are stopped only on proof that they can never meet: their orders of units differ, or two of them wait for
-    each other in different collectives, or one has failed. A rank that loads data, compiles, writes a checkpoint or
-    stands in a debugger proves nothing, so the others wait for it. While ranks get on, the thread only looks at two
-    integers twice a second.
+    each other in different collectives, or one has failed or died. A rank that loads data, compiles, writes a
+    checkpoint or stands in a debugger proves nothing, so the others wait for it: its thread still says every two
+    seconds that it is alive. While ranks get on, the thread only does that and looks at two integers twice a second.
 
-    With gloo, where messages of different sizes end the process, ranks also wait for all others through the store
-    before they run units in an order that is new to them.
+    With gloo, where messages of different sizes end the process, ranks also wait for each other through the store
+    before they run units in an order that is new to them, at most for the timeout of the default process group.
 
     On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
     a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
@@ -42,6 +44,8 @@ class Watchdog:
         order: Notes of this rank, usually ``GradientAgreement.order``.
         patience: Seconds without progress before a rank publishes its position.
         interval: Seconds between two looks. Proof takes two equal looks.
+        silence: Seconds after which a rank that says nothing is dead. Longer than a thread of Python may be kept from
+            running by a library that holds the interpreter lock.
 
     Example::
 
@@ -53,17 +57,21 @@ class Watchdog:
         watchdog.close()
     """
 
-    def __init__(self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5) -> None:
+    def __init__(
+        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: float = 20.0
+    ) -> None:
         self._order = order
-        self._patience, self._interval = patience, interval
+        self._patience, self._interval, self._silence = patience, interval, silence
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._message = ""
         self._failure: str | None = None
         self._left = False
-        self._num_gates, self._in_gate = 0, False
-        self._gate_keys: tuple[str, ...] = ()
+        self._num_gates: Counter[str] = Counter()
+        self._gate: str | None = None
+        self._gate_keys: dict[str, list[str]] = {}
+        self._heard: dict[int, tuple[bytes, float, float]] = {}
         self._main = threading.main_thread().ident or 0
 
     def start(self) -> None:
@@ -71,7 +79,7 @@ class Watchdog:
         if self._thread is not None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         store = default_store()
-        self._ports = _store_ports(store)
+        self._ports, self._timeout = _store_ports(store), store.timeout.total_seconds()
         # A connection of its own: the main thread may wait in the store.
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -86,8 +94,8 @@ class Watchdog:
         """Stop watching; the others learn that this rank waits for nobody any more; local."""
         if self._thread is None:
             return
-        self._closed.set()
-        self._order.gate = None
+        is_open = not self._closed.is_set()
+        self._stop_watching()
         self._thread.join(timeout=2 * self._interval)
         self._thread = None
         if not self._left:
@@ -96,59 +104,109 @@ class Watchdog:
             # The store may be gone together with its rank.
             with suppress(RuntimeError):
                 self._publish(beat=0)
+                if is_open:
+                    self._store.add("quiet", 1)
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Turn the exception of a collective that was broken off into the reason; report others to waiting ranks."""
+        """Turn the exception of a collective that was broken off into the reason; report others to waiting ranks.
+
+        ``StopIteration`` and ``GeneratorExit`` end an iteration, not a run, and pass through.
+        """
         try:
             yield
+        except (StopIteration, GeneratorExit):
+            raise
         except BaseException as error:
-            if self._thread is None:
-                raise
-            self._failure = f"{type(error).__name__}: {error}"[:1000]
-            in_collective = _ended_in_collective(error.__traceback__)
-            if in_collective and isinstance(error, RuntimeError):
-                # The others stand still a little later; their positions may say why.
-                self._stopped.wait(self._patience + 6 * self._interval)
-            if self._message:
+            self.failed(error)
+            if self._message and error.args != (self._message,):
                 raise RuntimeError(self._message) from error
-            self._tell(f"rank {self._rank} has failed: {self._failure}")
-            # What this rank does now, such as saving a checkpoint together with others that have failed, is not judged.
-            self._closed.set()
-            self._order.gate = None
             raise
 
-    def _wait_for_all(self, number: int, note: int) -> None:
-        """The gate of the order: wait until all ranks run the same. Collective over all ranks; every rank must call it.
+    def failed(self, error: BaseException) -> None:
+        """Tell the others why this rank does not come, and stop watching; local, may wait some seconds for the cause.
+
+        What this rank does afterwards, such as saving a checkpoint together with others that have failed, is not
+        judged. A second call does nothing.
+        """
+        if self._thread is None or self._closed.is_set():
+            return
+        self._failure = f"{type(error).__name__}: {error}"[:1000]
+        with suppress(RuntimeError):
+            self._publish(beat=0)
+            num_quiet = self._store.add("quiet", 1)
+            if isinstance(error, RuntimeError) and _ended_in_collective(error.__traceback__):
+                self._wait_for_cause(num_quiet)
+        if not self._message:
+            self._tell(f"rank {self._rank} has failed: {self._failure}")
+        self._stop_watching()
+
+    def _wait_for_cause(self, num_quiet: int) -> None:
+        """The others stand still a little later; wait until one says why, or none is left that could."""
+        deadline = time.monotonic() + self._patience + 6 * self._interval
+        while not self._message and num_quiet < self._size and time.monotonic() < deadline:
+            if self._store.check(["stop"]):
+                self._message = self._store.get("stop").decode()
+            else:
+                self._stopped.wait(self._interval / 2)
+                num_quiet = self._store.add("quiet", 0)
+
+    def _stop_watching(self) -> None:
+        self._closed.set()
+        self._order.gate = None
+
+    def _wait_for_all(self, gate: Gate) -> None:
+        """The gate of the order. Collective over ``gate.ranks``; every rank of them must call it.
 
         A rank that does not is why this thread watches.
         """
-        self._num_gates += 1
-        self._in_gate = True
-        if self._store.add(f"arrived{number}_{note}", 1) == self._size:
-            self._store.set(f"all{number}_{note}", "")
-        while not self._store.check([f"all{number}_{note}"]):
+        name, (arrived, everyone) = gate.name, (f"{at} {gate.name} {gate[2:]}" for at in ("arrived", "all"))
+        self._num_gates[name] += 1
+        self._gate = name
+        deadline = time.monotonic() + self._timeout
+        if self._store.add(arrived, 1) == len(gate.ranks):
+            self._store.set(everyone, "")
+        while not self._store.check([everyone]):
             if self._stopped.wait(_POLL_SECONDS):
                 raise RuntimeError(self._message)
-        self._in_gate = False
-        if self._rank == 0:
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._late(gate))
+        self._gate = None
+        if self._rank == gate.ranks[0]:
             # All ranks are here, so none reads the keys of the gate before any more.
-            for key in self._gate_keys:
+            for key in self._gate_keys.get(name, []):
                 self._store.delete_key(key)
-        self._gate_keys = (f"arrived{number}_{note}", f"all{number}_{note}")
+        self._gate_keys[name] = [arrived, everyone]
+
+    def _late(self, gate: Gate) -> str:
+        """Which ranks have not come to a gate in time."""
+        self._publish(beat=1)
+        time.sleep(self._interval)  # Those that are here publish it as well.
+        seen = {rank: self._read(rank) for rank in gate.ranks}
+        mine = self._num_gates[gate.name]
+        missing = [rank for rank, where in seen.items() if where is None or where.counts.get(gate.name, 0) < mine]
+        return (
+            f"rank {self._rank} {self._order.text(gate.note)} and has waited {self._timeout:.0f} s for the other ranks "
+            f"to do the same; missing: {', '.join(map(str, missing)) or 'none any more'}. They have died or are slower "
+            "than the timeout of the process group, which is an option of the strategy and of init_process_group."
+        )
 
     def _watch(self) -> None:
         """Body of the thread: look, and after some seconds without progress publish, compare, obey."""
         last, since, beat = None, time.monotonic(), 0
         problem: str | None = None
+        num_looks = 0
         while not self._closed.wait(self._interval):
             now = (*self._order.position(), waiting_place(self._main))
-            if now != last:
-                last, since, beat, problem = now, time.monotonic(), 0, None
-            elif time.monotonic() - since >= self._patience - self._interval:
-                beat += 1
-                # The store may be gone together with its rank: then connections are closed, and all raise anyway.
-                with suppress(RuntimeError):
+            # The store may be gone together with its rank: then connections are closed, and all raise anyway.
+            with suppress(RuntimeError):
+                if num_looks % _LOOKS_PER_SIGN == 0:
+                    self._store.set(f"alive{self._rank}", str(num_looks))
+                num_looks += 1
+                if now != last:
+                    last, since, beat, problem = now, time.monotonic(), 0, None
+                elif time.monotonic() - since >= self._patience - self._interval:
+                    beat += 1
                     self._publish(beat)
                     found = self._compare() if self._judges() else None
                     if found is not None and found == problem:
@@ -159,21 +217,44 @@ class Watchdog:
 
     def _publish(self, beat: int) -> None:
         position = Position.current(self._order, self._main, beat=beat, left=self._left, failure=self._failure)
-        position = position.with_gate(self._num_gates, waits=self._in_gate)
-        self._store.set(f"position{self._rank}", position.to_text())
+        self._store.set(f"position{self._rank}", position.with_gates(self._num_gates, self._gate).to_text())
 
     def _judges(self) -> bool:
-        """Whether this rank compares: rank 0, or any other once rank 0 has left."""
-        first = self._read(0)
-        return self._rank == 0 or (first is not None and first.left)
+        """Whether this rank compares: it is the lowest one that still trains and lives."""
+        for rank in range(self._rank):
+            if not self._is_dead(rank) and not _has_ended(self._read(rank)):
+                return False
+        return True
+
+    def _is_dead(self, rank: int) -> bool:
+        """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
+        key = f"alive{rank}"
+        if rank == self._rank or not self._store.check([key]):
+            return False
+        sign, now = self._store.get(key), time.monotonic()
+        known, since, looked = self._heard.get(rank, (None, now, now))
+        if sign != known or now - looked > 4 * self._interval:
+            since = now
+        self._heard[rank] = sign, since, now
+        return now - since > self._silence
 
     def _read(self, rank: int) -> Position | None:
         key = f"position{rank}"
         return Position.from_text(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _compare(self) -> str | None:
-        found = {rank: self._read(rank) for rank in range(self._size)}
-        return find_mismatch({rank: seen for rank, seen in found.items() if seen is not None}, self._order)
+        """What proves that ranks will never meet."""
+        dead: list[int] = []
+        found: dict[int, Position] = {}
+        for rank in range(self._size):
+            position = self._read(rank)
+            if position is not None:
+                found[rank] = position
+            if self._is_dead(rank) and not _has_ended(position):
+                dead.append(rank)
+        if dead:
+            return f"rank {', '.join(map(str, dead))} has died: not a sign of life for {self._silence:.0f} s"
+        return find_mismatch(found, self._order)
 
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
@@ -208,6 +289,11 @@ def watching(order: UnitOrder, *, patience: float = 4.0) -> Generator[Watchdog]:
             yield watchdog
     finally:
         watchdog.close()
+
+
+def _has_ended(position: Position | None) -> bool:
+    """Whether a rank has said that it gives no more signs of life."""
+    return position is not None and (position.left or position.failure is not None)
 
 
 def _ended_in_collective(traceback: TracebackType | None) -> bool:

@@ -308,7 +308,7 @@ class _Notes:
         return None if expected or len(self._ranks) == 1 else Gate(self._name, self._ranks, self._num_ever, note)
 
     def tail(self) -> tuple[int, list[int]]:
-        """(Number of notes left out, the others.)"""
+        """Return (number of notes left out, the others)."""
         with self._lock:
             return self.count - len(self._kept), self._kept.tolist()
 

@@ -1,0 +1,240 @@
+"""What a program does to gradients and weights between backward, step and the next forward, with every sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon import MuonConfig, ParallelMuon
+from tests.integration.training import (
+    PACKAGES,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    loss_of,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
+
+
+def _optimizer(parameters: Any) -> ParallelMuon:
+    return ParallelMuon(parameters, lr=1e-2, compute_dtype="float32", wire_dtype="float32")
+
+
+def _two_optimizers(module: Any) -> list[ParallelMuon]:
+    head = ParallelMuon(module.network.head.parameters(), lr=1e-2, algorithm="adamw")
+    return [_optimizer(module.network.blocks.parameters()), head]
+
+
+def _loss(module: Any, batch: Sequence[Tensor]) -> Tensor:
+    return loss_of(module.network(batch[0]), batch[1])
+
+
+def _manual(change: Callable[[Any, Any, Sequence[Tensor], int], None]) -> Callable[[Any, Any], None]:
+    def prepare(pl: Any, model: Any) -> None:
+        model.automatic_optimization = False
+
+        def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> None:
+            change(self, self.optimizers(), batch, batch_idx)
+
+        type(model).training_step = training_step
+
+    return prepare
+
+
+def _clip_by_norm(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
+    optimizer.zero_grad()
+    module.manual_backward(_loss(module, batch))
+    module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+    optimizer.step()
+
+
+def _clip_by_value(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
+    optimizer.zero_grad()
+    _loss(module, batch).backward()  # Not manual_backward: nobody is told.
+    module.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+    optimizer.step()
+
+
+def _zero_the_module(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
+    module.zero_grad()
+    module.manual_backward(_loss(module, batch))
+    optimizer.step()
+
+
+def _clamp_weights(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
+    _zero_the_module(module, optimizer, batch, index)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(-0.15, 0.15)
+
+
+def _zero_between_passes(module: Any, optimizers: Any, batch: Sequence[Tensor], index: int) -> None:
+    blocks, head = optimizers
+    blocks.zero_grad()
+    module.manual_backward(3 * _loss(module, batch))
+    head.zero_grad()
+    module.manual_backward(_loss(module, batch))
+    blocks.step()
+    head.step()
+
+
+class _BackwardError(Exception):
+    """Raised on the way back, on every rank."""
+
+
+def _fail_now_and_then(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
+    def fail(_: Any, gradient: Any) -> None:
+        raise _BackwardError
+
+    optimizer.zero_grad()
+    handle = module.network.blocks[0].register_full_backward_pre_hook(fail) if index % 2 else None
+    try:
+        module.manual_backward(_loss(module, batch))
+    except _BackwardError:
+        optimizer.zero_grad()
+    finally:
+        if handle is not None:
+            handle.remove()
+    optimizer.step()
+
+
+def _clamp_in_a_hook(pl: Any, model: Any) -> None:
+    def on_after_backward(self: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+    type(model).on_after_backward = on_after_backward
+
+
+def _clamp_in_optimizer_step(pl: Any, model: Any) -> None:
+    def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        pl.LightningModule.optimizer_step(self, *args, **kwargs)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.15, 0.15)
+
+    type(model).optimizer_step = optimizer_step
+
+
+def _read_in_training_step(pl: Any, model: Any) -> None:
+    """A weight of the root that is used without a call of its module."""
+
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return _loss(self, batch) + self.network.head.weight.square().sum()
+
+    type(model).training_step = training_step
+
+
+def _nothing(pl: Any, model: Any) -> None:
+    """No hook between the steps, so that new weights may arrive while the next forward runs."""
+
+
+def _train(package: str, sharding: str, prepare: Any, optimizers: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights at the end, and as a callback's ``on_train_end`` has seen them."""
+    pl = load(package)
+    model = language_model(pl, configure=optimizers or (lambda module: _optimizer(module.parameters())))
+    del type(model).on_train_batch_end
+    prepare(pl, model)
+    seen: dict[str, Tensor] = {}
+
+    class Reader(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+
+    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT)
+    trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(model, loader())
+    return full_weights(model), seen
+
+
+CASES = {
+    "manual clip by norm": (_manual(_clip_by_norm), None),
+    "manual clip by value": (_manual(_clip_by_value), None),
+    "module.zero_grad": (_manual(_zero_the_module), None),
+    "weights clamped after the step": (_manual(_clamp_weights), None),
+    "weights clamped in optimizer_step": (_clamp_in_optimizer_step, None),
+    "zero_grad between two passes": (_manual(_zero_between_passes), _two_optimizers),
+    "backward that fails": (_manual(_fail_now_and_then), None),
+    "weights read in training_step": (_read_in_training_step, None),
+    "nothing": (_nothing, None),
+}
+
+
+def _run(package: str, sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    prepare, optimizers = CASES.get(case, (_clamp_in_a_hook, None))
+    return _train(package, sharding, prepare, optimizers)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sharding", ["zero2", "ddp"])
+def test_weights_are_those_of_one_process(gloo: ProcessPool, sharding: str, case: str) -> None:
+    expected, _ = gloo.run(_run, PACKAGES[0], "none", case, world_size=1)[0]
+    for weights, seen in gloo.run(_run, PACKAGES[0], sharding, case, world_size=2):
+        assert max_difference(weights, expected) < 1e-5 if weights else True
+        assert max_difference(seen, expected) < 1e-5
+
+
+def test_replicas_have_their_gradients_in_on_after_backward(gloo: ProcessPool) -> None:
+    expected, _ = gloo.run(_run, PACKAGES[0], "none", "hook", world_size=1)[0]
+    weights, _ = gloo.run(_run, PACKAGES[0], "ddp", "hook", world_size=2)[0]
+    assert max_difference(weights, expected) < 1e-5
+
+
+def _interrupted(package: str, sharding: str) -> dict[str, Tensor]:
+    pl = load(package)
+    model = language_model(pl)
+    del type(model).on_train_batch_end
+
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            raise _BackwardError
+        return _loss(self, batch)
+
+    type(model).training_step = training_step
+    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT)
+    with pytest.raises(_BackwardError):
+        trainer(pl, strategy=strategy).fit(model, loader())
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_an_interrupted_run_leaves_whole_weights(gloo: ProcessPool) -> None:
+    expected = gloo.run(_interrupted, PACKAGES[0], "none", world_size=1)[0]
+    for weights in gloo.run(_interrupted, PACKAGES[0], "zero2", world_size=2):
+        assert max_difference(weights, expected) < 1e-5
+
+
+def _warned(package: str) -> list[str]:
+    import warnings
+
+    pl = load(package)
+    model = language_model(pl)
+    type(model).on_before_optimizer_step = lambda self, optimizer: None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(pl, strategy=strategy_class(package)(sharding="zero2"), max_epochs=1).fit(model, loader())
+    return [str(each.message) for each in caught]
+
+
+def test_a_hook_that_looks_for_gradients_where_there_are_none_is_warned_of(gloo: ProcessPool) -> None:
+    messages = gloo.run(_warned, PACKAGES[0], world_size=2)[0]
+    assert any("LanguageModel.on_before_optimizer_step" in message for message in messages)
+
+
+def _by_tokens(package: str) -> None:
+    pl = load(package)
+    model = language_model(pl)
+    model.automatic_optimization = False
+    trainer(pl, strategy=strategy_class(package)(loss_scaling="tokens")).fit(model, loader())
+
+
+def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_by_tokens, PACKAGES[0], world_size=2, match="needs automatic optimization")
