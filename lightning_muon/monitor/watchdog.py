@@ -84,6 +84,8 @@ class Watchdog:
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
+        self._store.set(f"alive{self._rank}", "starts")
+        self._num_gates.update(dict.fromkeys(self._order.gate_names, 0))
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
@@ -119,7 +121,7 @@ class Watchdog:
             raise
         except BaseException as error:
             self.failed(error)
-            if self._message and error.args != (self._message,):
+            if self._message and isinstance(error, Exception) and error.args != (self._message,):
                 raise RuntimeError(self._message) from error
             raise
 
@@ -221,10 +223,7 @@ class Watchdog:
 
     def _judges(self) -> bool:
         """Whether this rank compares: it is the lowest one that still trains and lives."""
-        for rank in range(self._rank):
-            if not self._is_dead(rank) and not _has_ended(self._read(rank)):
-                return False
-        return True
+        return all(self._is_dead(rank) or _has_ended(self._read(rank)) for rank in range(self._rank))
 
     def _is_dead(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
@@ -233,7 +232,7 @@ class Watchdog:
             return False
         sign, now = self._store.get(key), time.monotonic()
         known, since, looked = self._heard.get(rank, (None, now, now))
-        if sign != known or now - looked > 4 * self._interval:
+        if sign != known or now - looked > self._silence / 2:
             since = now
         self._heard[rank] = sign, since, now
         return now - since > self._silence

@@ -103,6 +103,11 @@ class UnitOrder:
         """Note a point that all ranks must reach in the same place of their order; local."""
         self._add(_MARKS[what][0], crosses=True, waits=what != "left")
 
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """What :attr:`Gate.name` may be on this rank."""
+        return self._all.name, self._crossing.name
+
     def position(self) -> tuple[int, int]:
         """How far this rank is: (step, number of notes in it). May be called from any thread."""
         return self.step, self._all.count
@@ -285,7 +290,7 @@ class _Notes:
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.count = 0
-        self._name, self._ranks = name, ranks
+        self.name, self._ranks = name, ranks
         self._num_ever = 0
         self._last: int | None = None
         self._successors: dict[int | None, int] = {}
@@ -305,7 +310,7 @@ class _Notes:
         expected = self._successors.get(self._last) == note
         self._successors[self._last] = note
         self._last = note
-        return None if expected or len(self._ranks) == 1 else Gate(self._name, self._ranks, self._num_ever, note)
+        return None if expected or len(self._ranks) == 1 else Gate(self.name, self._ranks, self._num_ever, note)
 
     def tail(self) -> tuple[int, list[int]]:
         """Return (number of notes left out, the others)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -42,16 +43,17 @@ def shard_units_from_meta(
     """
     uninitialized: set[str] = set()
     replaced: dict[Tensor, Tensor] = {}
-    for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
-        uninitialized |= materialize(unit, device, replaced)
-        shard_model(
-            unit,
-            mesh,
-            wrap_policy=(),
-            mp_policy=options.mp_policy,
-            reshard_after_forward=options.reshard_after_forward,
-        )
-    uninitialized |= materialize(module, device, replaced)
+    with _own_random_numbers(module, device):
+        for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
+            uninitialized |= materialize(unit, device, replaced)
+            shard_model(
+                unit,
+                mesh,
+                wrap_policy=(),
+                mp_policy=options.mp_policy,
+                reshard_after_forward=options.reshard_after_forward,
+            )
+        uninitialized |= materialize(module, device, replaced)
     _warn_of_nan(uninitialized, warn)
 
 
@@ -102,11 +104,11 @@ def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, T
         module.named_buffers(recurse=False, remove_duplicate=False),
     )
     for name, tensor in list(tensors):
-        if not tensor.is_meta or isinstance(tensor, DTensor):
+        if not tensor.is_meta:
             continue
         found = True
         if tensor not in replaced:
-            empty = torch.empty_like(tensor, device=device)
+            empty = _empty_like(tensor, device)
             # What nothing initializes must not pass for a weight.
             if empty.is_floating_point() or empty.is_complex():
                 empty.fill_(float("nan"))
@@ -114,6 +116,34 @@ def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, T
             replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         setattr(module, name, replaced[tensor])
     return found
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    return DTensor.from_local(
+        torch.empty_like(tensor.to_local(), device=device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@contextmanager
+def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let each rank draw its own numbers if it fills parts of tensors: on a CPU equal seeds would give equal parts.
+
+    CUDA's generator knows the place of a part. What must be equal on several ranks becomes so when it is sharded.
+    """
+    parts = [p for p in module.parameters() if p.is_meta and isinstance(p, DTensor)]
+    if not parts or device.type != "cpu":
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
+        yield
 
 
 def materialize_user_sharded(module: nn.Module, device: torch.device, package: LightningPackage) -> None:
@@ -124,12 +154,7 @@ def materialize_user_sharded(module: nn.Module, device: torch.device, package: L
     for root in _outermost_sharded(module):
         if not has_meta_tensors(root):
             continue
-        if device.type != "cpu":
-            materialize_sharded(package, root, device)
-            continue
-        # On CPU every rank draws its own shard: with equal seeds all shards of a matrix would be equal, too.
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
+        with _own_random_numbers(root, device):
             materialize_sharded(package, root, device)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
 from lightning_muon.sharding.unit_order import UnitOrder
 
-A, B, A_BACKWARD = 0, 2, 1
+A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
 END, LEFT = -2, -3
 
 
@@ -24,9 +24,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         for child in model:
-            fully_shard(child, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-        return UnitOrder(model, 1)
+            fully_shard(child, mesh=mesh)
+        return UnitOrder(model, mesh)
     finally:
         dist.destroy_process_group()
 
@@ -34,7 +35,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
 def _position(
     notes: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
 ) -> Position:
-    return Position(**{"step": 3, "skipped": 0, "beat": 2, **more}, notes=notes, group=group, counts=counts or {})
+    defaults = {"step": 3, "shard": 0, "skipped": 0, "crossing_skipped": 0, "crossing": [], "beat": 2}
+    return Position(**{**defaults, **more}, notes=notes, group=group, counts=counts or {})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def _position(
         pytest.param(_position([A]), _position([B]), r"rank 0 runs '0'.*rank 1 runs '1'", id="units"),
         pytest.param(_position([A, A_BACKWARD]), _position([A, B]), "backward pass of '0'", id="directions"),
         pytest.param(_position([A, B]), _position([A, END]), "rank 1 ends the step", id="end"),
-        pytest.param(_position([A]), _position([LEFT]), "rank 1 ends the training", id="left"),
+        pytest.param(_position([A]), _position([LEFT]), "rank 1 ends the run", id="left"),
         pytest.param(_position([B, A], skipped=1), _position([A, B, B]), "rank 0 runs '0'", id="skipped"),
         pytest.param(
             _position([A], "x", {"x": 5}), _position([], "x", {"x": 5}), "different places", id="one collective"
@@ -53,6 +55,12 @@ def _position(
             _position([], "y", {"x": 4, "y": 2}),
             "different places",
             id="crossed",
+        ),
+        pytest.param(
+            _position([B], crossing=[A_BACKWARD]),
+            _position([A], shard=1, crossing=[B_BACKWARD]),
+            "rank 0 enters the backward pass of '0'",
+            id="replicas",
         ),
     ],
 )
@@ -74,6 +82,10 @@ def test_ranks_that_can_never_meet_are_named(order: UnitOrder, mine: Position, t
             _position([A], "x", {"x": 5, "y": 1}), _position([], "y", {"x": 5, "y": 2}), id="one has only to go on"
         ),
         pytest.param(_position([A], "x", {"x": 5}), _position([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
+        pytest.param(_position([A, B]), _position([B], shard=1), id="replicas that only gather"),
+        pytest.param(
+            _position([A, A], "x", {"x": 5}), _position([A], "x", {"x": 5}, shard=1), id="replicas in one collective"
+        ),
         pytest.param(_position([B, A], skipped=9), _position([A, B, B]), id="too far apart"),
     ],
 )
@@ -83,9 +95,9 @@ def test_slow_ranks_prove_nothing(order: UnitOrder, mine: Position, theirs: Posi
 
 
 def test_a_position_survives_the_store(order: UnitOrder) -> None:
-    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_gate(7, waits=True)
+    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_gates({"g": 7}, "g")
     assert Position.from_text(position.to_text()) == position
-    assert position.group == "gate" and position.counts["gate"] == 7
+    assert position.group == "g" and position.counts["g"] == 7
 
 
 def test_a_thread_outside_of_collectives_waits_nowhere() -> None:
