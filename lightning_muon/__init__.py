@@ -12,13 +12,36 @@ from lightning_muon.config import MuonConfig
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.integrations.lightning.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.sharding.context_parallel import (
+    context_attention,
+    gather_sequence,
+    pad_to_multiple,
+    split_sequence,
+)
 from lightning_muon.sharding.full_weights import full_state_dict
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import make_mode
 
 if TYPE_CHECKING:
     from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
 __version__ = "0.1.0"
-__all__ = ["MuonConfig", "NonFiniteGradientError", "ParallelMuon", "ParallelMuonStrategy", "full_state_dict"]
+__all__ = [
+    # optimizer and strategy
+    "MuonConfig",
+    "NonFiniteGradientError",
+    "ParallelMuon",
+    "ParallelMuonStrategy",
+    # sharding without Lightning, whole weights
+    "ModeOptions",
+    "full_state_dict",
+    "make_mode",
+    # context parallelism
+    "context_attention",
+    "gather_sequence",
+    "pad_to_multiple",
+    "split_sequence",
+]
 
 register_strategies()
 

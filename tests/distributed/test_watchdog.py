@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_muon.monitor.watchdog import watching
+from lightning_muon.compat.torch import default_store
+from lightning_muon.monitor.watchdog import Watchdog, watching
 from tests.distributed.sharding.experts import inputs_of, sharded
 from tests.distributed.sharding.models import make_mesh
-from tests.support.processes import ProcessPool
+from tests.support.processes import ProcessPool, RanksFailedError
 
 
 def _train(
@@ -69,7 +74,7 @@ def test_ranks_that_run_different_units_end_together(
         steps,
         widths,
         patience=1.0,
-        match=r"run different units.*layers\.0\.experts\.1",
+        match=r"run different units.*layers\.\d\.experts\.1",
         exception=RuntimeError,
         world_size=len(steps[0]),
     )
@@ -114,3 +119,133 @@ def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> Non
     waiting, failed = gloo.run_fresh(_fail_on_one_rank, world_size=2, timeout=40.0)
     assert failed == "ValueError: no such file"
     assert waiting.startswith("RuntimeError") and "rank 1" in waiting and "no such file" in waiting
+
+
+def _die_on_one_rank() -> None:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    watchdog = Watchdog(agreement.order, patience=0.5, interval=0.2, silence=1.5)
+    watchdog.start()
+    with watchdog.explaining():
+        model(inputs_of(0), [0]).sum().backward()
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.layers[1](inputs_of(0), [0])  # In an order that is new, so in the gate.
+
+
+def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
+    assert "rank 1 has died" in raised.value.outcome.failures[0].message
+
+
+def _come_too_late() -> str:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    default_store().set_timeout(timedelta(seconds=1.0))
+    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=1.0)
+    watchdog.start()
+    default_store().set_timeout(timedelta(seconds=30.0))
+    try:
+        with watchdog.explaining():
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+            model(inputs_of(0), [0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_gate_waits_no_longer_than_the_timeout_and_names_who_is_missing(gloo: ProcessPool) -> None:
+    waiting, late = gloo.run_fresh(_come_too_late, world_size=2, timeout=40.0)
+    assert "has waited 1 s" in waiting and "missing: 1." in waiting
+    assert "has waited 1 s" in late and "rank 0" in late
+
+
+def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    done: list[bool] = []
+    with watching(agreement.order, patience=0.5) as watchdog:
+        for epoch in range(2):
+            try:
+                with watchdog.explaining():
+                    model(inputs_of(0), [epoch]).sum().backward()
+                    agreement.finish()
+                    raise exception
+            except exception:
+                done.append(agreement.order.gate is not None)
+    return done
+
+
+@pytest.mark.parametrize("exception", [StopIteration, GeneratorExit])
+def test_the_end_of_an_iteration_is_no_failure(gloo: ProcessPool, exception: type[BaseException]) -> None:
+    assert gloo.run(_end_an_iteration, exception, world_size=2) == [[True, True]] * 2
+
+
+def _fail_outside(exception: type[BaseException]) -> tuple[str, float]:
+    """Rank 1 fails where it loads data; ranks 0 and 2 learn it."""
+    model, agreement = sharded(make_mesh((1, 3)), ["Layer"])
+    watchdog = Watchdog(agreement.order, patience=0.8, interval=0.2)
+    watchdog.start()
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            watchdog.failed(exception("file 4"))
+            watchdog.failed(ValueError("the second"))
+            time.sleep(2.0)  # Otherwise closed connections would tell the others.
+        else:
+            with watchdog.explaining():
+                model(inputs_of(0), [0])
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        watchdog.close()
+    return "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("exception", [OSError, KeyboardInterrupt])
+def test_ranks_learn_what_failed_outside_of_steps(gloo: ProcessPool, exception: type[BaseException]) -> None:
+    first, failed, last = gloo.run_fresh(_fail_outside, exception, world_size=3, timeout=40.0)
+    assert failed[0] == ""
+    for message, seconds in (first, last):
+        assert f"rank 1 has failed: {exception.__name__}: file 4" in message
+        assert seconds < 4
+
+
+def _fail_in_collectives() -> float:
+    """Each rank fails in torch.distributed; nobody can say why."""
+    _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="same tensor|device|type"), watching(agreement.order, patience=9.0):
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+    return time.monotonic() - start
+
+
+def test_ranks_that_all_fail_in_communication_do_not_wait_for_a_cause(gloo: ProcessPool) -> None:
+    assert max(gloo.run_fresh(_fail_in_collectives, world_size=2)) < 5
+
+
+def _fail_together() -> list[float]:
+    """The same error everywhere, a checkpoint that takes longer than the patience, and a second run."""
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    sums = []
+    for run in range(2):
+        try:
+            with watching(agreement.order, patience=0.5) as watchdog:
+                model(inputs_of(0), [run]).sum().backward()
+                agreement.finish()
+                try:
+                    with watchdog.explaining():
+                        raise ValueError("the gradient is NaN")
+                finally:
+                    if dist.get_rank() == 1:
+                        time.sleep(2.0)
+                    total = torch.ones(())
+                    dist.all_reduce(total)
+                    sums.append(total.item())
+        except ValueError:
+            continue
+    return sums
+
+
+def test_ranks_that_fail_together_may_save_a_checkpoint_and_train_again(gloo: ProcessPool) -> None:
+    assert gloo.run(_fail_together, world_size=2) == [[2.0, 2.0]] * 2

@@ -49,7 +49,6 @@ class Model(nn.Sequential):
 model = Model(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
 loader = torch.randn(5, 2, 4, 6)
 {loop}
-mode.finish_parameters()
 weights = [getattr(weight, "full_tensor", lambda: weight)() for weight in model.parameters()]
 everyone = [None, None]
 torch.distributed.all_gather_object(everyone, weights)

@@ -12,11 +12,17 @@ import lightning_muon
 
 def test_the_public_names_are_these() -> None:
     assert sorted(lightning_muon.__all__) == [
+        "ModeOptions",
         "MuonConfig",
         "NonFiniteGradientError",
         "ParallelMuon",
         "ParallelMuonStrategy",
+        "context_attention",
         "full_state_dict",
+        "gather_sequence",
+        "make_mode",
+        "pad_to_multiple",
+        "split_sequence",
     ]
     for name in lightning_muon.__all__:
         assert getattr(lightning_muon, name) is not None

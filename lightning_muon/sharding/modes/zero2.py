@@ -65,7 +65,7 @@ class Zero2(ShardingMode):
             if not isinstance(optimizer, Attachable):
                 raise ValueError(
                     f"sharding='zero2' divides the gradients that {type(optimizer).__name__} reads whole; use "
-                    "ParallelMuon (with algorithm='adamw' in a group for AdamW alone), or sharding='fsdp' or 'ddp'"
+                    "ParallelMuon (with algorithm='adamw' for AdamW alone), or sharding='fsdp' or 'ddp'"
                 )
         named = names_of(module)
         parameters = list(named.values())

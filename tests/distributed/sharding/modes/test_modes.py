@@ -19,7 +19,9 @@ RUNS = {
 # fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_gradients.py.
 CASES = [
     (mode, shape, name) for mode in ("zero2", "ddp") for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in RUNS
-] + [("fsdp", shape, "clipped") for shape in ((2,), (2, 2))]
+] + [
+    ("fsdp", shape, name) for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in ("plain", "accumulated", "clipped")
+]
 
 
 @pytest.mark.parametrize(("mode", "shape", "run"), CASES, ids=str)

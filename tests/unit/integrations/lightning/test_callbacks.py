@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.callbacks import refuse_callbacks
+from lightning_muon.integrations.lightning.callbacks import (
+    before_weights_are_read,
+    reads_gradients,
+    reads_weights_between_steps,
+    refuse_callbacks,
+)
 from tests.integration.training import PACKAGES
 
 
@@ -30,3 +35,71 @@ def test_the_names_of_the_refused_callbacks_exist(name: Any) -> None:
 
     callbacks = pytest.importorskip(f"{name}.callbacks")
     assert all(isinstance(getattr(callbacks, refused), type) for refused in _REFUSED)
+
+
+class _Trainer:
+    """What the checks look at."""
+
+    def __init__(self, module: Any, callbacks: list[Any]) -> None:
+        self.lightning_module, self.callbacks = module, callbacks
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_code_of_the_user_between_steps_is_found(name: Any) -> None:
+    pl = pytest.importorskip(name)
+    package = LightningPackage(name)
+
+    class Plain(pl.LightningModule):
+        def on_train_epoch_end(self) -> None:
+            """Not between two steps."""
+
+    class Hooked(pl.LightningModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            """Here weights may be read."""
+
+    class Stepping(pl.LightningModule):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            """And here."""
+
+    class Own(pl.Callback):
+        def on_before_zero_grad(self, *_: Any) -> None:
+            """And here."""
+
+    quiet = [pl.callbacks.ModelCheckpoint(), pl.callbacks.LearningRateMonitor(), pl.callbacks.ModelSummary()]
+    reads = lambda module, callbacks: reads_weights_between_steps(_Trainer(module, callbacks), package)  # noqa: E731
+    assert not reads(Plain(), [*quiet, pl.Callback(), pl.callbacks.LambdaCallback(on_train_epoch_end=print)])
+    assert reads(Hooked(), quiet) and reads(Stepping(), quiet) and reads(Plain(), [*quiet, Own()])
+    assert reads(Plain(), [pl.callbacks.StochasticWeightAveraging(1e-3)]), "it averages in a hook between steps"
+    assert reads(Plain(), [pl.callbacks.LambdaCallback(on_train_batch_end=print)])
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_hooks_that_look_for_gradients_are_named(name: Any) -> None:
+    pl = pytest.importorskip(name)
+
+    class Hooked(pl.LightningModule):
+        def on_after_backward(self) -> None:
+            """Gradients are read here."""
+
+    class Own(pl.Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            """And here."""
+
+    trainer = _Trainer(Hooked(), [pl.callbacks.ModelCheckpoint(), Own()])
+    assert reads_gradients(trainer, LightningPackage(name)) == [
+        "Hooked.on_after_backward",
+        "Own.on_before_optimizer_step",
+    ]
+    assert reads_gradients(_Trainer(pl.LightningModule(), []), LightningPackage(name)) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_first_callback_waits_at_the_ends(name: Any) -> None:
+    pl = pytest.importorskip(name)
+    calls: list[int] = []
+    callback = before_weights_are_read(LightningPackage(name), lambda: calls.append(1))
+    assert isinstance(callback, pl.Callback)
+    callback.on_train_epoch_end(None, None)
+    callback.on_validation_start(None, None)
+    callback.on_train_batch_end(None, None, None, None, 0)
+    assert len(calls) == 2

@@ -26,7 +26,9 @@ class _Module(nn.Sequential):
 
 def _rules(module: _Module, **options: object) -> GradientRules:
     module.automatic_optimization = True  # type: ignore[assignment]
-    return GradientRules(module, Undivided(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options))  # type: ignore[arg-type]
+    return GradientRules(
+        module, Undivided(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options)
+    )  # type: ignore[arg-type]
 
 
 def test_all_gradients_share_one_norm_which_is_logged() -> None:
