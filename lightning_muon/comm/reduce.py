@@ -76,38 +76,54 @@ class SideStream:
 
 
 def start_reduce_scatter(
-    send: Tensor, counts: Sequence[int], group: AxisGroup, replicate: AxisGroup, side: SideStream
+    own: Tensor, others: Tensor, counts: Sequence[int], *, group: AxisGroup, replicate: AxisGroup, side: SideStream
 ) -> PendingSum:
-    """Begin the sum of ``send`` over ``group`` and ``replicate``, each rank of ``group`` getting a part of it.
+    """Begin a sum over ``group`` and ``replicate``, of which each rank of ``group`` gets a part.
 
     Collective over ``group``, then over ``replicate`` by :meth:`PendingSum.advance`; every rank must call both, in the
     same order of calls.
 
     Args:
-        send: 1-D, the part for rank 0 of ``group`` first.
+        own: 1-D, the calling rank's share of its own part. Becomes the sum, if its dtype holds one.
+        others: 1-D, its shares of the parts of the other ranks of ``group``, in their order.
         counts: Elements for each rank of ``group``; parts of different ranks may be copies of the same elements.
         group: Ranks that get different parts.
         replicate: Ranks that get the same part.
-        side: Of the device of ``send``.
+        side: Of the device of the tensors.
     """
     if group.group is None:
-        return PendingSum(send, send, None, replicate, side)
+        return PendingSum(own, None, None, group, replicate=replicate, side=side)
     let_gloo_finish_at_exit()
     count = counts[group.rank]
-    receive = send.new_empty(group.size * count)
-    work = dist.all_to_all_single(receive, send, [count] * group.size, list(counts), group=group.group, async_op=True)
-    return PendingSum(send, receive.view(group.size, count), work, replicate, side)
+    receive = own.new_empty(group.size - 1, count)
+    is_me = [rank == group.rank for rank in range(group.size)]
+    work = dist.all_to_all_single(
+        receive.view(-1),
+        others,
+        [0 if me else count for me in is_me],
+        [0 if me else other for me, other in zip(is_me, counts, strict=True)],
+        group=group.group,
+        async_op=True,
+    )
+    return PendingSum(own, (others, receive), work, group, replicate=replicate, side=side)
 
 
 class PendingSum:
     """A part of a sum that is on its way; see :func:`start_reduce_scatter`."""
 
     def __init__(
-        self, send: Tensor, receive: Tensor, work: dist.Work | None, replicate: AxisGroup, side: SideStream
+        self,
+        own: Tensor,
+        buffers: tuple[Tensor, Tensor] | None,
+        work: dist.Work | None,
+        group: AxisGroup,
+        *,
+        replicate: AxisGroup,
+        side: SideStream,
     ) -> None:
-        self._buffers: tuple[Tensor, Tensor] | None = (send, receive)
-        self._work, self._replicate, self._side = work, replicate, side
-        self._total: Tensor | None = None
+        self._own, self._buffers, self._work = own, buffers, work
+        self._rank, self._replicate, self._side = group.rank, replicate, side
+        self._is_added_up = False
         self._event: torch.cuda.Event | None = None
 
     def advance(self, *, wait: bool = False) -> bool:
@@ -119,54 +135,53 @@ class PendingSum:
             wait: For the other ranks' parts. Without replicas nothing follows, and nothing is waited for.
 
         Returns:
-            Whether all communications of this sum have been started.
+            Whether the parts have been added up, and so all communications been started.
         """
-        has_replicas = self._replicate.group is not None
-        if self._total is None and (
-            self._work is None or self._side.is_asynchronous or self._work.is_completed() or (wait and has_replicas)
+        must_wait = wait and self._replicate.group is not None
+        if not self._is_added_up and (
+            self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()
         ):
             self._add_up()
-        return self._total is not None or not has_replicas
+        return self._is_added_up
 
     def result(self) -> Tensor:
         """The sum, 1-D, in the dtype of the parts or a wider one. Waits, on CUDA the current stream; call it once."""
-        if self._total is None:
+        if not self._is_added_up:
             self._add_up()
         if self._work is not None:
             self._work.wait()
-        total = self._total
-        assert total is not None
         if self._event is not None:
-            stream = torch.cuda.current_stream(total.device)
+            stream = torch.cuda.current_stream(self._own.device)
             stream.wait_event(self._event)
-            total.record_stream(stream)
-        self._total = None
-        return total
+            self._own.record_stream(stream)
+        return self._own
 
     def _add_up(self) -> None:
-        assert self._buffers is not None, "the result has been taken"
-        send, receive = self._buffers
-        self._buffers = None
-        with self._side.use(send, receive):
+        self._is_added_up = True
+        buffers, self._buffers = self._buffers, None
+        dtype = self._own.dtype
+        with self._side.use(self._own, *(buffers or ())):
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            total = _sum_rows(receive) if receive.ndim == 2 else receive
+            if buffers is not None:
+                self._own = _sum_in_order(self._own, list(buffers[1]), self._rank)
             if self._replicate.group is not None:
-                total = total.to(send.dtype)
-                self._work = start_all_reduce_sum(total, self._replicate)
+                self._own = self._own.to(dtype)
+                self._work = start_all_reduce_sum(self._own, self._replicate)
         self._event = self._side.record()
-        self._total = total
 
 
-def _sum_rows(rows: Tensor) -> Tensor:
-    """Sum over dimension 0 from the first row on, 16-bit floats in float32."""
-    if rows.dtype.itemsize < 4:
-        total = rows[0].float()
-        for row in rows[1:]:
-            total += row
-        return total
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
+def _sum_in_order(own: Tensor, others: Sequence[Tensor], rank: int) -> Tensor:
+    """Sum of the shares of all ranks from the first on, 16-bit floats in float32; ``own`` is overwritten."""
+    if own.dtype.itemsize < 4:
+        own, others = own.float(), [other.float() for other in others]
+    before, after = others[:rank], others[rank:]
+    if before:
+        first, *rest = before
+        for other in rest:
+            first += other
+        own += first
+    for other in after:
+        own += other
+    return own

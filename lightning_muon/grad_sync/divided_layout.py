@@ -69,6 +69,12 @@ class DividedLayout:
         self._updating = parameters
         self._returns.begin(parameters)
 
+    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """As in ``Layout``: by buckets."""
+        wanted = set(parameters)
+        batches = [[p for p in bucket.parameters if p in wanted] for bucket in self._reducer.buckets]
+        return [batch for batch in batches if batch]
+
     def updated(self, parameters: Collection[Tensor]) -> None:
         """As in ``Layout``."""
         self._returns.updated(parameters)

@@ -36,10 +36,13 @@ class ReduceToHolders:
         Collective over the private groups; every rank must call it.
         """
         parts = [flat_parts(p, gradient, self._ranges_of(p)) for p, gradient in gradients.items()]
-        send = torch.cat([part[rank] for rank in range(self._shard.size) for part in parts])
-        counts = [sum(part[rank].numel() for part in parts) for rank in range(self._shard.size)]
-        side = self._sides.setdefault(send.device, SideStream(send.device))
-        return _Parts(self, tuple(gradients), start_reduce_scatter(send, counts, self._shard, self._replicate, side))
+        ranks, me = range(self._shard.size), self._shard.rank
+        own = torch.cat([part[me] for part in parts])
+        others = torch.cat([own[:0], *(part[rank] for rank in ranks if rank != me for part in parts)])
+        counts = [sum(part[rank].numel() for part in parts) for rank in ranks]
+        side = self._sides.setdefault(own.device, SideStream(own.device))
+        pending = start_reduce_scatter(own, others, counts, group=self._shard, replicate=self._replicate, side=side)
+        return _Parts(self, tuple(gradients), pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The part of the gradient that the calling rank holds, in the dtype of the parameter; waits for its bucket.

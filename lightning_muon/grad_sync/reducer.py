@@ -212,6 +212,7 @@ class GradientReducer:
             arrivals = self._arrivals[parameter]
             arrivals.seen += 1
             missing = self._missing[self._bucket_of[parameter].index]
+            self._advance()
             if arrivals.seen != arrivals.expected or parameter not in missing:
                 return
             missing.remove(parameter)
@@ -269,6 +270,7 @@ class GradientReducer:
     def _begin_step(self) -> None:
         self._is_given_up = False
         self._pending: list[Pending] = []
+        self._num_advanced = 0
         self._sent: set[Tensor] = set()
         self._num_launched = 0
         self._resends = False
@@ -290,13 +292,16 @@ class GradientReducer:
             return
         self._sent.update(parameter for parameter, gradient in gradients.items() if gradient is not None)
         self._pending.append(self._transport.start(gradients))
+        self._advance()
         size = sum(map(num_bytes, gradients))
         self._launched.launches.append((bucket.index, size))
         self._launched.overlapped_bytes += size if from_hook else 0
-        for pending in self._pending:
-            if not pending.advance():
-                # The communications that follow must have the same order on all ranks too.
-                break
+
+    def _advance(self) -> None:
+        """Go on with what has arrived, so that its buffers are free again."""
+        while self._num_advanced < len(self._pending) and self._pending[self._num_advanced].advance():
+            # One after the other: the communications that follow must have the same order on all ranks too.
+            self._num_advanced += 1
 
     def _agree(self) -> _Agreed:
         """Compare notes; collective over the group."""

@@ -40,6 +40,8 @@ def adamw_step_(
         [],
         [state["step"] for state in states],
         foreach=params[0].device.type == "cuda",
+        # One pass over memory: on a CPU it takes a third to a fifth of the time of one operation after the other.
+        fused=params[0].device.type == "cpu",
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -57,10 +59,11 @@ def step_elementwise_(binding: Binding, gradients: Mapping[Tensor, Tensor], stat
         if parameter.route.algorithm == "adamw" and parameter.tensor in gradients:
             by_group.setdefault(id(parameter.group), []).append(parameter)
     for members in by_group.values():
-        adamw_step_(
-            [member.local for member in members],
-            [gradients[member.tensor] for member in members],
-            [states[member.tensor] for member in members],
-            members[0].group,
-        )
-        binding.layout.updated([member.tensor for member in members])
+        for tensors in binding.layout.in_order([member.tensor for member in members]):
+            adamw_step_(
+                [binding.layout.local(tensor) for tensor in tensors],
+                [gradients[tensor] for tensor in tensors],
+                [states[tensor] for tensor in tensors],
+                members[0].group,
+            )
+            binding.layout.updated(tensors)

@@ -61,6 +61,10 @@ class Layout(Protocol):
         """These parameters, the same on all ranks, will be updated."""
         ...
 
+    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """These parameters in the order in which their gradients arrive, those together that arrive together."""
+        ...
+
     def updated(self, parameters: Collection[Tensor]) -> None:
         """The local parts of these have their new values."""
         ...
@@ -120,6 +124,10 @@ class TensorLayout:
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """Nothing: whoever holds a part updates it."""
+
+    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """All of them: they are there."""
+        return [parameters]
 
     def updated(self, parameters: Collection[Tensor]) -> None:
         """As :meth:`begin_step`."""

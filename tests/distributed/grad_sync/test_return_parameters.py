@@ -280,11 +280,15 @@ def _copies() -> None:
         other.state_dict()
         assert len(returns.travelling) == 5
     returns.close()
+    assert not returns.travelling, "what still arrives is taken"
+    assert _all_equal(expected)
+    returns.begin(set(parameters))
+    returns.updated(parameters)
+    returns.finish_updates()
     model(torch.arange(4))
     model.state_dict()
-    assert len(returns.travelling) == 5
+    assert len(returns.travelling) == 5, "there are no hooks any more"
     returns.wait_all()
-    assert _all_equal(expected)
 
 
 def test_copies_of_the_model_and_closed_hooks_wait_for_nothing(gloo: ProcessPool) -> None:

@@ -15,7 +15,7 @@ def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
     theirs = [nn.Parameter(tensor.clone()) for tensor in mine]
     states = [init_adamw_state(tensor, TensorLayout()) for tensor in mine]
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "adamw_eps": 1e-5}
-    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5, foreach=False)
+    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5, fused=True)
     for _ in range(4):
         grads = [torch.randn_like(tensor) for tensor in mine]
         for parameter, grad in zip(theirs, grads, strict=True):

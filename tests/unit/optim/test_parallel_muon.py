@@ -65,7 +65,7 @@ def test_adamw_takes_the_rest_with_the_results_of_torch() -> None:
     theirs = copy.deepcopy(mine)
     ours = ParallelMuon(mine, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), adamw_eps=1e-6)
     rest = [p for name, p in theirs.named_parameters() if name != "linear.weight"]
-    reference = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-6, foreach=False)
+    reference = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-6, fused=True)
     for step in range(5):
         _set_grads(list(mine.parameters()), step)
         _set_grads(list(theirs.parameters()), step)
@@ -88,7 +88,7 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     theirs = _parameters()
     reference = [
         torch.optim.Muon(theirs[:2], lr=0.1, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(theirs[2:4], weight_decay=0.0, foreach=False),
+        torch.optim.AdamW(theirs[2:4], weight_decay=0.0, fused=True),
         torch.optim.Muon(theirs[4:], adjust_lr_fn="match_rms_adamw"),
     ]
     for step in range(3):

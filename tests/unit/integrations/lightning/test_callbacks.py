@@ -69,7 +69,7 @@ def test_code_of_the_user_between_steps_is_found(name: Any) -> None:
     reads = lambda module, callbacks: reads_weights_between_steps(_Trainer(module, callbacks), package)  # noqa: E731
     assert not reads(Plain(), [*quiet, pl.Callback(), pl.callbacks.LambdaCallback(on_train_epoch_end=print)])
     assert reads(Hooked(), quiet) and reads(Stepping(), quiet) and reads(Plain(), [*quiet, Own()])
-    assert reads(Plain(), [pl.callbacks.StochasticWeightAveraging(1e-3)]), "it averages in a hook between steps"
+    assert reads(Plain(), [pl.callbacks.EMAWeightAveraging()]), "it averages in a hook between steps"
     assert reads(Plain(), [pl.callbacks.LambdaCallback(on_train_batch_end=print)])
 
 
