@@ -19,6 +19,7 @@ from lightning_muon.monitor.unblock import break_communication
 from lightning_muon.sharding.unit_order import Gate, UnitOrder
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
+_SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 
 
@@ -134,24 +135,30 @@ class Watchdog:
         if self._thread is None or self._closed.is_set():
             return
         self._failure = f"{type(error).__name__}: {error}"[:1000]
+        asks = isinstance(error, RuntimeError) and _ended_in_collective(error.__traceback__)
         with suppress(RuntimeError):
             self._publish(beat=0)
-            num_quiet = self._store.add("quiet", 1)
-            if isinstance(error, RuntimeError) and _ended_in_collective(error.__traceback__):
-                self._wait_for_cause(num_quiet)
-        if not self._message:
-            self._tell(f"rank {self._rank} has failed: {self._failure}")
+            if asks:
+                self._wait_for_cause()
+            if not self._message:
+                self._tell(f"rank {self._rank} has failed: {self._failure}")
+            if not asks:
+                self._store.add("quiet", 1)
         self._stop_watching()
 
-    def _wait_for_cause(self, num_quiet: int) -> None:
+    def _wait_for_cause(self) -> None:
         """The others stand still a little later; wait until one says why, or none is left that could."""
+        self._store.add("quiet", 1)
         deadline = time.monotonic() + self._patience + 6 * self._interval
-        while not self._message and num_quiet < self._size and time.monotonic() < deadline:
+        while not self._message and time.monotonic() < deadline:
+            # Who knows a cause tells it before it is quiet.
+            are_all_quiet = self._store.add("quiet", 0) >= self._size
             if self._store.check(["stop"]):
                 self._message = self._store.get("stop").decode()
+            elif are_all_quiet:
+                return
             else:
                 self._stopped.wait(self._interval / 2)
-                num_quiet = self._store.add("quiet", 0)
 
     def _stop_watching(self) -> None:
         self._closed.set()
@@ -162,6 +169,8 @@ class Watchdog:
 
         A rank that does not is why this thread watches.
         """
+        if self._stopped.is_set():
+            raise RuntimeError(self._message)
         name, (arrived, everyone) = gate.name, (f"{at} {gate.name} {gate[2:]}" for at in ("arrived", "all"))
         self._num_gates[name] += 1
         self._gate = name
@@ -172,6 +181,8 @@ class Watchdog:
             if self._stopped.wait(_POLL_SECONDS):
                 raise RuntimeError(self._message)
             if time.monotonic() > deadline:
+                # For those that are too late the gate stays shut.
+                self._store.add(arrived, len(gate.ranks))
                 raise RuntimeError(self._late(gate))
         self._gate = None
         if self._rank == gate.ranks[0]:
@@ -267,21 +278,25 @@ class Watchdog:
             return False
         self._message = self._store.get("stop").decode()
         self._stopped.set()
-        place = waiting_place(self._main)
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)
         break_communication(self._ports)
-        if not self._closed.wait(3.0) and place is not None and waiting_place(self._main) == place:
-            sys.stderr.write(f"lightning_muon: {self._message}\n")
-            sys.stderr.flush()
-            os._exit(1)
+        last, since = None, time.monotonic()
+        while not self._closed.wait(self._interval):
+            place = waiting_place(self._main)
+            if place is None or place != last:
+                last, since = place, time.monotonic()
+            elif time.monotonic() - since > _SECONDS_TO_RAISE:
+                sys.stderr.write(f"lightning_muon: {self._message}\n")
+                sys.stderr.flush()
+                os._exit(1)
         return True
 
 
 @contextmanager
-def watching(order: UnitOrder, *, patience: float = 4.0) -> Generator[Watchdog]:
+def watching(order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
     """Watch, and explain exceptions, while the block runs. Every rank must enter it."""
-    watchdog = Watchdog(order, patience=patience)
+    watchdog = Watchdog(order, patience=patience, interval=interval)
     watchdog.start()
     try:
         with watchdog.explaining():

@@ -252,8 +252,10 @@ class UnitOrder:
                 self._add(2 * number, crosses=crosses)
 
         def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
             outputs = [tensor for tensor in _tensors(output, set()) if tensor.requires_grad]
-            if outputs and torch.is_grad_enabled():
+            if outputs:
                 if passes[0].has_begun:
                     passes[0] = _BackwardPass()
                 register_multi_grad_hook(outputs, partial(begin, passes[0]), mode="any")

@@ -31,7 +31,7 @@ def _train(
     """Steps in which each rank chooses its experts; an error that comes after ten seconds is another error."""
     model, agreement = sharded(make_mesh(shape), ["Expert", "Layer"], widths)
     rank = dist.get_rank()
-    with watching(agreement.order, patience=patience):
+    with watching(agreement.order, patience=patience, interval=patience / 8):
         for chosen in steps:
             start = time.monotonic()
             try:
@@ -55,8 +55,7 @@ BOTH = ([0, 1], [0, 1])
 @pytest.mark.parametrize(
     ("shape", "steps", "widths"),
     [
-        pytest.param((1, 2), [([0, 1], [0])], (13, 13), id="one rank skips a unit"),
-        pytest.param((1, 2), [BOTH, BOTH, ([0], [0, 1])], (13, 13), id="one rank skips a unit later"),
+        pytest.param((1, 2), [BOTH, ([0, 1], [0])], (13, 13), id="one rank skips a unit later"),
         pytest.param((1, 2), [([0], [1])], (13, 11), id="units of different sizes"),
         pytest.param((2, 2), [([0], [0], [0], [0, 1])], (13, 11), id="one of four ranks runs one unit more"),
         pytest.param((4, 1), [([0], [0], [0, 1], [0])], (13, 11), id="replicas only"),
@@ -80,12 +79,9 @@ def test_ranks_that_run_different_units_end_together(
     )
 
 
-@pytest.mark.parametrize("steps", [[([0], [0, 1])], [BOTH, ([0], [0, 1])]], ids=["first", "later"])
-def test_a_rank_in_a_unit_and_one_in_another_collective_end_together(
-    gloo: ProcessPool, steps: Sequence[Sequence[Sequence[int]]]
-) -> None:
+def test_a_rank_in_a_unit_and_one_in_another_collective_end_together(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _train, (1, 2), steps, log=True, patience=1.0, match="experts", exception=RuntimeError, world_size=2
+        _train, (1, 2), [([0], [0, 1])], log=True, patience=1.0, match="experts", exception=RuntimeError, world_size=2
     )
 
 
@@ -99,26 +95,26 @@ def test_without_shortened_patience_it_takes_less_than_ten_seconds(gloo: Process
 
 def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     steps = [BOTH, ([1], [1]), BOTH]
-    assert gloo.run(_train, (1, 2), steps, patience=0.5, sleep=1.5, world_size=2) == [3, 3]
+    assert gloo.run(_train, (1, 2), steps, patience=0.5, sleep=0.9, world_size=2) == [3, 3]
 
 
 def _fail_on_one_rank() -> str:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     try:
-        with watching(agreement.order, patience=1.0):
+        with watching(agreement.order, patience=1.0, interval=0.1):
             model(inputs_of(0), [0])
             if dist.get_rank() == 1:
-                raise ValueError("no such file")
+                raise KeyboardInterrupt("by hand")
             model.layers[0](inputs_of(0), [0])
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> None:
     waiting, failed = gloo.run_fresh(_fail_on_one_rank, world_size=2, timeout=40.0)
-    assert failed == "ValueError: no such file"
-    assert waiting.startswith("RuntimeError") and "rank 1" in waiting and "no such file" in waiting
+    assert failed == "KeyboardInterrupt: by hand"
+    assert waiting.startswith("RuntimeError") and "rank 1" in waiting and "by hand" in waiting
 
 
 def _die_on_one_rank() -> None:
@@ -136,7 +132,7 @@ def _die_on_one_rank() -> None:
 def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as raised:
         gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
-    assert "rank 1 has died" in raised.value.outcome.failures[0].message
+    assert "rank 1 has died" in raised.value.failures[0].message
 
 
 def _come_too_late() -> str:
@@ -164,7 +160,7 @@ def test_the_gate_waits_no_longer_than_the_timeout_and_names_who_is_missing(gloo
 def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     done: list[bool] = []
-    with watching(agreement.order, patience=0.5) as watchdog:
+    with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
         for epoch in range(2):
             try:
                 with watchdog.explaining():
@@ -181,7 +177,7 @@ def test_the_end_of_an_iteration_is_no_failure(gloo: ProcessPool, exception: typ
     assert gloo.run(_end_an_iteration, exception, world_size=2) == [[True, True]] * 2
 
 
-def _fail_outside(exception: type[BaseException]) -> tuple[str, float]:
+def _fail_outside() -> tuple[str, float]:
     """Rank 1 fails where it loads data; ranks 0 and 2 learn it."""
     model, agreement = sharded(make_mesh((1, 3)), ["Layer"])
     watchdog = Watchdog(agreement.order, patience=0.8, interval=0.2)
@@ -189,7 +185,7 @@ def _fail_outside(exception: type[BaseException]) -> tuple[str, float]:
     start = time.monotonic()
     try:
         if dist.get_rank() == 1:
-            watchdog.failed(exception("file 4"))
+            watchdog.failed(OSError("file 4"))
             watchdog.failed(ValueError("the second"))
             time.sleep(2.0)  # Otherwise closed connections would tell the others.
         else:
@@ -202,21 +198,47 @@ def _fail_outside(exception: type[BaseException]) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-@pytest.mark.parametrize("exception", [OSError, KeyboardInterrupt])
-def test_ranks_learn_what_failed_outside_of_steps(gloo: ProcessPool, exception: type[BaseException]) -> None:
-    first, failed, last = gloo.run_fresh(_fail_outside, exception, world_size=3, timeout=40.0)
+def test_ranks_learn_what_failed_outside_of_steps(gloo: ProcessPool) -> None:
+    first, failed, last = gloo.run_fresh(_fail_outside, world_size=3, timeout=40.0)
     assert failed[0] == ""
     for message, seconds in (first, last):
-        assert f"rank 1 has failed: {exception.__name__}: file 4" in message
+        assert "rank 1 has failed: OSError: file 4" in message
         assert seconds < 4
+
+
+def _fail_and_end() -> tuple[str, float]:
+    """Rank 1 ends right after it has failed."""
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    model(inputs_of(0), [0])
+    watchdog = Watchdog(agreement.order, patience=6.0)
+    watchdog.start()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        watchdog.failed(OSError("file 4"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        with watchdog.explaining():
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", -1.0
+
+
+def test_a_rank_whose_connection_is_closed_learns_why_at_once(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        gloo.run_fresh(_fail_and_end, world_size=2, timeout=40.0)
+    message, seconds = raised.value.results[0]
+    assert message == "rank 1 has failed: OSError: file 4"
+    assert seconds < 3
 
 
 def _fail_in_collectives() -> float:
     """Each rank fails in torch.distributed; nobody can say why."""
     _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="same tensor|device|type"), watching(agreement.order, patience=9.0):
-        dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+    with pytest.raises(RuntimeError, match="BXOR"), watching(agreement.order, patience=9.0):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
     return time.monotonic() - start
 
 
@@ -230,7 +252,7 @@ def _fail_together() -> list[float]:
     sums = []
     for run in range(2):
         try:
-            with watching(agreement.order, patience=0.5) as watchdog:
+            with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
                 model(inputs_of(0), [run]).sum().backward()
                 agreement.finish()
                 try:
@@ -238,7 +260,7 @@ def _fail_together() -> list[float]:
                         raise ValueError("the gradient is NaN")
                 finally:
                     if dist.get_rank() == 1:
-                        time.sleep(2.0)
+                        time.sleep(1.2)
                     total = torch.ones(())
                     dist.all_reduce(total)
                     sums.append(total.item())

@@ -26,6 +26,7 @@ from tests.integration.training import (
     strategy_class,
     trainer,
 )
+from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
@@ -75,6 +76,35 @@ def test_what_only_some_ranks_use_is_exact(
     assert max_difference(weights, expected) < 1e-5
 
 
+def _fit_crops(num_calls: Sequence[int], *, num_ranks: int) -> dict[str, Any]:
+    """``num_calls``: into how many parts each rank cuts its batch; the model runs once for each."""
+    pl = load(PACKAGES[0])
+    model = language_model(pl)
+    shares = num_ranks // dist.get_world_size()
+
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        losses = []
+        for share in range(shares):
+            mine = [part[share::shares].tensor_split(num_calls[dist.get_rank() * shares + share]) for part in batch]
+            crops = [loss_of(self.network(tokens), targets) for tokens, targets in zip(*mine, strict=True)]
+            losses.append(torch.stack(crops).mean())
+        return torch.stack(losses).mean()
+
+    type(model).training_step = training_step
+    del type(model).on_train_batch_end
+    config = MuonConfig(compute_dtype="float32", wire_dtype="float32")
+    sharding = {"sharding": "fsdp", "wrap_policy": ()} if shares == 1 else {"sharding": "none"}
+    strategy = strategy_class(PACKAGES[0])(optimizer=config, **sharding)
+    trainer(pl, strategy=strategy, max_epochs=1).fit(model, loader())
+    return full_weights(model)
+
+
+def test_a_model_of_one_unit_may_be_called_differently_often(gloo: ProcessPool) -> None:
+    expected = gloo.run(_fit_crops, (1, 2), num_ranks=2, world_size=1)[0]
+    weights = gloo.run(_fit_crops, (1, 2), num_ranks=2, world_size=2)[0]
+    assert max_difference(weights, expected) < 1e-5
+
+
 @pytest.mark.parametrize("used", [(0, 1), (0, None)], ids=str)
 def test_units_that_only_some_ranks_run_fail_soon_on_all_of_them(gloo: ProcessPool, used: Sequence[int | None]) -> None:
     gloo.run(_fit, PACKAGES[0], "fsdp", (1, 1), num_ranks=2, world_size=2)  # Processes that have started.
@@ -84,3 +114,47 @@ def test_units_that_only_some_ranks_run_fail_soon_on_all_of_them(gloo: ProcessPo
         exception=RuntimeError, match=r"network\.experts\.[01].*wrap_policy",
     )  # fmt: skip
     assert time.monotonic() - start < 15
+
+
+def _validate(package: str, used: Sequence[int]) -> None:
+    pl = load(package)
+    model = language_model(pl, network=Experts)
+
+    def validation_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val", loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1]), sync_dist=True)
+
+    type(model).validation_step = validation_step
+    trainer(pl, strategy=strategy_class(package)()).validate(model, loader(), verbose=False)
+
+
+def test_an_evaluation_is_watched_too(gloo: ProcessPool) -> None:
+    gloo.run(_validate, PACKAGES[0], (1, 1), world_size=2)
+    gloo.expect_error_on_all_ranks(
+        _validate, PACKAGES[0], (0, 1), world_size=2, exception=RuntimeError, match=r"network\.experts\.[01]"
+    )
+
+
+def _corrupt_data(package: str) -> None:
+    pl = load(package)
+    data = loader().dataset
+
+    class Corrupt(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(data)  # type: ignore[arg-type]
+
+        def __getitem__(self, index: int) -> Any:
+            if index >= 16 and dist.get_rank() == 1:
+                raise OSError("file 4 is corrupt")
+            return data[index]
+
+    model = language_model(pl)
+    batches = torch.utils.data.DataLoader(Corrupt(), batch_size=4)
+    trainer(pl, strategy=strategy_class(package)(), use_distributed_sampler=False).fit(model, batches)
+
+
+def test_a_rank_that_fails_in_its_data_tells_the_others_why(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        gloo.run(_corrupt_data, PACKAGES[0], world_size=2, grace=15.0)
+    assert "file 4 is corrupt" in caught.value.failures[1].message
+    # As an exception, or on stderr if its thread could not be freed.
+    assert "rank 1 has failed: OSError: file 4 is corrupt" in str(caught.value)

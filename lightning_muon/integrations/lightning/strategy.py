@@ -208,8 +208,12 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         self.model_to_device()
         self.barrier()
         self.load_pending_weights()
+        self._mode.watch(module)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
+        if self._mode.unit_order is not None:
+            self._watchdog = Watchdog(self._mode.unit_order)
+            self._watchdog.start()
         self.setup_precision_plugin()
 
     def _options_of(self, trainer: Any) -> ModeOptions:
@@ -265,9 +269,6 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=max_skipped_steps
         )
         self.precision_plugin.rules = self._rules
-        if self._mode.unit_order is not None:
-            self._watchdog = Watchdog(self._mode.unit_order)
-            self._watchdog.start()
         if self._mode.parameters_arrive_late:
             self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
             trainer.callbacks.insert(0, self._first_callback)
@@ -285,6 +286,12 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
                 )
             mesh = self._mesh()
             self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why they will wait in vain; local."""
+        if self._watchdog is not None:
+            self._watchdog.failed(exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""

@@ -78,6 +78,9 @@ class ShardingMode(ABC):
     def prepare(self, module: nn.Module) -> None:
         """Give all ranks the weights and buffers of the first one, and divide the parameters."""
 
+    def watch(self, module: nn.Module) -> None:  # noqa: B027 - most modes need not
+        """Begin to note what must be equal on all ranks, for a training or an evaluation; may be called again."""
+
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """Watch gradients, and create the state of the optimizers.

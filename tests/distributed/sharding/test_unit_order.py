@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_muon.comm.mesh import axis_group, host_group
+from lightning_muon.monitor.watchdog import watching
 from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.unit_order import Gate, UnitOrder
+from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.unit_order import Gate, UnitOrder, _tensors
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
@@ -84,6 +88,11 @@ def test_notes_name_gathers_and_backward_passes_and_leave_out_whole_weights(gloo
         assert closed == 0
 
 
+@dataclass(slots=True)
+class Slots:
+    hidden: Tensor
+
+
 class Outputs(nn.Module):
     """Returns tensors inside of containers."""
 
@@ -92,7 +101,7 @@ class Outputs(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> dict[str, object]:
-        return {"nested": [self.inner(x), "text"]}
+        return {"nested": [Slots(self.inner(x)), "text"]}
 
 
 def _backward_through_containers() -> list[int]:
@@ -100,12 +109,19 @@ def _backward_through_containers() -> list[int]:
     mesh = make_mesh((1, 2))
     fully_shard(model[0], mesh=mesh)
     order = UnitOrder(model, mesh)
-    model(torch.ones(2, 3))["nested"][0].sum().backward()
+    model(torch.ones(2, 3))["nested"][0].hidden.sum().backward()
     return order.notes()[1]
 
 
 def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
     assert gloo.run(_backward_through_containers, world_size=2) == [[0, 1]] * 2
+
+
+def test_containers_that_contain_themselves_are_searched_once() -> None:
+    tensor = torch.ones(3)
+    nested: list[object] = [tensor, Slots]
+    nested.append({"again": nested, "slots": Slots(tensor)})
+    assert [id(found) for found in _tensors(nested, set())] == [id(tensor)] * 2
 
 
 def _gate_calls() -> list[Gate]:
@@ -144,3 +160,114 @@ def _other_mesh() -> list[str]:
 def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
     expected = ["enters the backward pass of the root Sequential"]  # Over one rank nothing is gathered.
     assert gloo.run(_other_mesh, world_size=2) == [expected] * 2
+
+
+def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor | None]:
+    """Each rank evaluates its batches of experts; then a step that is the same everywhere."""
+    mesh = make_mesh(shape)
+    model, agreement = sharded(mesh, ["Expert"])
+    everyone = axis_group(mesh, (0, 1))
+    rank = dist.get_rank()
+    with watching(agreement.order, patience=1.0, interval=0.1):
+        with torch.no_grad():
+            for experts in chosen[rank]:
+                model(inputs_of(rank), experts)
+        agreement.order.compare(everyone, host_group(everyone))
+        free_unsharded(model)
+        model(inputs_of(rank), [0]).square().mean().backward()
+        agreement.finish()
+    return gradients_of(model)
+
+
+def test_replicas_may_evaluate_different_units_and_different_numbers_of_batches(gloo: ProcessPool) -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    for rank in range(4):
+        (model(inputs_of(rank), [0]).square().mean() / 4).backward()
+    chosen = [[[0], [1]], [[0], [1]], [[1]] * 4, [[1]] * 4]
+    for result in gloo.run(_evaluate, (2, 2), chosen, world_size=4):
+        assert_close(result, gradients_of(model))
+
+
+def test_where_nothing_is_gathered_each_rank_evaluates_what_it_likes(gloo: ProcessPool) -> None:
+    for result in gloo.run(_evaluate, (2, 1), [[[0], [1, 0]], [[1]]], world_size=2):
+        assert result["head.weight"] is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen"),
+    [((1, 2), [[[0]], [[0], [0]]]), ((2, 2), [[[0]], [[0]], [[0]], [[1]]])],
+    ids=["number", "units"],
+)
+def test_ranks_that_share_weights_must_evaluate_the_same(
+    gloo: ProcessPool, shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]]
+) -> None:
+    gloo.expect_error_on_all_ranks(
+        _evaluate, shape, chosen, match="run different units", exception=RuntimeError, world_size=len(chosen)
+    )
+
+
+def _mixed_evaluation() -> None:
+    """Experts of one shape are mixed without a hang where no watchdog waits."""
+    mesh = make_mesh((1, 2))
+    model, agreement = sharded(mesh, ["Expert"])
+    everyone = axis_group(mesh, (0, 1))
+    with torch.no_grad():
+        model(inputs_of(0), [dist.get_rank()])
+    agreement.order.compare(everyone, host_group(everyone))
+
+
+def test_equal_experts_that_are_mixed_in_an_evaluation_are_the_same_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _mixed_evaluation,
+        match=r"rank 0 runs 'layers\.0\.experts\.0' \(Expert\); rank 1 runs 'layers\.0\.experts\.1'",
+        exception=RuntimeError,
+        world_size=2,
+    )
+
+
+def _different_crops(num_calls: Sequence[int]) -> list[dict[str, Tensor | None]]:
+    """Two steps with one unit, the root, that stays whole while it is called more or less often."""
+    model, agreement = sharded(make_mesh((1, 2)), [])
+    results = []
+    for _ in range(2):
+        parts = inputs_of(dist.get_rank()).tensor_split(num_calls[dist.get_rank()])
+        torch.stack([model(part, [0]).square().sum() for part in parts]).sum().backward()
+        agreement.finish()
+        results.append(gradients_of(model))
+    return results
+
+
+@pytest.mark.parametrize("num_calls", [(1, 2), (3, 1)], ids=str)
+def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool, num_calls: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    expected = []
+    for _ in range(2):
+        for rank in range(2):
+            (model(inputs_of(rank), [0]).square().sum() / 2).backward()
+        expected.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+    for results in gloo.run(_different_crops, num_calls, world_size=2):
+        for result, reference in zip(results, expected, strict=True):
+            assert_close(result, reference)
+
+
+def _long_evaluation() -> tuple[list[bool], int, int]:
+    mesh = make_mesh((1, 2))
+    model, agreement = sharded(mesh, ["Layer"])
+    order, other = agreement.order, UnitOrder(model, mesh)
+    other.close()
+    words = []
+    for index in range(10_000):
+        for notes in (order, other):
+            notes.mark("left" if index == 3 and notes is other else "end")
+        if index in (2, 9_999):
+            words.append(order.words() == other.words())
+    skipped, kept = order.notes()
+    return words, len(kept), skipped + len(kept)
+
+
+def test_of_many_notes_the_last_are_kept_and_all_are_compared(gloo: ProcessPool) -> None:
+    for words, num_kept, num_notes in gloo.run(_long_evaluation, world_size=2):
+        assert words == [True, False]
+        assert num_notes == 10_000 and 4096 <= num_kept < 8192

@@ -61,3 +61,35 @@ def test_micro_batches_add_up_and_are_divided_once(
     for found in gloo.run(_gradients, shape, options, divisor, world_size=size):
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def _evaluate_without_training(chosen: tuple[int, ...]) -> tuple[bool, bool]:
+    """Each rank evaluates one block, all of which have the same shape."""
+    net = _model()
+    mode = make_mode("fsdp", mesh_of((2,)), ModeOptions(wrap_policy=(nn.Sequential,)))
+    mode.prepare(net)
+    mode.watch(net)  # type: ignore[attr-defined]
+    order = mode.unit_order
+    assert order is not None
+    with torch.no_grad():
+        net[chosen[dist.get_rank()]](_batch(0))
+    assert order.notes()[1]
+    mode.finish_evaluation()
+    assert not order.notes()[1]
+    mode.attach(net, [torch.optim.SGD(net.parameters(), lr=0.1)])
+    is_kept = mode.unit_order is order
+    (net(_batch(dist.get_rank())) * net.scale).sum().backward()
+    mode.finish_gradients()
+    mode.close()
+    return is_kept, mode.unit_order is None
+
+
+def test_evaluations_without_a_training_are_compared(gloo: ProcessPool) -> None:
+    assert gloo.run(_evaluate_without_training, (1, 1), world_size=2) == [(True, True)] * 2
+    gloo.expect_error_on_all_ranks(
+        _evaluate_without_training,
+        (0, 1),
+        match=r"rank 0 runs '0' \(Sequential\); rank 1 runs '1' \(Sequential\)",
+        exception=RuntimeError,
+        world_size=2,
+    )
