@@ -57,6 +57,9 @@ class Holdings:
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
         self._boxes = {parameter: self._boxes_of(parameter) for parameter in placements}
+        self._ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self._boxes.items()}
+        self._shapes = {parameter: boxes[self.shard.rank].shape for parameter, boxes in self._boxes.items()}
+        self._views: dict[Tensor, tuple[int, Tensor]] = {}
 
     def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
         """One placement per axis of the mesh."""
@@ -64,9 +67,7 @@ class Holdings:
 
     def ranges(self, parameter: Tensor) -> list[tuple[int, int]]:
         """For each rank of the shard axis ``(start, stop)`` of its part in the flattened parameter."""
-        row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
-        boxes = self.boxes(parameter)
-        return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]
+        return self._ranges[parameter]
 
     def boxes(self, parameter: Tensor) -> tuple[Box, ...]:
         """For each rank of the shard axis its part as a box."""
@@ -78,10 +79,26 @@ class Holdings:
 
     def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
         """The calling rank's part of ``parameter``, or of ``whole``, a contiguous tensor like it. Shares memory."""
-        tensor = parameter.detach() if whole is None else whole
-        start, stop = self.ranges(parameter)[self.shard.rank]
-        return tensor.view(-1)[start:stop].view(self.boxes(parameter)[self.shard.rank].shape)
+        tensor = parameter if whole is None else whole
+        if whole is None:
+            address, view = self._views.get(parameter, (0, parameter))
+            if address == parameter.data_ptr():
+                return view
+        start, stop = self._ranges[parameter][self.shard.rank]
+        view = tensor.detach().view(-1)[start:stop].view(self._shapes[parameter])
+        if whole is None:
+            self._views[parameter] = parameter.data_ptr(), view
+        return view
+
+    def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Shape of the calling rank's part."""
+        return self._shapes[parameter]
 
     def _boxes_of(self, parameter: Tensor) -> tuple[Box, ...]:
         coordinates = [(rank,) for rank in range(self.shard.size)]
         return held_boxes(tuple(parameter.shape), (self.shard.size,), (self._placements[parameter],), coordinates)
+
+
+def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
+    return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]

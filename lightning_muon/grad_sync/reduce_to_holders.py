@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,6 @@ class ReduceToHolders:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._shard, self._replicate = PrivateGroups().of([holdings.shard, holdings.replicate or ALONE])
-        self._ranges: dict[Tensor, list[tuple[int, int]]] = {}
         self._sides: dict[torch.device, SideStream] = {}
         self._unread: dict[Tensor, list[_Parts]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
@@ -35,10 +35,11 @@ class ReduceToHolders:
 
         Collective over the private groups; every rank must call it.
         """
-        parts = [flat_parts(p, gradient, self._ranges_of(p)) for p, gradient in gradients.items()]
+        parts = [flat_parts(p, gradient, self._holdings.ranges(p)) for p, gradient in gradients.items()]
         ranks, me = range(self._shard.size), self._shard.rank
         own = torch.cat([part[me] for part in parts])
-        others = torch.cat([own[:0], *(part[rank] for rank in ranks if rank != me for part in parts)])
+        pieces = (part[rank] for rank in ranks if rank != me for part in parts)
+        others = torch.cat([own[:0], *(piece for piece in pieces if piece.numel())])
         counts = [sum(part[rank].numel() for part in parts) for rank in ranks]
         side = self._sides.setdefault(own.device, SideStream(own.device))
         pending = start_reduce_scatter(own, others, counts, group=self._shard, replicate=self._replicate, side=side)
@@ -83,19 +84,13 @@ class ReduceToHolders:
         if parts.divisor != 1:
             buffer.div_(parts.divisor)
         buffer = buffer.to(parts.parameters[0].dtype)
-        rank, offset = self._shard.rank, 0
-        for parameter in parts.parameters:
-            start, stop = self._ranges_of(parameter)[rank]
-            part = buffer[offset : offset + stop - start].view(self._holdings.boxes(parameter)[rank].shape)
-            offset += stop - start
+        shapes = [self._holdings.local_shape(parameter) for parameter in parts.parameters]
+        pieces = buffer.split([math.prod(shape) for shape in shapes])
+        for parameter, piece, shape in zip(parts.parameters, pieces, shapes, strict=True):
             if parameter in parts.present:
+                part = piece.view(shape)
                 earlier = self._reduced.get(parameter)
                 self._reduced[parameter] = part if earlier is None else earlier + part
-
-    def _ranges_of(self, parameter: Tensor) -> list[tuple[int, int]]:
-        if parameter not in self._ranges:
-            self._ranges[parameter] = self._holdings.ranges(parameter)
-        return self._ranges[parameter]
 
 
 @dataclass(eq=False)

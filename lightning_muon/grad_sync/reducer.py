@@ -93,6 +93,7 @@ class Traffic:
 class _Arrivals:
     """How often the hook of a parameter is called in a step: more than once if backward reaches it in several ways."""
 
+    bucket: int
     expected: int = 1
     seen: int = 0
 
@@ -156,7 +157,7 @@ class GradientReducer:
         self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
         self.traffic = Traffic()
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._arrivals = {parameter: _Arrivals() for parameter in self._parameters}
+        self._arrivals = {p: _Arrivals(bucket.index) for p, bucket in self._bucket_of.items()}
         self._divisor = float(group.size)
         self._is_syncing = True
         self._present: set[Tensor] = set()
@@ -211,7 +212,7 @@ class GradientReducer:
         with self._lock:
             arrivals = self._arrivals[parameter]
             arrivals.seen += 1
-            missing = self._missing[self._bucket_of[parameter].index]
+            missing = self._missing[arrivals.bucket]
             self._advance()
             if arrivals.seen != arrivals.expected or parameter not in missing:
                 return
