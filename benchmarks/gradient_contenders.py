@@ -25,7 +25,7 @@ from lightning_muon.sharding.modes.registry import make_mode
 from lightning_muon.sharding.runtime import set_gradient_sync
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
-HEADS, SMALL = 4, 16
+HEADS = 4
 ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
 
@@ -56,7 +56,6 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(arguments.words, arguments.width)
         self.blocks = nn.ModuleList(Block(arguments.width) for _ in range(arguments.layers))
-        self.small = nn.Linear(SMALL, SMALL, bias=False).requires_grad_(False)
         self.head = nn.Linear(arguments.width, arguments.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(torch.cat([self.small(x[..., :SMALL]), x[..., SMALL:]], dim=-1))
+        return self.head(x)
 
 
 @dataclass(kw_only=True)
@@ -131,10 +130,13 @@ def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(net.parameters(), LR, weight_decay=WEIGHT_DECAY)]
 
 
-def parallel_adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
-    rest = [parameter for name, parameter in net.named_parameters() if name != "small.weight"]
-    groups = [{"params": rest, "algorithm": "adamw"}, {"params": [net.small.weight], "algorithm": "muon"}]
-    return [ParallelMuon(groups, LR, WEIGHT_DECAY)]
+def parallel_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [ParallelMuon(net, LR, WEIGHT_DECAY, algorithm="adamw", **options)]
+
+
+def unchecked_adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
+    """As the other contenders, which do not look for NaN."""
+    return parallel_adamw(net, error_if_nonfinite=False)
 
 
 def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -212,6 +214,7 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
     "ddp + ParallelMuon": lambda arguments: ours("ddp", muon, arguments),
     "torch DDP + torch.optim.Muon and AdamW": lambda arguments: distributed_data_parallel(torch_muon, arguments),
     "zero2 + AdamW": lambda arguments: ours("zero2", parallel_adamw, arguments),
+    "zero2 + AdamW, error_if_nonfinite=False": lambda arguments: ours("zero2", unchecked_adamw, arguments),
     ZERO: lambda arguments: distributed_data_parallel(zero, arguments),
     "ddp + AdamW": lambda arguments: ours("ddp", adamw, arguments),
     DDP: lambda arguments: distributed_data_parallel(adamw, arguments),
