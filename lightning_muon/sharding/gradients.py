@@ -96,7 +96,7 @@ class GradientAgreement:
             else:
                 parameter.grad = None
         self._agreed = agreed
-        self._used = [False] * len(self._used)
+        self._used[:] = [False] * len(self._used)
 
     def close(self) -> None:
         """Remove the hooks; local."""
@@ -130,8 +130,12 @@ class GradientAgreement:
             self.order.before_backward[unit] = partial(_fill_with_zeros, wholes)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
+        # Not self: Python's garbage collector does not look into the hooks of tensors, so that the model, and with it
+        # its process groups, would live for ever.
+        used = self._used
+
         def mark(_: Tensor) -> None:
-            self._used[index] = True
+            used[index] = True
 
         return mark
 

@@ -48,9 +48,12 @@ def _by_tokens(package: str, sharding: str, accumulate: int, *, keep: bool = Tru
         return loss
 
     type(model).training_step = training_step
+    # In the middle of an accumulated batch, through the same code.
+    type(model).validation_step = training_step
     del type(model).on_train_batch_end
     strategy = strategy_class(package)(sharding=sharding, loss_scaling="tokens", optimizer=EXACT, **options)
-    trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate).fit(model, loader())
+    fitter = trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=3)
+    fitter.fit(model, loader(), loader())
     return full_weights(model)
 
 

@@ -121,11 +121,15 @@ def _join(call: Call) -> None:
 
 def _leave(environ: dict[str, str], directory: Path) -> None:
     """End the process group and undo what a test function may leave behind."""
+    import gc
+
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Threads of gloo spin as long as something refers to their groups.
+    gc.collect()
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(directory)

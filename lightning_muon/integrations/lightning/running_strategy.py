@@ -55,7 +55,8 @@ class RunningStrategy:
                 f"report_tokens has no meaning with loss_scaling={self._loss_scaling!r}, where training_step returns a "
                 "mean; set ParallelMuonStrategy(loss_scaling='tokens')"
             )
-        if self._tokens is not None:  # None: a validation that calls training_step, for example.
+        # A step that is shared with validation reports there too.
+        if self._tokens is not None and self.lightning_module.trainer.training:
             self._tokens.report(num_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

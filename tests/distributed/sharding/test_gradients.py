@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,3 +97,20 @@ def test_without_agreement_different_branches_break_the_reduction(gloo: ProcessP
     """The reason for GradientAgreement; when this fails, torch no longer needs it."""
     with pytest.raises(RanksFailedError):
         gloo.run_fresh(_use_branches, False, world_size=2, timeout=12.0, grace=2.0)
+
+
+def _dropped() -> bool:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = make_mesh((1, 2))
+    shard_model(model, mesh)
+    agreement = GradientAgreement(model, mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    agreement.finish()
+    reference = weakref.ref(model)
+    del model, agreement
+    gc.collect()
+    return reference() is None
+
+
+def test_a_model_that_is_dropped_is_freed_with_its_process_groups(gloo: ProcessPool) -> None:
+    assert gloo.run(_dropped, world_size=2) == [True, True]
