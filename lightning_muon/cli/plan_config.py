@@ -146,7 +146,7 @@ def _muon_config(optimizer: Any) -> MuonConfig:
 
 def _mesh_sizes(options: Mapping[str, Any], trainer: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Sizes of the mesh, as far as the file determines them without looking at a machine."""
-    asked = MeshSizes(**{field.name: options.get(field.name, "auto") for field in fields(MeshSizes)})
+    asked = MeshSizes(**{field.name: options.get(field.name, field.default) for field in fields(MeshSizes)})
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         return asked.resolve(num_nodes=nodes, num_processes=devices)

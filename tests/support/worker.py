@@ -130,6 +130,10 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
         dist.destroy_process_group()
     # Threads of gloo spin as long as something refers to their groups.
     gc.collect()
+    if len(sys.modules) > _LOOKED_AT.num_modules:
+        # Imported modules stay; to look through them after every call would take longer than most calls.
+        gc.freeze()
+        _LOOKED_AT.num_modules = len(sys.modules)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(directory)
@@ -139,6 +143,16 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
     torch.manual_seed(0)
     random.seed(0)
     clear_mesh_caches()
+
+
+@dataclass
+class _LookedAt:
+    """How many modules were there when garbage was collected last."""
+
+    num_modules: int = 0
+
+
+_LOOKED_AT = _LookedAt()
 
 
 def clear_mesh_caches() -> None:
