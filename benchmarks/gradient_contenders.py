@@ -169,14 +169,13 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Co
     mode.prepare(net)
     made = optimizers(net)
     mode.attach(net, made)
-    layout = mode.layout(made[0])
     return Contender(
         net=net,
         optimizers=made,
         no_sync=mode.no_sync,
         finish_gradients=mode.finish_gradients,
         wait=mode.finish_parameters,
-        gradient=(lambda parameter: parameter.grad) if layout is None else layout.gradient,
+        gradient=mode.layout.gradient,
         mode=mode,
     )
 

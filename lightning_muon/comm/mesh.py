@@ -39,6 +39,14 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     Collective over the ranks of the group the first time that a group over several axes is asked for; every one of
     them must call it.
     """
+    # Found once: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
+    found = _made().axis_groups
+    if (mesh, axes) not in found:
+        found[mesh, axes] = _find_axis_group(mesh, axes)
+    return found[mesh, axes]
+
+
+def _find_axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     mine = mesh.get_coordinate()
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh} of its own parameters")
@@ -111,11 +119,12 @@ def _group_of(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup:
 
 @dataclass
 class _Made:
-    """Groups that were made in one world, and how many private ones were asked for, by their ranks."""
+    """Groups that were made or found in one world, and how many private ones were asked for, by their ranks."""
 
     world: dist.ProcessGroup | None = None
     groups: dict[tuple[tuple[int, ...], int | None, str | None], dist.ProcessGroup] = field(default_factory=dict)
     turns: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = field(default_factory=dict)
 
 
 _CURRENT = _Made()
@@ -127,6 +136,7 @@ def _made() -> _Made:
         _CURRENT.world = dist.group.WORLD
         _CURRENT.groups.clear()
         _CURRENT.turns.clear()
+        _CURRENT.axis_groups.clear()
     return _CURRENT
 
 

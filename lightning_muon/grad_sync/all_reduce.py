@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
 from lightning_muon.comm.reduce import flat_parts
-from lightning_muon.compat.torch import version
+from lightning_muon.grad_sync.results import Results
 
 
 class AllReduce:
@@ -26,11 +25,10 @@ class AllReduce:
 
     def __init__(self, group: AxisGroup) -> None:
         (self._group,) = PrivateGroups().of([group])
-        # Weak, so that zero_grad frees the memory.
-        self._results: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._results = Results()
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Sum:
-        """As in :class:`~lightning_muon.grad_sync.reducer.Transport`.
+        """As in :class:`~lightning_muon.grad_sync.transport.Transport`.
 
         Collective over the private group; every rank must call it.
         """
@@ -40,12 +38,11 @@ class AllReduce:
 
     def resends(self, parameter: Tensor) -> bool:
         """As in ``Transport``: backward adds in place to the sum that ``zero_grad`` has not dropped."""
-        result = self._results.get(parameter)
-        return parameter.grad is not None and result is not None and result[0]() is parameter.grad
+        return self._results.holds(parameter)
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """As in ``Transport``."""
-        return self.resends(parameter) and self._results[parameter][1] == version(parameter.grad)
+        return self._results.is_untouched(parameter)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Nothing to drop: ``zero_grad`` does it."""
@@ -56,7 +53,7 @@ class _Sum:
 
     def __init__(
         self,
-        results: dict[Tensor, tuple[weakref.ref[Tensor], int]],
+        results: Results,
         parameters: tuple[Tensor, ...],
         buffer: Tensor,
         work: dist.Work | None,
@@ -78,4 +75,4 @@ class _Sum:
             if parameter in present:
                 reduced = part.view(parameter.shape)
                 parameter.grad = reduced if parameter.grad is None else parameter.grad.add_(reduced)
-                self._results[parameter] = weakref.ref(parameter.grad), version(parameter.grad)
+                self._results.keep(parameter)

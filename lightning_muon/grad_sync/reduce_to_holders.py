@@ -31,7 +31,7 @@ class ReduceToHolders:
         self._reduced: dict[Tensor, Tensor] = {}
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Parts:
-        """As in :class:`~lightning_muon.grad_sync.reducer.Transport`.
+        """As in :class:`~lightning_muon.grad_sync.transport.Transport`.
 
         Collective over the private groups; every rank must call it.
         """
@@ -95,7 +95,7 @@ class ReduceToHolders:
 
 @dataclass(eq=False)
 class _Parts:
-    """One bucket on its way; see :class:`~lightning_muon.grad_sync.reducer.Pending`."""
+    """One bucket on its way; see :class:`~lightning_muon.grad_sync.transport.Pending`."""
 
     transport: ReduceToHolders
     parameters: tuple[Tensor, ...]

@@ -10,92 +10,22 @@ or thawed between two steps are exact; they cost the head start.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
 from lightning_muon.comm.mesh import AxisGroup, host_group
+from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
 from lightning_muon.grad_sync.buckets import BUCKET_BYTES, Bucket, make_buckets, num_bytes
-
-
-class Pending(Protocol):
-    """Gradients on their way."""
-
-    def advance(self, *, wait: bool = False) -> bool:
-        """Start the communication that follows the first one, if any.
-
-        Args:
-            wait: For what it needs; otherwise it is left for another call if that is not there yet.
-
-        Returns:
-            Whether all communications have been started.
-        """
-        ...
-
-    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
-        """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
-        ...
-
-
-class Transport(Protocol):
-    """How gradients are summed over the ranks, and where the sums go."""
-
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
-        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
-
-        Collective over all ranks that hold the parameters, in the same order of calls.
-        """
-        ...
-
-    def resends(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
-        ...
-
-    def is_untouched(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is just such a sum, with nothing added or changed since."""
-        ...
-
-    def forget(self, parameters: Collection[Tensor]) -> None:
-        """Drop the sums."""
-        ...
-
-
-@dataclass
-class Traffic:
-    """What was launched for one step.
-
-    Attributes:
-        launches: Index of the bucket and bytes of gradients, in order.
-        overlapped_bytes: Of those that were launched by hooks, before backward was over.
-    """
-
-    launches: list[tuple[int, int]] = field(default_factory=list)
-    overlapped_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of gradients that this rank has sent."""
-        return sum(size for _, size in self.launches)
-
-
-@dataclass
-class _Arrivals:
-    """How often the hook of a parameter is called in a step: more than once if backward reaches it in several ways."""
-
-    bucket: int
-    expected: int = 1
-    seen: int = 0
+from lightning_muon.grad_sync.transport import Pending, Traffic, Transport
 
 
 @dataclass(frozen=True)
@@ -157,7 +87,7 @@ class GradientReducer:
         self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
         self.traffic = Traffic()
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._arrivals = {p: _Arrivals(bucket.index) for p, bucket in self._bucket_of.items()}
+        self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
         self._divisor = float(group.size)
         self._is_syncing = True
         self._present: set[Tensor] = set()
@@ -167,7 +97,7 @@ class GradientReducer:
         # Backward runs one thread for each device.
         self._lock = RLock()
         self._begin_step()
-        self._remove_hooks = weakref.finalize(self, _remove, _register(self._parameters, _hook(weakref.ref(self))))
+        self._remove_hooks = watch_gradients(self, self._parameters, GradientReducer.arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -210,11 +140,9 @@ class GradientReducer:
         if not self._is_syncing or self._is_given_up:
             return
         with self._lock:
-            arrivals = self._arrivals[parameter]
-            arrivals.seen += 1
-            missing = self._missing[arrivals.bucket]
+            missing = self._missing[self._bucket_of[parameter].index]
             self._advance()
-            if arrivals.seen != arrivals.expected or parameter not in missing:
+            if not self._arrivals[parameter].add() or parameter not in missing:
                 return
             missing.remove(parameter)
             while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
@@ -278,7 +206,7 @@ class GradientReducer:
         self._launched = Traffic()
         self._missing = [self._expected.intersection(bucket.parameters) for bucket in self.buckets]
         for arrivals in self._arrivals.values():
-            arrivals.expected, arrivals.seen = max(1, arrivals.seen), 0
+            arrivals.begin_step()
 
     def _launch(self, bucket: Bucket, parameters: Collection[Tensor], *, from_hook: bool = False) -> None:
         """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
@@ -362,27 +290,3 @@ def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: Axis
             )
         if isinstance(parameter, DTensor):
             raise TypeError(f"{names[parameter]} {tuple(parameter.shape)} is a DTensor: plain tensors are reduced only")
-
-
-def _register(parameters: Sequence[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
-    """Hooks on all parameters. Torch refuses them on frozen ones, but keeps them while a parameter is frozen."""
-    handles: list[RemovableHandle] = []
-    for parameter in parameters:
-        is_trainable = parameter.requires_grad
-        handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
-        parameter.requires_grad_(is_trainable)
-    return handles
-
-
-def _hook(this: weakref.ref[GradientReducer]) -> Callable[[Tensor], None]:
-    def arrived(parameter: Tensor) -> None:
-        reducer = this()
-        if reducer is not None:
-            reducer.arrived(parameter)
-
-    return arrived
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

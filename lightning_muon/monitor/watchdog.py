@@ -16,7 +16,8 @@ import torch.distributed as dist
 from lightning_muon.compat.torch import default_store, process_groups
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
 from lightning_muon.monitor.unblock import break_communication
-from lightning_muon.sharding.unit_order import Gate, UnitOrder
+from lightning_muon.sharding.unit_notes import Gate
+from lightning_muon.sharding.unit_order import UnitOrder
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.

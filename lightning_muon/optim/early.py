@@ -12,15 +12,14 @@ they cost the head start.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
+from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
 from lightning_muon.optim.matrix_step import Chunk, Gradients, MatrixStep, States
 from lightning_muon.params.layout import local_tensor
 
@@ -46,14 +45,6 @@ class _Progress:
     resume: int = 0
 
 
-@dataclass
-class _Arrivals:
-    """How often the hook of a parameter is called in a step: more than once with accumulation in several passes."""
-
-    expected: int = 1
-    seen: int = 0
-
-
 class EarlyGathers:
     """Watches the gradients of one plan and starts the gathers of its chunks.
 
@@ -76,12 +67,9 @@ class EarlyGathers:
         for key, chunk in self._chunks.items():
             for tensor in chunk.tensors:
                 self._keys_of.setdefault(tensor, []).append(key)
-        self._arrivals = {tensor: _Arrivals() for tensor in self._keys_of}
+        self._arrivals = {tensor: Arrivals() for tensor in self._keys_of}
         self._num_steps = 0
-        hook = _hook(weakref.ref(self))
-        handles = [tensor.register_post_accumulate_grad_hook(hook) for tensor in self._keys_of]
-        # Not __del__: the hooks must go also if the optimizer is dropped without a word.
-        self._remove_hooks = weakref.finalize(self, _remove, handles)
+        self._remove_hooks = watch_gradients(self, self._keys_of, EarlyGathers.arrived)
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks of these parameters, in their order."""
@@ -132,7 +120,7 @@ class EarlyGathers:
             progress.is_sent = False
             progress.missing = set(self._chunks[key].tensors)
         for arrivals in self._arrivals.values():
-            arrivals.expected, arrivals.seen = max(1, arrivals.seen), 0
+            arrivals.begin_step()
 
     def succeeded(self, valid: Collection[str]) -> None:
         """These chunks were used by the step; the same on all ranks."""
@@ -164,9 +152,7 @@ class EarlyGathers:
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
         """A gradient has been accumulated; send the chunks that are complete now, in their order."""
-        arrivals = self._arrivals[tensor]
-        arrivals.seen += 1
-        if arrivals.seen != arrivals.expected:
+        if not self._arrivals[tensor].add():
             return
         is_complete = False
         for key in self._keys_of[tensor]:
@@ -197,20 +183,6 @@ def _can_be_sent(chunk: Chunk) -> bool:
         and not tensor.grad.is_complex()
         for tensor in chunk.tensors
     )
-
-
-def _hook(this: weakref.ref[EarlyGathers]) -> Callable[[Tensor], None]:
-    def arrived(tensor: Tensor) -> None:
-        gathers = this()
-        if gathers is not None:
-            gathers.arrived(tensor)
-
-    return arrived
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def local_gradient(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_muon.integrations.lightning.mesh import Meshes, MeshSizes
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from tests.reference.muon import ReferenceMuon
+from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
 LR, NUM_STEPS = 0.02, 3
@@ -144,20 +145,13 @@ def _train(sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], list[str]]:
 def _reference() -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Net()
-    parameters = dict(model.named_parameters())
-    muon = ReferenceMuon({name: parameters[name].detach() for name in MATRICES}, lr=LR)
-    rest = [parameter for name, parameter in parameters.items() if name not in MATRICES]
     group = ParallelMuon(model, lr=LR).defaults
-    adamw = torch.optim.AdamW(rest, lr=LR, weight_decay=group["weight_decay"], betas=group["betas"], eps=1e-8)
+    optimizer = MuonAndAdamW(model, MATRICES, lr=LR, weight_decay=group["weight_decay"], betas=group["betas"], eps=1e-8)
     for batch in _batches():
         model.zero_grad()
         model(batch).backward()
-        muon.step({name: parameters[name].grad for name in MATRICES})  # type: ignore[misc]
-        adamw.step()
-        with torch.no_grad():
-            for name in MATRICES:
-                parameters[name].copy_(muon.matrices[name])
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), MESHES)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon import ParallelMuon
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     full_weights,
     language_model,
@@ -22,8 +23,6 @@ from tests.integration.training import (
     trainer,
 )
 from tests.support.processes import ProcessPool
-
-EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
 
 
 def _optimizer(parameters: Any) -> ParallelMuon:

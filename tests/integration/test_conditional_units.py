@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon import MuonConfig
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     VOCABULARY,
     WIDTH,
@@ -60,8 +60,7 @@ def _fit(package: str, sharding: str, used: Sequence[int | None], *, num_ranks: 
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    config = MuonConfig(compute_dtype="float32", wire_dtype="float32")
-    strategy = strategy_class(package)(sharding=sharding, optimizer=config, **options)
+    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT, **options)
     trainer(pl, strategy=strategy, max_epochs=1).fit(model, loader())
     return full_weights(model)
 
@@ -92,9 +91,8 @@ def _fit_crops(num_calls: Sequence[int], *, num_ranks: int) -> dict[str, Any]:
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    config = MuonConfig(compute_dtype="float32", wire_dtype="float32")
     sharding = {"sharding": "fsdp", "wrap_policy": ()} if shares == 1 else {"sharding": "none"}
-    strategy = strategy_class(PACKAGES[0])(optimizer=config, **sharding)
+    strategy = strategy_class(PACKAGES[0])(optimizer=EXACT, **sharding)
     trainer(pl, strategy=strategy, max_epochs=1).fit(model, loader())
     return full_weights(model)
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon import MuonConfig, NonFiniteGradientError, ParallelMuon
+from lightning_muon import NonFiniteGradientError, ParallelMuon
 from tests.integration.training import (
+    EXACT,
     LENGTH,
     PACKAGES,
     Network,
@@ -26,8 +27,6 @@ from tests.integration.training import (
     trainer,
 )
 from tests.support.processes import ProcessPool
-
-EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
 
 
 def _sum_of_losses(network: nn.Module, batch: Sequence[Tensor], *, keep: bool = True) -> tuple[Tensor, int]:

@@ -24,7 +24,7 @@ from tests.integration.training import (
     strategy_class,
     trainer,
 )
-from tests.reference.muon import ReferenceMuon
+from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
 # Float32 sums in another order (reduce-scatter, shards of the norm), through 6 steps of Newton-Schulz.
@@ -43,26 +43,13 @@ def _fit(package: str, sizes: dict[str, Any] | None = None, **kwargs: Any) -> tu
     return model.losses, weights, val
 
 
-class _PlainMuon:
-    """Muon for the matrices and AdamW for the rest, on whole tensors."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.parameters = dict(network.named_parameters())
-        names = [name for name in self.parameters if ".up.weight" in name or ".down.weight" in name]
-        self.muon = ReferenceMuon({name: self.parameters[name].detach() for name in names}, lr=1e-2, weight_decay=0.05)
-        rest = [parameter for name, parameter in self.parameters.items() if name not in names]
-        self.adamw = torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.muon.step({name: self.parameters[name].grad for name in self.muon.matrices})
-        for name, matrix in self.muon.matrices.items():
-            self.parameters[name].copy_(matrix)
-        self.adamw.step()
+def _muon(network: nn.Module) -> MuonAndAdamW:
+    matrices = [name for name, _ in network.named_parameters() if ".up.weight" in name or ".down.weight" in name]
+    return MuonAndAdamW(network, matrices, lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9))
 
 
 def _plain_loop(
-    make_optimizer: Callable[[nn.Module], Any] = _PlainMuon, *, accumulate: int = 1, **clip: float
+    make_optimizer: Callable[[nn.Module], Any] = _muon, *, accumulate: int = 1, **clip: float
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loop that a user would write."""
     torch.manual_seed(0)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon import MuonConfig
 from lightning_muon.sharding.context_parallel import split_sequence
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     Network,
     full_weights,
@@ -26,8 +26,6 @@ from tests.integration.training import (
     trainer,
 )
 from tests.support.processes import ProcessPool
-
-EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
 
 
 def _train(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lightning_muon
-from lightning_muon import MuonConfig
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     Network,
     full_weights,
@@ -23,9 +23,6 @@ from tests.integration.training import (
     trainer,
 )
 from tests.support.processes import ProcessPool
-
-# In bfloat16 the order of sums shows in the third digit.
-EXACT = MuonConfig(compute_dtype="float32", wire_dtype="float32")
 
 
 def _run(

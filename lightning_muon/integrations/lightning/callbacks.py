@@ -42,6 +42,7 @@ _AT_ENDS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_train_end", "on_fit_end"),
 )
+_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def reads_weights_between_steps(trainer: Any, package: LightningPackage) -> bool:
@@ -62,12 +63,7 @@ def reads_weights_between_steps(trainer: Any, package: LightningPackage) -> bool
 def reads_gradients(trainer: Any, package: LightningPackage) -> list[str]:
     """Hooks of the module and of the user's callbacks in which gradients are usually read."""
     hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
-    return [
-        f"{type(each).__name__}.{hook}"
-        for each in hooked
-        for hook in ("on_after_backward", "on_before_optimizer_step")
-        if _overrides(each, hook)
-    ]
+    return [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
 
 
 def before_weights_are_read(package: LightningPackage, finish: Callable[[], None]) -> Any:
@@ -89,7 +85,7 @@ def before_weights_are_read(package: LightningPackage, finish: Callable[[], None
 def _is_of_user(callback: Any, package: LightningPackage) -> bool:
     """Whether code of the user runs in it; ``LambdaCallback`` has its hooks as attributes."""
     is_foreign = type(callback).__module__.split(".")[0] != package.name.split(".")[0]
-    return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *_AT_ENDS, "on_after_backward"))
+    return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *_AT_ENDS, *_WITH_GRADIENTS))
 
 
 def _overrides(hooked: Any, name: str) -> bool:

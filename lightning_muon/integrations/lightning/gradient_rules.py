@@ -11,9 +11,8 @@ from torch import Tensor
 from lightning_muon.grad_sync.clipping import clip_norm_, clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.params.layout import Layout, TensorLayout
-from lightning_muon.params.uses import parameter_uses
 from lightning_muon.sharding.modes.mode import ShardingMode
+from lightning_muon.sharding.replicas import names_of
 
 ClipGroups = Literal["all", "elementwise"]
 
@@ -42,6 +41,7 @@ class GradientRules:
     def __init__(self, module: Any, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int) -> None:
         self._module, self._mode, self._clip_groups = module, mode, clip_groups
         self._max_skipped_steps = max_skipped_steps
+        self._names = {parameter: name for name, parameter in names_of(module).items()}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}
         self._norms: dict[torch.optim.Optimizer, Tensor] = {}
         self._is_finished = False
@@ -72,13 +72,13 @@ class GradientRules:
         if len(clipped) == len(_parameters(optimizer)):
             norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
         else:
-            norm = clip_norm_(clipped, max_norm, layout=self._layout(optimizer))
+            norm = clip_norm_(clipped, max_norm, layout=self._mode.layout)
         self._module.log("grad_norm", norm)
 
     def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
         """Clip element by element. Collective over the mesh; every rank must call it."""
         self.finish_gradients()
-        clip_value_(self._clipped(optimizer), max_value, layout=self._layout(optimizer))
+        clip_value_(self._clipped(optimizer), max_value, layout=self._mode.layout)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After clipping: an optimizer that would take a NaN for a number gets no gradients, and so does nothing.
@@ -89,9 +89,8 @@ class GradientRules:
         if isinstance(optimizer, ParallelMuon):
             return
         parameters = _parameters(optimizer)
-        names = {uses[0].parameter: uses[0].name for uses in parameter_uses(self._module)}
-        named = {p: names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
-        found = find_nonfinite(parameters, named, layout=self._layout(optimizer), known_norm=norm)
+        named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
+        found = find_nonfinite(parameters, named, layout=self._mode.layout, known_norm=norm)
         check = self._checks.setdefault(optimizer, FiniteCheck(self._max_skipped_steps))
         if check.observe(found):
             for parameter in parameters:
@@ -109,9 +108,6 @@ class GradientRules:
             return parameters
         routes = zip(parameters, optimizer.routes, strict=True)
         return [parameter for parameter, route in routes if route.algorithm == "adamw"]
-
-    def _layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        return self._mode.layout(optimizer) or TensorLayout()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -186,6 +186,11 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
         if MODES[self._sharding].divides_weights:
             refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
+        if self._loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
+                "step; with manual optimization divide the loss by the number of tokens yourself"
+            )
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
         self._mesh_sizes.resolve(**layout)
@@ -211,6 +216,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         self._mode.watch(module)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
+            self._prepare_training(trainer)
         if self._mode.unit_order is not None:
             self._watchdog = Watchdog(self._mode.unit_order)
             self._watchdog.start()
@@ -264,28 +270,29 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             self._rank_zero().rank_zero_warn(message)
         assert self._mode is not None
         self._mode.attach(module, self.optimizers)
+
+    def _prepare_training(self, trainer: Any) -> None:
+        """Make what a training has beside its optimizers. Collective over all ranks; every rank must call it."""
+        assert self._mode is not None
+        module: Any = self.lightning_module
         max_skipped_steps = self._muon_config().max_skipped_steps
         self._rules = GradientRules(
             module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=max_skipped_steps
         )
         self.precision_plugin.rules = self._rules
-        if self._mode.parameters_arrive_late:
-            self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
-            trainer.callbacks.insert(0, self._first_callback)
-            if readers := reads_gradients(trainer, self.package):
-                self._rank_zero().rank_zero_warn(
-                    f"{', '.join(readers)}: with sharding={self._sharding!r} no rank has whole gradients, so "
-                    "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the "
-                    "hook needs gradients"
-                )
         if self._loss_scaling == "tokens":
-            if not module.automatic_optimization:
-                raise ValueError(
-                    "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
-                    "step; with manual optimization divide the loss by the number of tokens yourself"
-                )
             mesh = self._mesh()
             self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
+        if not self._mode.parameters_arrive_late:
+            return
+        self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
+        trainer.callbacks.insert(0, self._first_callback)
+        if readers := reads_gradients(trainer, self.package):
+            self._rank_zero().rank_zero_warn(
+                f"{', '.join(readers)}: with sharding={self._sharding!r} no rank has whole gradients, so "
+                "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
+                "needs gradients"
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""

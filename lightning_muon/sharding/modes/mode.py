@@ -128,10 +128,10 @@ class ShardingMode(ABC):
         """Notes on the units that this rank runs, where running others than the other ranks ends in a hang. Local."""
         return None
 
-    def layout(self, optimizer: torch.optim.Optimizer) -> Layout | None:
-        """Where the gradients of an optimizer are found; ``None``: the tensors say so. Local."""
-        del optimizer
-        return None
+    @property
+    def layout(self) -> Layout:
+        """Where the gradients of the parameters are found. Local."""
+        return TensorLayout()
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.
@@ -139,7 +139,7 @@ class ShardingMode(ABC):
         ``torch.nn.utils.clip_grad_norm_`` sees no gradients that live outside of the parameters (``"zero2"``), and
         refuses parameters of different meshes. Call it after :meth:`finish_gradients`.
         """
-        layout = self.layout(optimizer) or TensorLayout()
+        layout = self.layout
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = clip_norm_(parameters, max_norm, layout=layout)
         # Whoever has the norm has waited for all gradients.

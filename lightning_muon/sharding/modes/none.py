@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.grad_sync.results import Results
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
 
 
@@ -21,6 +22,7 @@ class Undivided(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
+        self._results = Results()
 
     def prepare(self, module: nn.Module) -> None:
         """Check that there is one rank; local."""
@@ -45,11 +47,23 @@ class Undivided(ShardingMode):
         self._divisor = divisor
 
     def finish_gradients(self) -> None:
-        """Divide the gradients; local."""
-        if self._divisor is not None:
-            for parameter in self._module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._divisor)
+        """Divide the gradients; local.
+
+        Raises:
+            ValueError: If backward has added to gradients that are divided already.
+        """
+        if self._divisor is None:
+            return
+        for parameter in self._module.parameters():
+            if parameter.grad is None or self._results.is_untouched(parameter):
+                continue
+            if self._results.holds(parameter):
+                raise ValueError(
+                    f"gradients that were divided by {self._divisor} have been changed since; call "
+                    "zero_grad(set_to_none=True) before the next backward pass, and finish_gradients() before clipping"
+                )
+            parameter.grad.div_(self._divisor)
+            self._results.keep(parameter)
 
     def close(self) -> None:
         """Nothing."""

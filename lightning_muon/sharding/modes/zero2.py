@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -89,10 +88,11 @@ class Zero2(ShardingMode):
         self._running = _Running(reducer, returns, DividedLayout(holdings, reducer, gradients, returns), units[module])
         attach_optimizers(module, used, self._running.layout)
 
-    def layout(self, optimizer: torch.optim.Optimizer) -> Layout | None:
+    @property
+    def layout(self) -> Layout:
         """As in :class:`ShardingMode`."""
-        del optimizer
-        return self._running.layout if self._running is not None else None
+        assert self._running is not None, "attach comes first"
+        return self._running.layout
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As in :class:`ShardingMode`."""

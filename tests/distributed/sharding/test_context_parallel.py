@@ -16,12 +16,12 @@ from lightning_muon.sharding.context_parallel import gather_sequence, split_sequ
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from tests.distributed.sharding.models import full
-from tests.reference.muon import ReferenceMuon
+from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
 LR, NUM_STEPS, NUM_TOKENS, WIDTH = 0.02, 3, 11, 6
 MATRICES = ("query.weight", "key_value.weight", "out.weight")
-ADAM = {"lr": LR, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+ADAM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class Attention(nn.Module):
@@ -81,18 +81,12 @@ def _reference() -> dict[str, Tensor]:
     """One process with whole batches: Muon of the full matrices, and torch's AdamW for the rest."""
     torch.manual_seed(0)
     model = Attention(None)
-    parameters = dict(model.named_parameters())
-    muon = ReferenceMuon({name: parameters[name].detach() for name in MATRICES}, lr=LR)
-    adamw = torch.optim.AdamW([p for name, p in parameters.items() if name not in MATRICES], **ADAM)  # type: ignore[arg-type]
+    optimizer = MuonAndAdamW(model, MATRICES, **ADAM)
     for batch in _batches():
         model.zero_grad()
         model(batch).backward()
-        muon.step({name: parameters[name].grad for name in MATRICES})  # type: ignore[misc]
-        adamw.step()
-        with torch.no_grad():
-            for name in MATRICES:
-                parameters[name].copy_(muon.matrices[name])
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.monitor.watchdog import watching
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.runtime import free_unsharded
-from lightning_muon.sharding.unit_order import Gate, UnitOrder, _tensors
+from lightning_muon.sharding.unit_notes import Gate
+from lightning_muon.sharding.unit_order import UnitOrder, _tensors
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool

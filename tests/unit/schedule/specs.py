@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
+
 from lightning_muon.schedule.holdings import MatrixSpec
+from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 
 def sharded(
@@ -30,3 +33,18 @@ def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
         MatrixSpec(name=f"w{index}", numel=numel, flops=numel, held=(numel,) * num_ranks)
         for index, numel in enumerate(numels)
     ]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> MuonPlan:
+    """Plans of up to 20 matrices on up to four ranks, by every strategy."""
+    num_replicas, num_shards = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
+    num_ranks = num_replicas * num_shards
+    return plan_step(
+        sharded(draw(st.lists(st.integers(1, 60), min_size=1, max_size=20)), num_ranks, num_replicas),
+        num_ranks=num_ranks,
+        itemsize=2,
+        chunk_bytes=draw(st.integers(1, 300)),
+        strategy=draw(st.sampled_from(["lpt", "round_robin", "redundant"])),
+        replica_of=grid(num_replicas, num_shards),
+    )

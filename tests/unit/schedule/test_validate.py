@@ -11,36 +11,19 @@ from hypothesis import strategies as st
 
 from lightning_muon.schedule.graph import DeadlockError
 from lightning_muon.schedule.memory import peak_memory
-from lightning_muon.schedule.muon import newton_schulz_ops, plan_step
+from lightning_muon.schedule.muon import MuonPlan, newton_schulz_ops
 from lightning_muon.schedule.passes import host_order, prefetch, with_adamw, with_backward
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.validate import validate
 from tests.unit.schedule.programs import collective, compute, recv, send
-from tests.unit.schedule.specs import grid, sharded
+from tests.unit.schedule.specs import plans, sharded
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=20),
-    st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
-    st.sampled_from(["lpt", "round_robin", "redundant"]),
-    st.integers(0, 4),
-    st.integers(1, 300),
-)
-def test_every_plan_is_valid(
-    numels: list[int], mesh: tuple[int, int], strategy: str, look_ahead: int, chunk_bytes: int
-) -> None:
-    num_ranks = mesh[0] * mesh[1]
-    plan = plan_step(
-        sharded(numels, num_ranks, mesh[0]),
-        num_ranks=num_ranks,
-        itemsize=2,
-        chunk_bytes=chunk_bytes,
-        strategy=strategy,  # type: ignore[arg-type]
-        replica_of=grid(*mesh),
-    )
+@given(plans(), st.integers(0, 4))
+def test_every_plan_is_valid(plan: MuonPlan, look_ahead: int) -> None:
     validate(plan.program)
-    issued = prefetch(with_adamw(plan.program, [5] * num_ranks), look_ahead)
+    issued = prefetch(with_adamw(plan.program, [5] * len(plan.program)), look_ahead)
     validate(issued, memory_bytes=peak_memory(issued).bytes)
     validate(host_order(issued))
     validate(with_backward(plan.program, [3] * len(plan.chunks)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,31 +15,14 @@ from lightning_muon.schedule.passes import host_order, prefetch, with_adamw, wit
 from lightning_muon.schedule.program import Op
 from lightning_muon.schedule.validate import check_plan
 from lightning_muon.schedule.validate_step import validate_step
-from tests.unit.schedule.specs import grid, sharded
+from tests.unit.schedule.specs import plans, sharded
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=20),
-    st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
-    st.sampled_from(["lpt", "round_robin", "redundant"]),
-    st.integers(0, 4),
-    st.integers(1, 300),
-)
-def test_every_plan_and_every_order_of_it_is_a_step(
-    numels: list[int], mesh: tuple[int, int], strategy: Any, look_ahead: int, chunk_bytes: int
-) -> None:
-    num_ranks = mesh[0] * mesh[1]
-    plan = plan_step(
-        sharded(numels, num_ranks, mesh[0]),
-        num_ranks=num_ranks,
-        itemsize=2,
-        chunk_bytes=chunk_bytes,
-        strategy=strategy,
-        replica_of=grid(*mesh),
-    )
+@given(plans(), st.integers(0, 4))
+def test_every_plan_and_every_order_of_it_is_a_step(plan: MuonPlan, look_ahead: int) -> None:
     check_plan(plan)
-    issued = prefetch(with_adamw(plan.program, [5] * num_ranks), look_ahead)
+    issued = prefetch(with_adamw(plan.program, [5] * len(plan.program)), look_ahead)
     validate_step(issued, plan.owners)
     validate_step(host_order(issued), plan.owners)
     validate_step(with_backward(plan.program, [3] * len(plan.chunks)), plan.owners)

@@ -20,8 +20,7 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int]:
     training = Training.start("zero2", mesh_of(shape), bucket_bytes=600)
     loss(training.net, Run(), 0, 0, dist.get_rank()).backward()
     training.mode.finish_gradients()
-    layout = training.mode.layout(training.optimizer)
-    assert layout is not None
+    layout = training.mode.layout
     parameters = [p for p in training.net.parameters() if p.requires_grad]
     gradients = [layout.gradient(parameter) for parameter in parameters]
     states = [
@@ -57,8 +56,7 @@ def test_gradients_and_state_are_divided_and_whole_gradients_are_freed(
 
 def _places() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     training = Training.start("zero2", mesh_of((4,)))
-    layout = training.mode.layout(training.optimizer)
-    assert layout is not None
+    layout = training.mode.layout
     names = {parameter: name for name, parameter in training.net.named_parameters()}
     placements = {name: layout.mesh_and_placements(p)[1][-1] for p, name in names.items()}
     saved = training.optimizer.state_dict()["state"]
@@ -110,8 +108,7 @@ def _with_a_hole() -> dict[str, Tensor]:
     training.optimizer.zero_grad()
     loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
     training.mode.finish_gradients()
-    layout = training.mode.layout(training.optimizer)
-    assert layout is not None
+    layout = training.mode.layout
     gradient = layout.gradient(weight)
     assert gradient is not None
     if gradient.numel():

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_muon import ParallelMuon
-from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.params.layout import TensorLayout
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes.registry import make_mode
 
@@ -140,8 +138,7 @@ class Training:
                 loss(self.net, run, step, micro_batch, dist.get_rank()).backward()
         self.mode.finish_gradients()
         if run.max_norm is not None:
-            layout = self.mode.layout(self.optimizer) or TensorLayout()
-            clip_norm_(self.net.parameters(), run.max_norm, layout=layout)
+            self.mode.clip_grad_norm_(self.optimizer, run.max_norm)
         self.optimizer.step()
         self.mode.end_step()
 

@@ -90,6 +90,10 @@ def test_hooks_that_look_for_gradients_are_named(name: Any) -> None:
         "Hooked.on_after_backward",
         "Own.on_before_optimizer_step",
     ]
+    from_lambda = pl.callbacks.LambdaCallback(on_before_optimizer_step=print)
+    assert reads_gradients(_Trainer(pl.LightningModule(), [from_lambda]), LightningPackage(name)) == [
+        "LambdaCallback.on_before_optimizer_step"
+    ]
     assert reads_gradients(_Trainer(pl.LightningModule(), []), LightningPackage(name)) == []
 
 
