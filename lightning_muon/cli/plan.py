@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +16,16 @@ from typing import Any
 from lightning_muon.cli.plan_choice import choice_of, wire_itemsize
 from lightning_muon.cli.plan_config import PlannedModel, read_config
 from lightning_muon.cli.plan_data import plan_as_dict
+from lightning_muon.cli.plan_flexdemo import slow_links
+from lightning_muon.cli.plan_flexdemo_options import config_from_words
+from lightning_muon.cli.plan_flexdemo_report import slow_links_as_dict, slow_links_as_text
 from lightning_muon.cli.plan_report import plan_as_text
 from lightning_muon.cli.plan_specs import Mesh, with_fused, with_stacks_cut_along
 from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, PlanOptions, compare_strategies
 from lightning_muon.config import MuonConfig
 from lightning_muon.monitor.calibrate import calibrate
 from lightning_muon.monitor.compare import matrix_shapes
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes, write_shapes
@@ -61,16 +66,32 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
         write_shapes(model, arguments.write_shapes)
     mesh = _mesh(arguments, planned)
     options = _options(arguments, planned.optimizer, model, mesh)
-    outcomes = compare_strategies(model, mesh, options)
+    links = None
+    if planned.flexdemo is not None:
+        links = slow_links(model, mesh, planned.flexdemo, compute_seconds=arguments.compute_seconds)
+    outcomes = _outcomes(planned.flexdemo, model, mesh, options)
+    if arguments.draw and not outcomes:
+        raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     for path in arguments.draw:
         _draw(outcomes, path, f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
     choice = None
-    if arguments.config is not None:
+    if arguments.config is not None and links is None:
         choice = choice_of(planned.optimizer, outcomes[-1].ranks, mesh, itemsize=options.wire_itemsize)
     if arguments.json:
-        sys.stdout.write(json.dumps(plan_as_dict(model, mesh, options, outcomes, choice=choice)) + "\n")
+        found = slow_links_as_dict(links) if links is not None else None
+        text = json.dumps(plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=found)) + "\n"
     else:
-        sys.stdout.write(plan_as_text(model, mesh, options, outcomes, choice=choice))
+        shown = slow_links_as_text(links) if links is not None else ""
+        text = plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown)
+    sys.stdout.write(text)
+
+
+def _outcomes(flexdemo: FlexDeMoConfig | None, model: ModelShapes, mesh: Mesh, options: PlanOptions) -> list[Outcome]:
+    """All strategies of Newton-Schulz; none for an optimizer that has none."""
+    if flexdemo is None:
+        return compare_strategies(model, mesh, options)
+    # Nodes do not share matrices: every one of them divides all among its own ranks.
+    return compare_strategies(model, replace(mesh, replicate=1), options) if flexdemo.base == "muon" else []
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
@@ -84,9 +105,14 @@ def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
 
 def _read_model(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> PlannedModel:
     if arguments.config is not None:
-        return read_config(arguments.config, cli_class())
-    shapes = read_shapes(arguments.shapes)
-    return PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=None)
+        planned = read_config(arguments.config, cli_class())
+    else:
+        shapes = read_shapes(arguments.shapes)
+        planned = PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=None)
+    if arguments.flexdemo is None:
+        return planned
+    base = FlexDeMoConfig() if planned.flexdemo is None else planned.flexdemo
+    return replace(planned, flexdemo=config_from_words(arguments.flexdemo, base))
 
 
 def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
@@ -94,7 +120,9 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
     shard = arguments.shard if arguments.shard is not None else planned.shard
     if shard is None and arguments.config is not None:
         raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
-    mesh = Mesh(replicate=1 if replicate is None else replicate, shard=_DEFAULT_SHARD if shard is None else shard)
+    # An exchange between nodes takes two of them.
+    fewest = 1 if planned.flexdemo is None else 2
+    mesh = Mesh(replicate=fewest if replicate is None else replicate, shard=_DEFAULT_SHARD if shard is None else shard)
     for name, size in (("--replicate", mesh.replicate), ("--shard", mesh.shard)):
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
@@ -111,6 +139,9 @@ def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelS
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    seconds = arguments.compute_seconds
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"--compute-seconds must be finite and above 0, got {seconds}")
     return PlanOptions(
         ns_steps=optimizer.ns_steps if arguments.ns_steps is None else arguments.ns_steps,
         wire_itemsize=wire_itemsize(optimizer) if arguments.wire_bytes is None else arguments.wire_bytes,
@@ -171,7 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
     model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
-    parser.add_argument("--replicate", metavar="R", type=int, help="replicas (default: the config's, or 1)")
+    parser.add_argument(
+        "--replicate", metavar="R", type=int, help="replicas (default: the config's, or 1; FlexDeMo: 2)"
+    )
     parser.add_argument("--shard", metavar="S", type=int, help="ranks per replica (default: the config's, or 8)")
     parser.add_argument("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     parser.add_argument(
@@ -184,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-bytes", metavar="N", type=int, help="of what a rank owns of a chunk (the config's)")
     parser.add_argument("--look-ahead", metavar="N", type=int, help="chunks on their way at a time (the config's)")
     parser.add_argument("--buffer-bytes", metavar="N", type=int, help="bound of a rank's buffers")
+    _add_flexdemo(parser.add_argument_group("FlexDeMo"))
     _add_machine(parser.add_argument_group("machine"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
@@ -195,6 +229,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
+
+
+def _add_flexdemo(group: Any) -> None:
+    group.add_argument(
+        "--flexdemo",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="plan FlexDeMo with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw",
+    )
+    group.add_argument(
+        "--compute-seconds", metavar="X", type=float, help="of forward and backward of one step, for its predicted time"
+    )
 
 
 def _add_machine(group: Any) -> None:

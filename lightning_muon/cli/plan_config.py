@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_muon.cli.plan_flexdemo_options import STRATEGY_NAME, config_from_yaml, muon_part
 from lightning_muon.config import MuonConfig
 from lightning_muon.integrations.lightning.mesh import MeshSizes
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.params.routing import Route, route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
@@ -23,15 +25,17 @@ class PlannedModel:
 
     Attributes:
         shapes: The parameters, routed as the optimizer will route them.
-        optimizer: Options of the strategy, or the defaults.
+        optimizer: Options of the strategy, or the defaults; those that FlexDeMo shares with ParallelMuon.
         replicate: Replicas that the file asks for, if it does.
         shard: Ranks per replica that the file asks for, if it does.
+        flexdemo: Options of the strategy's FlexDeMo, if that is its optimizer.
     """
 
     shapes: ModelShapes
     optimizer: MuonConfig
     replicate: int | None
     shard: int | None
+    flexdemo: FlexDeMoConfig | None = None
 
 
 def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
@@ -56,10 +60,11 @@ def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
         raise ValueError(f"{path}: {error.__context__ or 'LightningCLI does not accept it, see above'}") from error
     trainer = cli.config["fit"].get("trainer") or {}
     options = _init_args(trainer.get("strategy"))
-    optimizer = _muon_config(options.get("optimizer"))
+    flexdemo = _flexdemo_config(trainer.get("strategy"), options.get("optimizer"))
+    optimizer = _muon_config(options.get("optimizer")) if flexdemo is None else muon_part(flexdemo)
     replicate, shard = _mesh_sizes(options, trainer)
     shapes = shapes_of(cli.model, optimizer, name=f"{type(cli.model).__name__} ({path.name})", source=str(path))
-    return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard)
+    return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
 
 
 def shapes_of(module: nn.Module, optimizer: MuonConfig, *, name: str, source: str) -> ModelShapes:
@@ -131,6 +136,11 @@ def _on_meta_device(build: Callable[[], nn.Module]) -> nn.Module:
 def _init_args(strategy: Any) -> Mapping[str, Any]:
     found = strategy.get("init_args") if hasattr(strategy, "get") else None
     return found if found is not None else {}
+
+
+def _flexdemo_config(strategy: Any, optimizer: Any) -> FlexDeMoConfig | None:
+    """The config of FlexDeMo, by the name of the strategy or by its ``optimizer``."""
+    return FlexDeMoConfig() if strategy == STRATEGY_NAME else config_from_yaml(optimizer)
 
 
 def _muon_config(optimizer: Any) -> MuonConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ def plan_as_dict(
     outcomes: Sequence[Outcome],
     *,
     choice: Choice | None = None,
+    slow_links: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything, for ``--json``: seconds, bytes, FLOPs and shares.
 
@@ -111,21 +112,25 @@ def plan_as_dict(
         model: Shapes.
         mesh: Sizes.
         options: Of the plan.
-        outcomes: All strategies.
+        outcomes: All strategies; none for an optimizer without Newton-Schulz.
         choice: What the config runs, if there is one.
+        slow_links: What FlexDeMo sends, if it is the optimizer.
     """
+    base = slow_links["base"] if slow_links and not outcomes else None
     return {
         "model": {
             "name": model.name,
             "source": model.source,
             "parameters": [
-                {**asdict(parameter), "algorithm": route_of(parameter).algorithm} for parameter in model.parameters
+                {**asdict(parameter), "algorithm": base or route_of(parameter).algorithm}
+                for parameter in model.parameters
             ],
-            "matrices": [spec.name for spec in outcomes[0].ranks.specs],
+            "matrices": [spec.name for spec in outcomes[0].ranks.specs] if outcomes else [],
         },
         "mesh": {**asdict(mesh), "ranks": mesh.size},
         "options": {**asdict(options), "cost": options.cost.to_dict()},
         "config": choice.to_dict() if choice is not None else None,
+        "flexdemo": slow_links,
         "strategies": {outcome.name: _outcome_as_dict(outcome) for outcome in outcomes},
         "gram": [
             {
@@ -133,7 +138,7 @@ def plan_as_dict(
                 "compute_seconds": estimate.compute_seconds,
                 "transfer_seconds": estimate.transfer_seconds,
             }
-            for estimate in gram_estimates(outcomes, options)
+            for estimate in (gram_estimates(outcomes, options) if outcomes else [])
         ],
     }
 

@@ -24,12 +24,34 @@ def plan_as_text(
     outcomes: Sequence[Outcome],
     *,
     choice: Choice | None = None,
+    slow_links: str = "",
 ) -> str:
-    """All sections; ``choice`` is what the config runs, if there is one."""
-    pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
+    """All sections.
+
+    Args:
+        model: Shapes.
+        mesh: Sizes.
+        options: Of the plan.
+        outcomes: All strategies; none for an optimizer without Newton-Schulz.
+        choice: What the config runs, if there is one.
+        slow_links: What FlexDeMo sends, if it is the optimizer.
+    """
+    head = [_title(model, mesh)]
+    sections: list[str] = []
+    if outcomes:
+        head.append(_settings(options, outcomes))
+        sections.append(_section("Parameters", parameter_table(model)))
+    if slow_links:
+        sections.append(_section("FlexDeMo: what nodes send each other, one step", slow_links))
+    if outcomes:
+        sections += _newton_schulz(options, outcomes, choice)
+    return "\n\n".join(["\n".join(head), *sections]) + "\n"
+
+
+def _newton_schulz(options: PlanOptions, outcomes: Sequence[Outcome], choice: Choice | None) -> list[str]:
+    """Who computes and sends what, and how long that takes."""
+    pipeline = _pipeline(outcomes)
     sections = [
-        _head(model, mesh, options, pipeline),
-        _section("Parameters", parameter_table(model)),
         _section("Load of Newton-Schulz", _balance(outcomes)),
         _section(f"Owners ({PIPELINE})", _owners(pipeline)),
         _section("Bytes on the wire, one step", _bytes(outcomes)),
@@ -44,7 +66,7 @@ def plan_as_text(
     ]
     if notes:
         sections.append(_section("Notes", "\n".join(notes)))
-    return "\n\n".join(sections) + "\n"
+    return sections
 
 
 def parameter_table(model: ModelShapes) -> str:
@@ -68,14 +90,24 @@ def parameter_table(model: ModelShapes) -> str:
     return "\n".join(lines)
 
 
-def _head(model: ModelShapes, mesh: Mesh, options: PlanOptions, pipeline: Outcome) -> str:
-    cost = options.cost
+def _title(model: ModelShapes, mesh: Mesh) -> str:
+    lines = (
+        f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)",
+        f"shapes from {model.source}" if model.source else "",
+    )
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines if line)
+
+
+def _pipeline(outcomes: Sequence[Outcome]) -> Outcome:
+    return next(outcome for outcome in outcomes if outcome.name == PIPELINE)
+
+
+def _settings(options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
+    cost, pipeline = options.cost, _pipeline(outcomes)
     links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
     latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
     mean_bytes = sum(pipeline.chunk_bytes) / pipeline.num_chunks
     lines = (
-        f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)",
-        f"shapes from {model.source}" if model.source else "",
         f"machine: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), memory "
         f"{cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
         f"{options.ns_steps} Newton-Schulz steps, {options.wire_itemsize} bytes per element on the wire, chunks of "
@@ -83,14 +115,14 @@ def _head(model: ModelShapes, mesh: Mesh, options: PlanOptions, pipeline: Outcom
         f"chunks of {PIPELINE}, which have at least one matrix per rank: {mean_bytes / _MIB:,.1f} MiB per owner on "
         f"average, {max(pipeline.chunk_bytes) / _MIB:,.1f} MiB at most",
     )
-    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines if line)
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 
 def _section(title: str, body: str) -> str:
     return f"{title}\n{'=' * len(title)}\n{body}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
     """Columns with two spaces between; those in ``left`` begin at the left, the others end at the right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -125,7 +157,7 @@ def _balance(outcomes: Sequence[Outcome]) -> str:
         )
     header = ("strategy", f"busiest {unit}", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
     bound = "The lower bound is the mean load, the dearest matrix, or what cannot leave its rank, whichever is more."
-    return f"{_table(header, rows)}\n{bound}"
+    return f"{table(header, rows)}\n{bound}"
 
 
 def _owners(outcome: Outcome) -> str:
@@ -140,7 +172,7 @@ def _owners(outcome: Outcome) -> str:
         text = ", ".join(f"{count} x {shape}" for shape, count in shapes.most_common())
         load = outcome.loads[rank]
         rows.append((label, str(len(owned[rank])), f"{load / scale:.2f}", f"{load / mean:.3f}", text or "nothing"))
-    return _cut(_table(("rank", "matrices", unit, "/ mean", "shapes"), rows, left=(0, 4)))
+    return _cut(table(("rank", "matrices", unit, "/ mean", "shapes"), rows, left=(0, 4)))
 
 
 def _ranks_listed(loads: Sequence[int]) -> list[tuple[str, int]]:
@@ -167,7 +199,7 @@ def _bytes(outcomes: Sequence[Outcome]) -> str:
     ]
     if not rows:
         return "Nothing travels."
-    return _table(
+    return table(
         ("strategy", "direction", "axis", "busiest MiB", "mean MiB", "floor MiB", "/ floor"), rows, left=(0, 1, 2)
     )
 
@@ -199,7 +231,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
     ]
     if choice is not None:
         caption.append(textwrap.fill(choice.to_text(), WIDTH))
-    return "\n".join([_table(header, rows), *caption])
+    return "\n".join([table(header, rows), *caption])
 
 
 def _too_many_ranks(outcomes: Sequence[Outcome], pipeline: Outcome, options: PlanOptions) -> str:
@@ -233,7 +265,7 @@ def _gram_table(estimates: Sequence[GramEstimate], best: float) -> str:
         for estimate in estimates
     ]
     header = ("Gram variant", "TFLOP", "MiB", "compute ms", "transfer ms", "step ms", "of best strategy")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _cut(text: str) -> str:

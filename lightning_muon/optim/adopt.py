@@ -1,24 +1,28 @@
-"""Turns an optimizer that the user made into a ParallelMuon that continues its hyper-parameters."""
+"""Turns an optimizer that the user made into a ParallelMuon, or a FlexDeMo, that continues its hyper-parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_muon.config import MuonConfig
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
-AS_CONFIGURED = "ParallelMuon, as configured"
-_MUON_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+AS_CONFIGURED = "as configured"
+# Hyper-parameters of theirs -> ours.
+_NAMES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_MUON_KEYS = {name: name for name in _NAMES}
+_SGD_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
 _ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
-# How torch runs AdamW, not what it computes; checked in _reason_to_keep where the difference would show.
-_ADAM_IMPLEMENTATION_KEYS = (
-    "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay",
-)  # fmt: skip
+# FlexDeMo has a momentum of its own, FlexDeMoConfig.decay.
+_OWN_MOMENTUM = ("momentum", "nesterov")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,11 +33,18 @@ class Adoption:
         optimizer: The new one, or the given one if it is kept.
         summary: One line for the log.
         kept_because: Why it was kept; empty if it runs on ParallelMuon now.
+        caution: What the user may not have meant; empty if there is nothing.
     """
 
     optimizer: torch.optim.Optimizer
     summary: str
     kept_because: str = ""
+    caution: str = ""
+
+    @property
+    def is_as_configured(self) -> bool:
+        """Whether the user made this kind of optimizer himself."""
+        return self.summary.endswith(AS_CONFIGURED)
 
 
 def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfig) -> Adoption:
@@ -56,26 +67,60 @@ def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfi
     name = type(optimizer).__name__
     if isinstance(optimizer, ParallelMuon):
         optimizer.route(module)
-        return Adoption(optimizer=optimizer, summary=AS_CONFIGURED)
+        return Adoption(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
     reason = _reason_to_keep(optimizer)
     if reason:
         return Adoption(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
-    if optimizer.state:
-        raise ValueError(
-            f"{name} has optimizer state already, which ParallelMuon cannot take over; return it before its first "
-            "step, or set optimizer='keep'"
-        )
+    _require_no_state(optimizer, "; return it before its first step, or set optimizer='keep'")
     if type(optimizer) is torch.optim.Muon:
-        adopted = _from_muon(optimizer, config)
+        adopted = _translated(ParallelMuon, optimizer, config, _MUON_KEYS, algorithm="muon")
         summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
     else:
-        adopted = _from_adamw(optimizer, config)
+        adopted = _translated(ParallelMuon, optimizer, config, _ADAMW_KEYS)
         summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
     adopted.route(module)
     return Adoption(optimizer=adopted, summary=summary)
 
 
-def has_matrices(optimizer: ParallelMuon) -> bool:
+def adopt_decoupled(optimizer: torch.optim.Optimizer, module: nn.Module, config: FlexDeMoConfig) -> Adoption:
+    """Return the FlexDeMo that takes the place of ``optimizer``; no communication.
+
+    Nothing is kept: another optimizer would step each node by its own gradients. A ``FlexDeMo`` only learns its routes.
+    Learning rates and weight decay are those of the optimizer, and of ``AdamW`` (of ``Adam`` where it computes the
+    same) the betas and eps, of ``torch.optim.Muon`` what concerns Newton-Schulz. ``config`` has the rest: how the
+    updates are exchanged, and on what base they are applied. Groups and added keys stay, as in :func:`adopt`.
+
+    Args:
+        optimizer: Before its first step.
+        module: Holds the parameters of ``optimizer`` in their final form.
+        config: What the optimizer does not say.
+
+    Raises:
+        ValueError: If the optimizer has taken steps already, or FlexDeMo cannot stand in for it.
+    """
+    name, base = type(optimizer).__name__, config.base
+    if isinstance(optimizer, FlexDeMo):
+        optimizer.route(module)
+        return Adoption(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
+    reason = _reason_against_flexdemo(optimizer, base)
+    if reason:
+        raise ValueError(
+            f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}. Without FlexDeMo "
+            "each node would go its own way, so nothing is kept"
+        )
+    _require_no_state(optimizer, "; return it before its first step")
+    if type(optimizer) is torch.optim.Muon:
+        adopted = _translated(FlexDeMo, optimizer, config, _MUON_KEYS, algorithm="muon")
+    elif type(optimizer) is torch.optim.SGD:
+        adopted = _translated(FlexDeMo, optimizer, config, _SGD_KEYS)
+    else:
+        adopted = _translated(FlexDeMo, optimizer, config, _ADAMW_KEYS)
+    adopted.route(module)
+    summary = f"{name} -> FlexDeMo(base={base!r}), same learning rates and weight decay"
+    return Adoption(optimizer=adopted, summary=summary, caution=_caution(name, config))
+
+
+def has_matrices(optimizer: PlannedOptimizer) -> bool:
     """Whether any parameter runs on Muon."""
     return any(route.algorithm == "muon" for route in optimizer.routes)
 
@@ -118,32 +163,96 @@ def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str:
         return ""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return "only AdamW, Adam, torch.optim.Muon and ParallelMuon run on Muon"
+    return _reason_against_adam(optimizer, "ParallelMuon")
+
+
+def _reason_against_adam(optimizer: torch.optim.Optimizer, ours: str) -> str:
     for group in optimizer.param_groups:
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
             return (
-                f"its weight_decay={group['weight_decay']} is added to the gradient, which has no counterpart in Muon; "
-                "use AdamW, which decays the weights themselves"
+                f"its weight_decay={group['weight_decay']} is added to the gradient, which has no counterpart in "
+                f"{ours}; use AdamW, which decays the weights themselves"
             )
         for key in ("amsgrad", "maximize", "differentiable", "capturable"):
             if group.get(key):
-                return f"{key}=True is not supported by ParallelMuon; remove it"
+                return f"{key}=True is not supported by {ours}; remove it"
     return ""
 
 
-def _from_muon(optimizer: torch.optim.Optimizer, config: MuonConfig) -> ParallelMuon:
-    groups = [_plain_numbers(_with_names(group)) | {"algorithm": "muon"} for group in optimizer.param_groups]
-    defaults = {key: optimizer.defaults[key] for key in _MUON_KEYS if key in optimizer.defaults}
-    return ParallelMuon.from_config(groups, config, **_plain_numbers(defaults))
+def _reason_against_flexdemo(optimizer: torch.optim.Optimizer, base: str) -> str:
+    """Why FlexDeMo cannot stand in for ``optimizer``; empty if it can."""
+    kind = type(optimizer)
+    if kind is torch.optim.Muon:
+        return "" if base == "muon" else f"its updates need FlexDeMoConfig(base='muon'), got base={base!r}"
+    if kind is torch.optim.SGD:
+        if base != "sgd":
+            return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base='sgd')"
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                return (
+                    f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), which is the "
+                    "momentum that nodes keep to themselves; remove it"
+                )
+            if group["weight_decay"]:
+                return (
+                    f"its weight_decay={group['weight_decay']} is added to the gradient; use FlexDeMoConfig("
+                    "weight_decay=...), which decays the weights themselves"
+                )
+            if group["maximize"] or group["differentiable"]:
+                return "maximize and differentiable are not supported; remove them"
+        return ""
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        return "only AdamW, Adam, SGD and torch.optim.Muon have a counterpart; return one of these or a FlexDeMo"
+    return _reason_against_adam(optimizer, "FlexDeMo")
 
 
-def _from_adamw(optimizer: torch.optim.Optimizer, config: MuonConfig) -> ParallelMuon:
+def _caution(name: str, config: FlexDeMoConfig) -> str:
+    """What the learning rate of an adopted optimizer may not have been meant for."""
+    is_signed = config.base == "sgd" if config.sign == "auto" else config.sign
+    if name == "SGD" and is_signed:
+        return (
+            "the learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): each "
+            "step changes each weight by lr. Set sign=False, or a learning rate as for Adam"
+        )
+    if name in ("AdamW", "Adam") and config.base == "sgd":
+        return (
+            f"{name} now runs as {'sign' if is_signed else 'plain'} SGD on the exchanged updates, because "
+            "FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments"
+        )
+    return ""
+
+
+def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:
+    if optimizer.state:
+        raise ValueError(f"{type(optimizer).__name__} has optimizer state already, which cannot be taken over{advice}")
+
+
+_Planned = TypeVar("_Planned", bound=PlannedOptimizer)
+
+
+def _translated(
+    kind: type[_Planned], optimizer: torch.optim.Optimizer, config: Any, keys: Mapping[str, str], **added: Any
+) -> _Planned:
+    """A ``kind`` of optimizer with the groups of ``optimizer``.
+
+    Args:
+        kind: The class.
+        optimizer: The given one.
+        config: Of that class.
+        keys: Names of the hyper-parameters that both have: theirs -> ours.
+        added: To every group.
+    """
+    known = keys if kind is ParallelMuon else {key: value for key, value in keys.items() if key not in _OWN_MOMENTUM}
     groups = []
     for group in optimizer.param_groups:
-        own = {key: value for key, value in _with_names(group).items() if key not in _ADAM_IMPLEMENTATION_KEYS}
-        own["adamw_eps"] = own.pop("eps")
-        groups.append(_plain_numbers(own))
-    defaults = {ours: optimizer.defaults[theirs] for theirs, ours in _ADAMW_KEYS.items()}
-    return ParallelMuon.from_config(groups, config, **_plain_numbers(defaults))
+        own = {
+            known.get(key, key): value
+            for key, value in _with_names(group).items()
+            if key in known or not (key in keys or key in optimizer.defaults)
+        }
+        groups.append(_plain_numbers(own) | added)
+    defaults = {ours: optimizer.defaults[theirs] for theirs, ours in known.items() if theirs in optimizer.defaults}
+    return kind.from_config(groups, config, **_plain_numbers(defaults))
 
 
 def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""Gathers that start while backward still runs, and the proof that what they sent is what the step would send.
+"""Communication that starts while backward still runs, and the proof that what it sent is what the step would send.
 
 FSDP2 calls the post-accumulate-grad hooks of a sharded parameter after its reduce-scatter. When all gradients of a
 chunk are there, and the chunks before it are on their way, the chunk is sent on a bet: that nobody changes gradients,
-momentum or hyper-parameters before the step. At the step each rank computes again what it would send now and compares
-(:meth:`MatrixStep.differs_from_early`), and all ranks compare notes (:mod:`lightning_muon.optim.gradients`): a chunk
-that any rank has sent is sent by all, so that communications match, and its result counts only if no rank has found a
-difference. So gradient clipping, scalers, further backward passes and parameters that only some ranks use are exact;
-they cost the head start.
+state or hyper-parameters before the step. At the step each rank finds out whether it would send the same now, and all
+ranks compare notes (:mod:`lightning_muon.optim.gradients`): a chunk that any rank has sent is sent by all, so that
+communications match, and its result counts only if no rank has found a difference. So gradient clipping, scalers,
+further backward passes and parameters that only some ranks use are exact; they cost the head start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
-from lightning_muon.optim.matrix_step import Chunk, Gradients, MatrixStep, States
+from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.params.layout import local_tensor
 
 _log = logging.getLogger(__name__)
@@ -45,35 +45,42 @@ class _Progress:
     resume: int = 0
 
 
-class EarlyGathers:
-    """Watches the gradients of one plan and starts the gathers of its chunks.
+class SentEarly(ABC):
+    """Watches the gradients of one plan and sends its chunks when they are complete, in their order.
 
-    Local to construct; each chunk that is sent is a communication over the private group of its exchange group.
+    Local to construct; each chunk that is sent is a communication.
 
     Args:
-        step: Runs the ops.
-        states: Of the optimizer.
+        chunks: Parameters of each chunk by its key, in the order in which backward finishes them.
+        leader: Name of the first parameter of each chunk, for the log.
     """
 
-    def __init__(self, step: MatrixStep, states: States) -> None:
-        self._step, self._states = step, states
-        self._chunks = {
-            chunk.key: chunk
-            for chunk in step.gathered_chunks
-            if all(isinstance(tensor, DTensor) for tensor in chunk.tensors)
-        }
-        self._progress = {key: _Progress(set(chunk.tensors)) for key, chunk in self._chunks.items()}
+    def __init__(self, chunks: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
+        self._chunks, self._leader = chunks, leader
+        self._progress = {key: _Progress(set(tensors)) for key, tensors in chunks.items()}
         self._keys_of: dict[Tensor, list[str]] = {}
-        for key, chunk in self._chunks.items():
-            for tensor in chunk.tensors:
+        for key, tensors in chunks.items():
+            for tensor in tensors:
                 self._keys_of.setdefault(tensor, []).append(key)
         self._arrivals = {tensor: Arrivals() for tensor in self._keys_of}
         self._num_steps = 0
-        self._remove_hooks = watch_gradients(self, self._keys_of, EarlyGathers.arrived)
+        self._remove_hooks = watch_gradients(self, self._keys_of, SentEarly.arrived)
+
+    @abstractmethod
+    def _start(self, key: str, gradients: Gradients) -> None:
+        """Send a chunk; every gradient of it is there. Changes nothing that a skipped step must keep."""
+
+    @abstractmethod
+    def _drop(self, key: str) -> None:
+        """Wait for a chunk whose result is not wanted, and give its buffers back."""
+
+    @abstractmethod
+    def _differs(self, key: str, gradients: Gradients) -> Tensor:
+        """Whether :meth:`_start` would now send other bits than it has sent; a bool on the device."""
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks of these parameters, in their order."""
-        return [key for key, chunk in self._chunks.items() if chunk.tensors[0] in tensors]
+        return [key for key, members in self._chunks.items() if members[0] in tensors]
 
     def keys_of(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks that hold any of these parameters."""
@@ -85,7 +92,7 @@ class EarlyGathers:
 
     def lacks(self, key: str, gradients: Gradients) -> bool:
         """Whether this rank has sent the chunk, and a gradient of it is gone."""
-        return self.is_sent(key) and any(tensor not in gradients for tensor in self._chunks[key].tensors)
+        return self.is_sent(key) and any(tensor not in gradients for tensor in self._chunks[key])
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether the step would send other bits than this rank has sent: a bool on the device.
@@ -94,15 +101,12 @@ class EarlyGathers:
             key: A chunk; one that this rank has not sent does not differ.
             gradients: Local gradients now, all of the chunk.
         """
-        if not self.is_sent(key):
-            return torch.tensor(False)
-        return self._step.differs_from_early(key, gradients, self._states)
+        return self._differs(key, gradients) if self.is_sent(key) else torch.tensor(False)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
 
-        Collective over the private groups of the exchange groups; every rank must call it, with equal ``sent`` and
-        ``void``.
+        Collective over the ranks that share chunks; every rank must call it, with equal ``sent`` and ``void``.
 
         Args:
             sent: Chunks that any rank has sent.
@@ -111,14 +115,12 @@ class EarlyGathers:
         """
         for key, progress in self._progress.items():
             if key in sent and not progress.is_sent:
-                tensors = self._chunks[key].tensors
-                filled = {t: gradients[t] if t in gradients else torch.zeros_like(local_tensor(t)) for t in tensors}
-                self._step.start_early(key, filled, self._states)
+                self._start(key, filled(self._chunks[key], gradients))
         self._num_steps += 1
         self.failed(void)
         for key, progress in self._progress.items():
             progress.is_sent = False
-            progress.missing = set(self._chunks[key].tensors)
+            progress.missing = set(self._chunks[key])
         for arrivals in self._arrivals.values():
             arrivals.begin_step()
 
@@ -132,16 +134,16 @@ class EarlyGathers:
         for key in self._chunks:
             if key not in void:
                 continue
-            self._step.drop_early(key)
+            self._drop(key)
             progress = self._progress[key]
             progress.failures += 1
             if progress.failures > _FREE_FAILURES:
                 pause = min(2**progress.failures, _LONGEST_PAUSE)
                 progress.resume = self._num_steps + pause
                 _log.info(
-                    "Gradients of %s, ... change between backward and the step (by clipping, for example): their "
-                    "gather waits for the step in the next %d steps. overlap='step' says so from the start.",
-                    self._chunks[key].group.jobs[self._chunks[key].taken[0]].matrix.name,
+                    "Gradients of %s, ... change between backward and the step (by clipping, for example): they are "
+                    "sent by the step in the next %d steps. overlap='step' says so from the start.",
+                    self._leader[key],
                     pause,
                 )
 
@@ -167,22 +169,28 @@ class EarlyGathers:
         for key, progress in self._progress.items():
             if progress.is_sent or self._num_steps < progress.resume:
                 continue
-            if progress.missing or not _can_be_sent(self._chunks[key]):
+            if progress.missing or not all(_can_be_sent(tensor) for tensor in self._chunks[key]):
                 return
             progress.is_sent = True
-            gradients = {tensor: local_gradient(tensor) for tensor in self._chunks[key].tensors}
-            self._step.start_early(key, gradients, self._states)
+            self._start(key, {tensor: local_gradient(tensor) for tensor in self._chunks[key]})
 
 
-def _can_be_sent(chunk: Chunk) -> bool:
-    """Whether every gradient is whole and of a kind that the step takes."""
-    return all(
-        isinstance(tensor, DTensor)
-        and isinstance(tensor.grad, DTensor)
-        and tensor.grad.placements == tensor.placements
-        and not tensor.grad.is_complex()
-        for tensor in chunk.tensors
-    )
+def filled(tensors: Sequence[Tensor], gradients: Gradients) -> Gradients:
+    """The local gradients of these parameters, zeros where there is none."""
+    return {
+        tensor: gradients[tensor] if tensor in gradients else torch.zeros_like(local_tensor(tensor))
+        for tensor in tensors
+    }
+
+
+def _can_be_sent(tensor: Tensor) -> bool:
+    """Whether the gradient is whole and of a kind that the step takes."""
+    grad = tensor.grad
+    if grad is None or grad.is_complex() or grad.is_sparse:
+        return False
+    if not isinstance(tensor, DTensor):
+        return not isinstance(grad, DTensor)
+    return isinstance(grad, DTensor) and grad.placements == tensor.placements
 
 
 def local_gradient(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,18 +52,45 @@ def adamw_step_(
     )
 
 
+def sgd_step_(params: Sequence[Tensor], grads: Sequence[Tensor], group: dict[str, Any]) -> None:
+    """Params <- (1 - lr * weight_decay) * params - lr * grads, for local tensors of one param group."""
+    lr = float(group["lr"])
+    if group["weight_decay"]:
+        for param in params:
+            # Not torch._foreach_mul_, which rounds the factor to bfloat16 for such weights on a CPU.
+            param.mul_(1 - lr * group["weight_decay"])
+    torch._foreach_add_(list(params), list(grads), alpha=-lr)
+
+
+def step_sgd_(binding: Binding, gradients: Mapping[Tensor, Tensor]) -> None:
+    """One SGD step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
+    for tensors, group in _together(binding, gradients):
+        sgd_step_(
+            [binding.layout.local(tensor) for tensor in tensors], [gradients[tensor] for tensor in tensors], group
+        )
+        binding.layout.updated(tensors)
+
+
 def step_elementwise_(binding: Binding, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any]) -> None:
     """One AdamW step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
+    for tensors, group in _together(binding, gradients):
+        adamw_step_(
+            [binding.layout.local(tensor) for tensor in tensors],
+            [gradients[tensor] for tensor in tensors],
+            [states[tensor] for tensor in tensors],
+            group,
+        )
+        binding.layout.updated(tensors)
+
+
+def _together(
+    binding: Binding, gradients: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[Sequence[Tensor], dict[str, Any]]]:
+    """Parameters of one param group whose gradients arrive together, and the group."""
     by_group: dict[int, list[BoundParameter]] = {}
     for parameter in binding.parameters:
         if parameter.route.algorithm == "adamw" and parameter.tensor in gradients:
             by_group.setdefault(id(parameter.group), []).append(parameter)
     for members in by_group.values():
         for tensors in binding.layout.in_order([member.tensor for member in members]):
-            adamw_step_(
-                [binding.layout.local(tensor) for tensor in tensors],
-                [gradients[tensor] for tensor in tensors],
-                [states[tensor] for tensor in tensors],
-                members[0].group,
-            )
-            binding.layout.updated(tensors)
+            yield tensors, members[0].group

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import AxisGroup, axis_group
 from lightning_muon.optim.binding import Binding
-from lightning_muon.optim.early import EarlyGathers
+from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import Layout, local_tensor
@@ -90,7 +90,7 @@ class LocalGradients(dict[Tensor, Tensor]):
 
 
 def agree_on_gradients(
-    binding: Binding, early: EarlyGathers | None, *, error_if_nonfinite: bool, is_stale: bool
+    binding: Binding, early: SentEarly | None, *, error_if_nonfinite: bool, is_stale: bool
 ) -> Agreement | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
@@ -148,7 +148,7 @@ def _agree_on_mesh(
     found: LocalGradients,
     findings: _Findings,
     *,
-    early: EarlyGathers | None,
+    early: SentEarly | None,
     check: bool,
     looks: bool,
 ) -> None:
@@ -179,7 +179,7 @@ def _agree_on_mesh(
 
 
 def _early_flags(
-    early: EarlyGathers | None, tensors: Sequence[Tensor], found: Gradients, *, looks: bool
+    early: SentEarly | None, tensors: Sequence[Tensor], found: Gradients, *, looks: bool
 ) -> tuple[list[str], list[bool], list[bool]]:
     """The chunks of a mesh, whether this rank has sent them, and whether it knows that they are void."""
     if early is None:
@@ -201,7 +201,7 @@ def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[in
     return (list(islice(values, len(each))) for each in flags)
 
 
-def _void_early(findings: _Findings, early: EarlyGathers | None, layout: Layout) -> frozenset[str]:
+def _void_early(findings: _Findings, early: SentEarly | None, layout: Layout) -> frozenset[str]:
     """Chunks that were sent and do not count, as far as the host knows."""
     if early is None:
         return frozenset()
@@ -247,7 +247,7 @@ def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
 
 
 def _verdict_of_device(
-    binding: Binding, found: Gradients, early: EarlyGathers | None, valid: frozenset[str], *, check: bool
+    binding: Binding, found: Gradients, early: SentEarly | None, valid: frozenset[str], *, check: bool
 ) -> Callable[[], None]:
     """Begin to look at the gradients on the device; the result waits for the device and raises.
 

@@ -76,8 +76,9 @@ class MatrixStep:
         compute_dtype: torch.dtype,
         layout: Layout,
         device: torch.device,
+        has_momentum: bool = True,
     ) -> None:
-        self._layout = layout
+        self._layout, self._has_momentum = layout, has_momentum
         self._compute_dtype, self._wire_dtype = compute_dtype, wire_dtype
         self._pool = BufferPool(wire_dtype, device)
         self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
@@ -224,6 +225,9 @@ class MatrixStep:
     ) -> Iterator[tuple[Sequence[MatrixJob], Sequence[Tensor]]]:
         """What is to be orthogonalized of the calling rank's pieces, some jobs at a time."""
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
+            if not self._has_momentum:
+                yield jobs, self._grads(jobs)
+                continue
             grads, buffers = self._grads_and_buffers(jobs)
             if in_place:
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
@@ -266,7 +270,7 @@ class MatrixStep:
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a chunk's parameters, and their momentum if that is still to do."""
         transfer = self._transfers[op.key]
-        if op.key not in self._committed:
+        if self._has_momentum and op.key not in self._committed:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 grads, buffers = self._grads_and_buffers(jobs)
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
@@ -323,12 +327,16 @@ class MatrixStep:
         self._inputs.adamw()
         return ()
 
+    def _grads(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
+        assert self._inputs is not None
+        return [job.local_view(self._inputs.gradients[job.parameter.tensor]) for job in jobs]
+
     def _grads_and_buffers(self, jobs: Sequence[MatrixJob]) -> tuple[list[Tensor], list[Tensor]]:
         """The calling rank's pieces of the gradients and of the momenta."""
         assert self._inputs is not None
-        gradients, states = self._inputs.gradients, self._inputs.states
+        states = self._inputs.states
         return (
-            [job.local_view(gradients[job.parameter.tensor]) for job in jobs],
+            self._grads(jobs),
             [job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
         )
 

@@ -22,7 +22,13 @@ class OwnedBy:
     rank: int
 
 
-AxisPlacement = Placement | OwnedBy
+@dataclass(frozen=True)
+class Decoupled:
+    """A placement beside those of torch: equal on all ranks of a mesh axis, while each has gradients of its own."""
+
+
+AxisPlacement = Placement | OwnedBy | Decoupled
+_COPIES = Replicate | Decoupled
 
 
 class Layout(Protocol):
@@ -156,12 +162,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:
     """Indices of the mesh axes, of more than one rank, over which a tensor is divided."""
     for placement in placements:
-        if not isinstance(placement, Shard | Replicate | OwnedBy) and not hasattr(placement, "split_factor"):
+        if not isinstance(placement, Shard | OwnedBy | _COPIES) and not hasattr(placement, "split_factor"):
             raise ValueError(f"{name} has the placement {placement}: ParallelMuon takes Shard and Replicate only")
     return tuple(
         axis
         for axis, placement in enumerate(placements)
-        if not isinstance(placement, Replicate) and mesh_shape[axis] > 1
+        if not isinstance(placement, _COPIES) and mesh_shape[axis] > 1
     )
 
 
@@ -186,6 +192,6 @@ def _held_box(
     owners = {axis: placement.rank for axis, placement in enumerate(placements) if isinstance(placement, OwnedBy)}
     if any(coordinate[axis] != rank for axis, rank in owners.items()):
         return Box((0,) * len(shape), (0,) * len(shape))
-    divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
+    divided = [Replicate() if isinstance(placement, OwnedBy | Decoupled) else placement for placement in placements]
     local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
     return Box(offset, tuple(map(int.__add__, offset, local_shape)))

@@ -34,6 +34,7 @@ def shard_model(
     offload_policy: OffloadPolicy | None = None,
     forward_methods: Sequence[str] = (),
     shard_root: bool = True,
+    decoupled_nodes: bool = False,
 ) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
@@ -57,16 +58,19 @@ def shard_model(
         shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. Needed where the
             backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root
             only in a backward pass that starts from what its forward returned.
+        decoupled_nodes: FSDP2 knows nothing of the replicas: gradients are means over the shard axis only.
 
     Raises:
         ValueError: If the model cannot be sharded; the message says which parameter and why.
         RuntimeError: If the ranks hold different models.
     """
-    units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root)
-    broadcast_initial_state(module, mesh)
+    inner_mesh = node_mesh(mesh) if decoupled_nodes else mesh
+    units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root, node=inner_mesh)
+    _broadcast_to_all(module, mesh, inner_mesh)
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = _prepare_parameters(module, mesh)
-    shard = partial(fully_shard, mesh=mesh, ignored_params=ignored, offload_policy=offload_policy or OffloadPolicy())
+    offload = offload_policy or OffloadPolicy()
+    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=ignored, offload_policy=offload)
     inner_policy = replace(policy, output_dtype=None)
     outer_units = [module] if shard_root else units
     inner = {id(child) for outer in outer_units for child in outer.modules() if child is not outer}
@@ -81,8 +85,42 @@ def shard_model(
         register_fsdp_forward_method(module, name)
 
 
+def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local.
+
+    Raises:
+        ValueError: If the mesh has other axes.
+    """
+    if mesh.mesh_dim_names != ("replicate", "shard"):
+        raise ValueError(
+            "decoupled nodes need a 2-D mesh with the axes ('replicate', 'shard'), also for a single node, got "
+            f"{mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, (nodes, ranks of a "
+            "node), mesh_dim_names=('replicate', 'shard'))"
+        )
+    return mesh["shard"]
+
+
+def _broadcast_to_all(module: nn.Module, mesh: DeviceMesh, node: DeviceMesh) -> None:
+    """Give all ranks of ``mesh`` the first one's weights and buffers. Collective over it; every rank must call it."""
+    broadcast_initial_state(module, mesh)
+    # What is sharded inside of a node already does not know of the other nodes.
+    if node.ndim < mesh.ndim and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        broadcast_initial_state(module, mesh["replicate"])
+
+
+def _refuse_other_meshes(module: nn.Module, node: DeviceMesh) -> None:
+    """Raise ``ValueError`` for a parameter that is shared with ranks of other nodes, or divided in another way."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh != node:
+            raise ValueError(
+                f"{name} is a DTensor on {parameter.device_mesh}, but with decoupled nodes parameters lie on the shard "
+                f"axis of a node, {node}; shard it with fully_shard(module, mesh=self.device_mesh['shard']), or do not "
+                "shard it yourself"
+            )
+
+
 def _agree_on_units(
-    module: nn.Module, mesh: DeviceMesh, wrap_policy: WrapPolicy, *, shard_root: bool
+    module: nn.Module, mesh: DeviceMesh, wrap_policy: WrapPolicy, *, shard_root: bool, node: DeviceMesh
 ) -> list[nn.Module]:
     """:func:`plan_units`, after all ranks have found that they plan the same for the same model.
 
@@ -91,6 +129,8 @@ def _agree_on_units(
     units: list[nn.Module] = []
     error: Exception | None = None
     try:
+        if node is not mesh:
+            _refuse_other_meshes(module, node)
         units = plan_units(module, wrap_policy, shard_root=shard_root)
     except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
         error = problem

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon.comm.agreement import fail_together
+from lightning_muon.integrations.lightning.node_states import divide_whole, expect_saved_nodes
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.full_weights import full_state_dict
 
@@ -73,16 +74,9 @@ class Checkpoint:
         error: Exception | None = None
         try:
             if self.is_sharded:
-                state = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}
-                _check_shards(self.path, state)
-                # Keys of the groups may be new, for example those of a scheduler that was added since.
-                dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
-                set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"])
+                self._load_shards(module, optimizer, f"optimizer_{index}")
             else:
-                named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
-                _check_state(named["state"], module, optimizer)
-                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-                set_optimizer_state_dict(module, optimizer, named, options=options)
+                self._load_whole(module, optimizer, index)
         except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
             error = RuntimeError(
                 f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was saved "
@@ -91,6 +85,26 @@ class Checkpoint:
             )
             error.__cause__ = problem
         fail_together(error, None)
+
+    def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
+        state = {key: get_optimizer_state_dict(module, optimizer)}
+        saved = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
+        _check_shards(saved, state)
+        divide_among_nodes = expect_saved_nodes(
+            state[key]["state"], lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size
+        )
+        # Keys of the groups may be new, for example those of a scheduler that was added since.
+        dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        divide_among_nodes()
+        set_optimizer_state_dict(module, optimizer, state[key])
+
+    def _load_whole(self, module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
+        own = _state_by_name(module, optimizer)
+        _check_state(named["state"], own)
+        named["state"] = divide_whole(named["state"], own)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(module, optimizer, named, options=options)
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
@@ -134,9 +148,8 @@ def named_optimizer_state(
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _check_shards(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the directory has every tensor of ``state``, and as many param groups."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+def _check_shards(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless ``saved`` has every tensor of ``state``, and as many param groups."""
     for key, optimizer in state.items():
         wanted = (f"{key}.state.{name}.{entry}" for name, own in optimizer["state"].items() for entry in own)
         missing = [name for name in wanted if name not in saved]
@@ -148,17 +161,21 @@ def _check_shards(path: Path, state: Mapping[str, Any]) -> None:
             raise ValueError(f"{num_saved} param groups in the checkpoint, {len(optimizer['param_groups'])} here")
 
 
-def _check_state(saved: Mapping[str, Mapping[str, Any]], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` unless the saved state has the tensors that ``optimizer`` holds.
+def _check_state(saved: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless the saved state has the tensors that the optimizer has.
 
     torch leaves out what is missing in a full state dict. Optimizers that create state at their first step are not
     checked.
     """
+    for name, state in own.items():
+        if state and set(state) != set(saved.get(name, ())):
+            raise ValueError(f"{name} has {sorted(state)} here, but {sorted(saved.get(name, ()))} in the checkpoint")
+
+
+def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Mapping[str, Any]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(_names_in_groups(module, optimizer), parameters, strict=True):
-        ours = set(optimizer.state.get(parameter, ()))
-        if ours and ours != set(saved.get(name, ())):
-            raise ValueError(f"{name} has {sorted(ours)} here, but {sorted(saved.get(name, ()))} in the checkpoint")
+    names = _names_in_groups(module, optimizer)
+    return {name: optimizer.state.get(parameter, {}) for name, parameter in zip(names, parameters, strict=True)}
 
 
 def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_muon.grad_sync.clipping import clip_norm_, clip_value_
+from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
-from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.replicas import names_of
 
@@ -72,7 +72,7 @@ class GradientRules:
         if len(clipped) == len(_parameters(optimizer)):
             norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
         else:
-            norm = clip_norm_(clipped, max_norm, layout=self._mode.layout)
+            norm = self._mode.clip_norm_(clipped, max_norm)
         self._module.log("grad_norm", norm)
 
     def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
@@ -86,7 +86,7 @@ class GradientRules:
         Collective over the meshes of the parameters, unless a norm was taken; every rank must call it.
         """
         norm = self._norms.pop(optimizer, None)
-        if isinstance(optimizer, ParallelMuon):
+        if isinstance(optimizer, PlannedOptimizer):
             return
         parameters = _parameters(optimizer)
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
@@ -98,13 +98,13 @@ class GradientRules:
 
     def log_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Log how many steps were skipped so far, once there was one; local."""
-        check = optimizer if isinstance(optimizer, ParallelMuon) else self._checks.get(optimizer)
+        check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
         if check is not None and check.skipped_steps:
             self._module.log("skipped_steps", float(check.skipped_steps))
 
     def _clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         parameters = _parameters(optimizer)
-        if self._clip_groups == "all" or not isinstance(optimizer, ParallelMuon):
+        if self._clip_groups == "all" or not isinstance(optimizer, PlannedOptimizer):
             return parameters
         routes = zip(parameters, optimizer.routes, strict=True)
         return [parameter for parameter, route in routes if route.algorithm == "adamw"]

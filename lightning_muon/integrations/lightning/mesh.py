@@ -21,6 +21,7 @@ class Meshes:
             ``"tensor"`` where they are larger than 1; or Lightning's ``("data_parallel", "tensor_parallel")``.
         data: Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard
             axis covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
+        nodes: As ``data``, but (replicate, shard) also for one replica; ``None`` with Lightning's axes.
         context: The ranks that share the sequences of one data rank, ``None`` for one rank.
         tensor: The ranks that share each layer that the user parallelizes, ``None`` for one rank.
         data_rank: Which samples this rank sees; equal on the context and tensor ranks that share them.
@@ -29,6 +30,7 @@ class Meshes:
 
     user: DeviceMesh
     data: DeviceMesh
+    nodes: DeviceMesh | None
     context: DeviceMesh | None
     tensor: DeviceMesh | None
     data_rank: int
@@ -95,7 +97,7 @@ class MeshSizes:
         replicas, shards = self.replicate_size, self.shard_size
         if self.data_parallel_size != "auto":
             replicas, shards = 1, self.data_parallel_size
-        elif self._has_lightning_names:
+        elif self.has_lightning_names:
             replicas, shards = 1, self._rest(world_size, inner)
         elif replicas == "auto" and shards == "auto":
             data_ranks = self._rest(world_size, inner)
@@ -120,10 +122,10 @@ class MeshSizes:
         replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
         data_rank = dist.get_rank() // (context_size * tensor_size)
-        if self._has_lightning_names:
+        if self.has_lightning_names:
             names = ("data_parallel", "tensor_parallel")
             user = init_device_mesh(device_type, (shards, tensor_size), mesh_dim_names=names)
-            data, context, tensor_axis = user["data_parallel"], None, "tensor_parallel"
+            data, nodes, context, tensor_axis = user["data_parallel"], None, None, "tensor_parallel"
         else:
             axes = {"replicate": replicas, "shard": shards}
             axes |= {"context": context_size} if context_size > 1 else {}
@@ -134,10 +136,12 @@ class MeshSizes:
             # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of different
             # axes, as long as these number all ranks alike.
             outer = user if context is None else _named_mesh(device_type, flat)
-            data = outer["replicate", "shard"] if replicas > 1 else outer["shard"]
+            nodes = outer["replicate", "shard"]
+            data = nodes if replicas > 1 else outer["shard"]
         return Meshes(
             user=user,
             data=data,
+            nodes=nodes,
             context=context,
             tensor=user[tensor_axis] if tensor_size > 1 else None,
             data_rank=data_rank,
@@ -150,7 +154,7 @@ class MeshSizes:
         return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property
-    def _has_lightning_names(self) -> bool:
+    def has_lightning_names(self) -> bool:
         """Whether the user's mesh has Lightning's axes, and so one replica."""
         if self.data_parallel_size != "auto":
             return True

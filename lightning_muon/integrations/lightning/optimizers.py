@@ -14,11 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.adopt import AS_CONFIGURED, Adoption, adopt, has_matrices, repoint_schedulers
+from lightning_muon.optim.adopt import Adoption, adopt, adopt_decoupled, has_matrices, repoint_schedulers
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import require_muon
 
-OptimizerChoice = Literal["auto", "keep"] | MuonConfig
+OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
 
 class ReplacedParameters:
@@ -63,16 +66,28 @@ class ReplacedParameters:
                 group["params"][index] = current[name]
 
 
-def provide_default_optimizer(module: Any, config: MuonConfig, package: LightningPackage) -> None:
-    """Give a LightningModule without ``configure_optimizers`` one that returns a ParallelMuon.
+def check_choice(choice: object) -> None:
+    """Raise ``ValueError`` for anything but an :data:`OptimizerChoice`."""
+    if choice not in ("auto", "keep") and not isinstance(choice, MuonConfig | FlexDeMoConfig):
+        raise ValueError(f"optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig, got {choice!r}")
+
+
+def config_of(choice: OptimizerChoice) -> MuonConfig | FlexDeMoConfig:
+    """The config that the user gave, or the default one."""
+    return choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
+
+
+def provide_default_optimizer(module: Any, config: MuonConfig | FlexDeMoConfig, package: LightningPackage) -> None:
+    """Give a LightningModule without ``configure_optimizers`` one that returns a ParallelMuon, or a FlexDeMo.
 
     Lightning refuses to train without it, before the strategy is asked for anything else.
     """
     if is_overridden("configure_optimizers", module, package.module().LightningModule):
         return
 
-    def configure_optimizers(self: nn.Module) -> ParallelMuon:
-        return ParallelMuon.from_config(self.named_parameters(), config)
+    def configure_optimizers(self: nn.Module) -> PlannedOptimizer:
+        kind = FlexDeMo if isinstance(config, FlexDeMoConfig) else ParallelMuon
+        return kind.from_config(self.named_parameters(), config)  # type: ignore[arg-type]
 
     configure_optimizers.is_default = True  # type: ignore[attr-defined]
     module.configure_optimizers = MethodType(configure_optimizers, module)
@@ -98,11 +113,11 @@ def choose_optimizers(
         optimizers: With the parameters that ``module`` holds now.
         schedulers: Follow an optimizer that is replaced.
         module: Sharded.
-        choice: ``"keep"`` replaces nothing; a config gives what AdamW does not say.
+        choice: ``"keep"`` replaces nothing; a config gives what AdamW does not say, and its class what all become.
         package: Whose Trainer it is.
 
     Raises:
-        ValueError: If an optimizer was to run on Muon, but none of them has a matrix.
+        ValueError: If an optimizer was to run on Muon, but none of them has a matrix; or if nodes would drift apart.
     """
     adoptions = [_adopt(optimizer, module, choice, package) for optimizer in optimizers]
     _require_matrices(adoptions)
@@ -113,8 +128,12 @@ def choose_optimizers(
         if isinstance(new, ParallelMuon) and not has_matrices(new):
             # One of several, such as the AdamW beside a Muon: nothing of it would change.
             adoptions[index] = Adoption(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
-        else:
-            repoint_schedulers(schedulers, old, new)
+            continue
+        if isinstance(new, FlexDeMo) and not has_matrices(new):
+            # Nothing of it is for Muon, which is meant as long as another optimizer has matrices.
+            for group in new.param_groups:
+                group["algorithm"] = "adamw"
+        repoint_schedulers(schedulers, old, new)
     return adoptions
 
 
@@ -123,13 +142,20 @@ def _adopt(
 ) -> Adoption:
     if is_placeholder_optimizer(package, optimizer):
         return Adoption(optimizer=optimizer, summary="none")
+    if isinstance(choice, FlexDeMoConfig):
+        return adopt_decoupled(optimizer, module, choice)
+    if isinstance(optimizer, FlexDeMo):
+        raise ValueError(
+            "configure_optimizers returned a FlexDeMo, but this strategy averages gradients over all ranks, so nothing "
+            "is left to exchange; set Trainer(strategy='flexdemo') or ParallelMuonStrategy(optimizer=FlexDeMoConfig())"
+        )
     if choice == "keep" and not isinstance(optimizer, ParallelMuon):
         return Adoption(optimizer=optimizer, summary=f"{type(optimizer).__name__}, kept: optimizer='keep'")
     return adopt(optimizer, module, choice if isinstance(choice, MuonConfig) else MuonConfig())
 
 
 def _require_matrices(adoptions: Sequence[Adoption]) -> None:
-    ours = [adoption.optimizer for adoption in adoptions if isinstance(adoption.optimizer, ParallelMuon)]
+    ours = [adoption.optimizer for adoption in adoptions if isinstance(adoption.optimizer, PlannedOptimizer)]
     # A user who sends every group to AdamW means it.
     if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
         return
@@ -146,7 +172,7 @@ def describe_optimizers(adoptions: Sequence[Adoption]) -> str:
     lines: list[str] = []
     for adoption in adoptions:
         lines.append(f"Optimizer: {adoption.summary}")
-        if isinstance(adoption.optimizer, ParallelMuon):
+        if isinstance(adoption.optimizer, PlannedOptimizer):
             lines.append(adoption.optimizer.summary())
     return "\n".join(lines)
 
@@ -159,11 +185,15 @@ def optimizer_warnings(adoptions: Sequence[Adoption], module: nn.Module, choice:
         for adoption in adoptions
         if adoption.kept_because
     ]
-    made_by_user = [adoption.summary == AS_CONFIGURED and not _has_default_optimizer(module) for adoption in adoptions]
-    if isinstance(choice, MuonConfig) and made_by_user and all(made_by_user):
+    warnings += [adoption.caution for adoption in adoptions if adoption.caution]
+    made_by_user = [adoption.is_as_configured and not _has_default_optimizer(module) for adoption in adoptions]
+    # strategy="flexdemo" brings the defaults without being asked.
+    is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig()
+    if is_given and made_by_user and all(made_by_user):
+        name = type(adoptions[0].optimizer).__name__
         warnings.append(
-            "ParallelMuonStrategy(optimizer=MuonConfig(...)) has no effect: configure_optimizers returned a "
-            "ParallelMuon, which is used as it is."
+            f"ParallelMuonStrategy(optimizer={type(choice).__name__}(...)) has no effect: configure_optimizers "
+            f"returned a {name}, which is used as it is."
         )
     return warnings
 

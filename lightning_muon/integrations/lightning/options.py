@@ -5,12 +5,30 @@ from __future__ import annotations
 from typing import get_args
 
 from lightning_muon.integrations.lightning.gradient_rules import check_clip_groups
+from lightning_muon.integrations.lightning.mesh import MeshSizes
 from lightning_muon.integrations.lightning.running_strategy import LossScaling
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, check_mode
 
 # Options of the modes that users set, by their names in the strategy.
 _SET_BY_USERS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "bucket_bytes")
+
+
+def check_decoupled_nodes(sharding: str, sizes: MeshSizes) -> None:
+    """Raise ``ValueError`` if the replicas cannot be the nodes of a FlexDeMo."""
+    takers = [name for name, mode in MODES.items() if "decoupled_nodes" in mode.takes]
+    if sharding not in takers:
+        raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding={takers[0]!r}, got {sharding!r}")
+    if sizes.num_tensor_ranks > 1:
+        raise ValueError(
+            f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={sizes.num_tensor_ranks}: it exchanges the "
+            "parts of weights that lie on one axis, shard; use tensor_size=1, or a MuonConfig"
+        )
+    if sizes.has_lightning_names:
+        raise ValueError(
+            f"optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which data_parallel_size="
+            f"{sizes.data_parallel_size!r} replaces by Lightning's; give replicate_size and shard_size in its place"
+        )
 
 
 def check_options(

@@ -16,7 +16,6 @@ from lightning_muon.compat.lightning import (
     set_device_mesh,
     start_process_group,
 )
-from lightning_muon.config import MuonConfig
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.callbacks import (
     before_weights_are_read,
@@ -37,18 +36,21 @@ from lightning_muon.integrations.lightning.mesh import Meshes, MeshSizes, Size
 from lightning_muon.integrations.lightning.optimizers import (
     OptimizerChoice,
     ReplacedParameters,
+    check_choice,
     choose_optimizers,
+    config_of,
     describe_optimizers,
     optimizer_warnings,
     provide_default_optimizer,
     remove_default_optimizer,
 )
-from lightning_muon.integrations.lightning.options import check_options
+from lightning_muon.integrations.lightning.options import check_decoupled_nodes, check_options
 from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
 from lightning_muon.integrations.lightning.running_strategy import LossScaling, RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
@@ -74,7 +76,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         shard_size: Ranks that share one replica.
         optimizer: What to make of ``configure_optimizers``. ``"auto"``: AdamW and Adam become ParallelMuon with the
             same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
-            and so on; without ``configure_optimizers`` it is the optimizer.
+            and so on; without ``configure_optimizers`` it is the optimizer. A ``FlexDeMoConfig``: replicas are nodes
+            that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
         sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
@@ -140,9 +143,12 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         check_options(
             sharding, self._mode_options, loss_scaling, clip_groups, num_tensor_ranks=self._mesh_sizes.num_tensor_ranks
         )
-        if optimizer not in ("auto", "keep") and not isinstance(optimizer, MuonConfig):
-            raise ValueError(f"optimizer must be 'auto', 'keep' or a MuonConfig, got {optimizer!r}")
+        check_choice(optimizer)
         self._optimizer_choice: OptimizerChoice = optimizer
+        self._config = config_of(optimizer)
+        self._has_nodes = isinstance(optimizer, FlexDeMoConfig)
+        if self._has_nodes:
+            check_decoupled_nodes(sharding, self._mesh_sizes)
         self._meshes: Meshes | None = None
         self._first_callback: Any = None
         self._replaced: ReplacedParameters | None = None
@@ -180,7 +186,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
         super().connect(model)
-        provide_default_optimizer(model, self._muon_config(), self.package)
+        provide_default_optimizer(model, self._config, self.package)
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
@@ -225,14 +231,14 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     def _options_of(self, trainer: Any) -> ModeOptions:
         """The user's options, and what follows from the run."""
         module: Any = self.lightning_module
-        config = self._muon_config()
         return replace(
             self._mode_options,
+            decoupled_nodes=self._has_nodes,
             mp_policy=mixed_precision_policy(self.precision_plugin, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
             wait_for_parameters=(
-                config.overlap != "backward"
+                self._config.overlap != "backward"
                 or not module.automatic_optimization
                 or reads_weights_between_steps(trainer, self.package)
             ),
@@ -265,19 +271,18 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
         require_equal(kinds, None, "what configure_optimizers returned")
         self.optimizers = [adoption.optimizer for adoption in adoptions]
+        assert self._mode is not None
+        self._mode.attach(module, self.optimizers)
         self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
         for message in optimizer_warnings(adoptions, module, choice):
             self._rank_zero().rank_zero_warn(message)
-        assert self._mode is not None
-        self._mode.attach(module, self.optimizers)
 
     def _prepare_training(self, trainer: Any) -> None:
         """Make what a training has beside its optimizers. Collective over all ranks; every rank must call it."""
         assert self._mode is not None
         module: Any = self.lightning_module
-        max_skipped_steps = self._muon_config().max_skipped_steps
         self._rules = GradientRules(
-            module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=max_skipped_steps
+            module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=self._config.max_skipped_steps
         )
         self.precision_plugin.rules = self._rules
         if self._loss_scaling == "tokens":
@@ -325,10 +330,9 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def _mesh(self) -> DeviceMesh:
         assert self._meshes is not None, "setup_environment comes first"
-        return self._meshes.data
-
-    def _muon_config(self) -> MuonConfig:
-        return self._optimizer_choice if isinstance(self._optimizer_choice, MuonConfig) else MuonConfig()
+        mesh = self._meshes.nodes if self._has_nodes else self._meshes.data
+        assert mesh is not None, "check_decoupled_nodes refuses meshes without nodes"
+        return mesh
 
     def _rank_zero(self) -> Any:
         return self.package.module("utilities.rank_zero")

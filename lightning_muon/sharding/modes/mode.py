@@ -35,6 +35,8 @@ class ModeOptions:
         wait_for_parameters: Let an optimizer step return only when all new values are there.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
             :func:`lightning_muon.sharding.runtime.let_gathers_start`.
+        decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
+            :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
     """
 
     wrap_policy: WrapPolicy = "auto"
@@ -45,6 +47,7 @@ class ModeOptions:
     bucket_bytes: int = 25 * 2**20
     wait_for_parameters: bool = False
     early_all_gather: bool = False
+    decoupled_nodes: bool = False
 
 
 class ShardingMode(ABC):
@@ -139,12 +142,15 @@ class ShardingMode(ABC):
         ``torch.nn.utils.clip_grad_norm_`` sees no gradients that live outside of the parameters (``"zero2"``), and
         refuses parameters of different meshes. Call it after :meth:`finish_gradients`.
         """
-        layout = self.layout
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = clip_norm_(parameters, max_norm, layout=layout)
+        norm = self.clip_norm_(parameters, max_norm)
         # Whoever has the norm has waited for all gradients.
-        layout.arrives_late = False
+        self.layout.arrives_late = False
         return norm
+
+    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
+        return clip_norm_(parameters, max_norm, layout=self.layout)
 
     def finish_evaluation(self) -> None:  # noqa: B027
         """An evaluation has run on all ranks."""
@@ -170,8 +176,42 @@ class Attachable(Protocol):
         ...
 
 
-def attach_optimizers(module: nn.Module, optimizers: Sequence[Any], layout: Layout | None) -> None:
-    """Attach those that can be attached; the state of all others is made by themselves. Local."""
+@runtime_checkable
+class CouplesNodes(Protocol):
+    """An optimizer that exchanges updates between decoupled nodes itself: :class:`~lightning_muon.FlexDeMo`."""
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the (replicate, shard) mesh, unless the user gave one."""
+        ...
+
+
+def attach_optimizers(
+    module: nn.Module, optimizers: Sequence[Any], layout: Layout | None, *, nodes: DeviceMesh | None = None
+) -> None:
+    """Attach those that can be attached; the state of all others is made by themselves. Local.
+
+    Args:
+        module: As prepared.
+        optimizers: All that step its parameters.
+        layout: Where gradients are found, if the tensors do not say so themselves.
+        nodes: The (replicate, shard) mesh if its replicas are decoupled.
+
+    Raises:
+        ValueError: If nodes are decoupled and an optimizer does not keep them equal, or the other way round.
+    """
     for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if nodes is None and isinstance(optimizer, CouplesNodes):
+            raise ValueError(
+                f"{name} exchanges updates between nodes itself, but here gradients are averaged over all ranks; set "
+                "ModeOptions(decoupled_nodes=True), in a Trainer ParallelMuonStrategy(optimizer=FlexDeMoConfig(...))"
+            )
+        if nodes is not None and not isinstance(optimizer, CouplesNodes):
+            raise ValueError(
+                f"with decoupled nodes {name} would step each node by its own gradients, and the nodes would drift "
+                "apart; use FlexDeMo"
+            )
+        if nodes is not None:
+            optimizer.use_mesh(nodes)
         if isinstance(optimizer, Attachable):
             optimizer.attach(module, layout)

@@ -1,0 +1,283 @@
+"""What FlexDeMo sends over slow links, and how long that takes: the numbers of ``lightning-muon plan``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import get_args
+
+from lightning_muon.cli.plan_specs import Mesh
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig, ValueFormatName
+from lightning_muon.optim.flexdemo.parts import (
+    BucketPlan,
+    Shape,
+    aligned,
+    is_dense,
+    is_summed,
+    message_bytes,
+    plan_buckets,
+    returned_dtype,
+    sent_bytes,
+)
+from lightning_muon.replicators.dct_topk import DCTTopK
+from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.local_steps import LocalSteps
+from lightning_muon.replicators.replicator import Replicator
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+
+# Bits per second of a node's link, for all its ranks together: data centres, offices, homes.
+LINKS = {"10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 100e6}
+# The grid of Table 1 of the paper (arXiv:2502.06728).
+TOP_KS = (1, 2, 4, 8, 16, 32)
+# A product's backward has two products of its size, so backward is two thirds of the arithmetic of a step.
+_BACKWARD_SHARE = 2 / 3
+_ALL_REDUCE_ITEMSIZE = 2
+# Two nodes exchange whole messages, whatever they are; from this number on it depends.
+_MANY = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often.
+
+    Attributes:
+        gathered: Messages that go to each other node as they are.
+        reduced: Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
+        returned: The sums of all that is added up, which come back.
+        dense: What of ``gathered`` and ``reduced`` belongs to parameters that are not compressed.
+        sent: Over the link of the node, by :func:`~lightning_muon.optim.flexdemo.parts.sent_bytes`; by formula
+            ``(R - 1) * gathered + (R - 1) / R * (reduced + returned)``.
+    """
+
+    gathered: float
+    reduced: float
+    returned: float
+    dense: float
+    sent: float
+
+    @property
+    def message(self) -> float:
+        """What the node has to say, whatever the number of others."""
+        return self.gathered + self.reduced
+
+    def break_even(self, other: Traffic) -> float | None:
+        """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does.
+
+        With ``g = gathered``, ``a = reduced + returned``: ``(R - 1) g + (R - 1) / R a = (R - 1) / R a'`` has the
+        solution ``R = (a' - a) / g``. With b bits per parameter that are all gathered, and 16 bits there and 16 bits
+        back in the all-reduce, it is ``R = 32 / b``.
+        """
+        saved = other.reduced + other.returned - self.reduced - self.returned
+        if not self.gathered:
+            return None if saved >= 0 else 0.0
+        return max(0.0, saved / self.gathered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to exchange, for the table.
+
+    Attributes:
+        config: What it stands for; ``None``: the all-reduce of hybrid sharding.
+        traffic: Bytes.
+        bits_per_parameter: Of one message, over all trained parameters.
+        is_asked: Whether it is what the user has configured.
+    """
+
+    config: FlexDeMoConfig | None
+    traffic: Traffic
+    bits_per_parameter: float
+    is_asked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLinks:
+    """All that ``plan`` says about the exchange between nodes.
+
+    Attributes:
+        config: What the user has configured.
+        num_nodes: Of the replicate axis.
+        compressed: Number of parameters and of elements that the replicator takes.
+        dense: Number of parameters and of elements that travel as they are.
+        all_reduce: Hybrid sharding.
+        rows: FlexDeMo, the user's first.
+        compute_seconds: Forward and backward of one step; ``None`` if unknown.
+    """
+
+    config: FlexDeMoConfig
+    num_nodes: int
+    compressed: tuple[int, int]
+    dense: tuple[int, int]
+    all_reduce: Row
+    rows: tuple[Row, ...]
+    compute_seconds: float | None
+
+    def exchange_seconds(self, row: Row, bits_per_second: float) -> float:
+        """Of what a node sends in one step, at the full rate of its link, without latency."""
+        return 8 * row.traffic.sent / bits_per_second
+
+    def step_seconds(self, row: Row, bits_per_second: float) -> float:
+        """Of forward, backward and exchange; of the exchange alone if the former are unknown.
+
+        Behind backward: ``C / 3 + max(2 C / 3, E)``, one after the other: ``C + E``, one step late: ``max(C, E)``, with
+        C seconds of arithmetic and E seconds of exchange.
+        """
+        exchange, compute = self.exchange_seconds(row, bits_per_second), self.compute_seconds
+        if compute is None:
+            return exchange
+        if row.config is not None and _is_late(row.config):
+            return max(compute, exchange)
+        if row.config is not None and not _hides_behind_backward(row.config):
+            return compute + exchange
+        backward = _BACKWARD_SHARE * compute
+        return compute - backward + max(backward, exchange)
+
+
+def _is_late(config: FlexDeMoConfig) -> bool:
+    """Whether an exchange has until the next one begins."""
+    return config.delay > 0 or (isinstance(config.replicator, DiLoCo) and config.replicator.overlap)
+
+
+def _hides_behind_backward(config: FlexDeMoConfig) -> bool:
+    # Weights can be averaged when a step is complete, not before.
+    return config.overlap == "backward" and not isinstance(config.replicator, LocalSteps)
+
+
+def slow_links(
+    model: ModelShapes, mesh: Mesh, config: FlexDeMoConfig, *, compute_seconds: float | None = None
+) -> SlowLinks:
+    """Count what FlexDeMo and the all-reduce of hybrid sharding send.
+
+    Args:
+        model: Shapes.
+        mesh: Nodes (``replicate``) of so many ranks each (``shard``).
+        config: Of the optimizer.
+        compute_seconds: Forward and backward of one step, without any exchange between nodes.
+
+    Raises:
+        ValueError: If nothing is trained.
+    """
+    trained = [parameter for parameter in model.parameters if not parameter.frozen]
+    numel = sum(math.prod(parameter.shape) for parameter in trained)
+    if not numel:
+        raise ValueError(f"{model.name} has no parameters that are trained, so there is nothing to plan")
+    dense = [parameter for parameter in trained if is_dense(_whole(parameter), config.dense_below)]
+    dense_numel = sum(math.prod(parameter.shape) for parameter in dense)
+    rows: list[Row] = []
+    for index, each in enumerate(comparison(config)):
+        traffic = node_traffic(trained, mesh, each)
+        rows.append(
+            Row(config=each, traffic=traffic, bits_per_parameter=8 * traffic.message / numel, is_asked=index == 0)
+        )
+    return SlowLinks(
+        config=config,
+        num_nodes=mesh.replicate,
+        compressed=(len(trained) - len(dense), numel - dense_numel),
+        dense=(len(dense), dense_numel),
+        all_reduce=Row(
+            config=None,
+            traffic=_summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate),
+            bits_per_parameter=8 * _ALL_REDUCE_ITEMSIZE,
+        ),
+        rows=tuple(rows),
+        compute_seconds=compute_seconds,
+    )
+
+
+def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
+    """The user's config, then DCTTopK with other numbers of coefficients, then other formats of the user's."""
+    yield config
+    asked = config.replicator
+    template = asked if isinstance(asked, DCTTopK) else DCTTopK()
+    for top_k in TOP_KS:
+        other = replace(config, replicator=replace(template, top_k=top_k))
+        if other.replicator != asked:
+            yield other
+    for value_format in () if isinstance(asked, LocalSteps) else get_args(ValueFormatName):
+        if value_format != config.value_format:
+            yield replace(config, value_format=value_format)
+
+
+def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMoConfig) -> Traffic:
+    """What the ranks of one node send, counted by the layout of the optimizer's own messages.
+
+    Args:
+        trained: Parameters, in the order of the forward pass.
+        mesh: Sizes.
+        config: Of the optimizer.
+    """
+    if isinstance(config.replicator, LocalSteps):
+        numel = sum(math.prod(parameter.shape) for parameter in trained)
+        return _summed_up(config.replicator.bits_per_parameter() / 8 * numel, mesh.replicate)
+    gathered = reduced = returned = dense = sent = 0
+    for shapes, num_ranks in shard_shapes(trained, mesh.shard):
+        for plan, count in _distinct(_bucket_plans(shapes, config)):
+            number = num_ranks * count
+            if is_summed(plan, _MANY):
+                reduced += number * message_bytes(plan)
+                returned += number * returned_dtype(plan).itemsize * sum(p.num_blocks * p.num_sent for p in plan.parts)
+            else:
+                gathered += number * message_bytes(plan)
+            # The first node adds up the longest segments.
+            sent += number * sent_bytes(plan, 0, mesh.replicate)
+            dense += number * _dense_bytes(plan, shapes, config.dense_below)
+    return Traffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
+
+
+def _distinct(plans: Iterable[BucketPlan]) -> Iterator[tuple[BucketPlan, int]]:
+    """One of all buckets whose messages have the same form, and their number."""
+    kinds: dict[tuple[object, ...], list[BucketPlan]] = {}
+    for plan in plans:
+        key = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
+        kinds.setdefault(key, []).append(plan)
+    return ((same[0], len(same)) for same in kinds.values())
+
+
+def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator[tuple[list[Shape], int]]:
+    """Shapes of the shards of one rank, and how many ranks of a node have the same.
+
+    FSDP2 cuts as ``torch.chunk`` does: ``ceil(size / S)`` indices for each rank, the last ones have less or nothing.
+    """
+    # Between two of these ranks all have the same as the first.
+    changes = {0, num_shards}
+    for size in {parameter.shape[parameter.shard_dim] for parameter in trained if parameter.shape}:
+        part = -(-size // num_shards)
+        changes |= {min(num_shards, size // part), min(num_shards, size // part + 1)} if part else set()
+    for first, after in pairwise(sorted(changes)):
+        yield [Shape(p.shape, _shard_of(p, first, num_shards)) for p in trained], after - first
+
+
+def _shard_of(parameter: ParameterShape, shard_rank: int, num_shards: int) -> tuple[int, ...]:
+    if not parameter.shape:
+        return ()
+    size, dim = parameter.shape[parameter.shard_dim], parameter.shard_dim
+    part = -(-size // num_shards)
+    held = max(0, min(part, size - shard_rank * part))
+    return (*parameter.shape[:dim], held, *parameter.shape[dim + 1 :])
+
+
+def _bucket_plans(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
+    assert isinstance(config.replicator, Replicator)
+    return plan_buckets(
+        shapes,
+        replicator=config.replicator,
+        value_format_name=config.value_format,
+        dense_below=config.dense_below,
+        chunk_bytes=config.chunk_bytes,
+    )
+
+
+def _dense_bytes(plan: BucketPlan, shapes: Sequence[Shape], dense_below: int) -> int:
+    return sum(aligned(part.value_bytes) for part in plan.parts if is_dense(shapes[part.places[0].number], dense_below))
+
+
+def _summed_up(num_bytes: float, num_nodes: int) -> Traffic:
+    """A ring all-reduce of ``num_bytes``, of which all is dense."""
+    sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
+    return Traffic(gathered=0, reduced=num_bytes, returned=num_bytes, dense=num_bytes, sent=sent)
+
+
+def _whole(parameter: ParameterShape) -> Shape:
+    return Shape(parameter.shape, parameter.shape)

@@ -1,0 +1,122 @@
+"""The orthonormal cosine transform (DCT-II) of many small blocks at once, and back from a few of its coefficients.
+
+With the basis ``C[k, i] = c_k cos(pi (2 i + 1) k / (2 N))``, ``c_0 = sqrt(1 / N)`` and ``c_k = sqrt(2 / N)`` otherwise,
+a block ``x`` of one dimension becomes ``C x`` and one of two dimensions ``C_a X C_b^T``. ``C`` is orthogonal, so that
+the inverse is the transpose and no energy is lost or gained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Elements that are worked on at a time on a CPU: 512 KiB, so that what lies between two steps stays in the second-level
+# cache. With 2441 blocks of 64 x 64 the transform takes 0.65 of the time of all at once (benchmarks/codec.py).
+_GROUP_NUMEL = {"cpu": 1 << 17}
+
+
+def groups(blocks: Float[Tensor, "num ..."]) -> Iterator[slice]:
+    """Ranges of blocks that together fill a cache; on CUDA one of all."""
+    num, block_numel = blocks.size(0), math.prod(blocks.shape[1:])
+    size = max(1, _GROUP_NUMEL.get(blocks.device.type, num * block_numel) // max(1, block_numel))
+    return (slice(start, min(start + size, num)) for start in range(0, num, size))
+
+
+@cache
+def dct_basis(size: int, device: torch.device) -> Float[Tensor, "size size"]:
+    """Rows are the cosines ``C[k]`` from low to high frequency; float32, computed in float64. Not to be changed."""
+    angles = torch.arange(size, dtype=torch.float64)[:, None] * (2 * torch.arange(size, dtype=torch.float64) + 1)
+    basis = torch.cos(angles * (math.pi / (2 * size))) * math.sqrt(2 / size)
+    basis[0] = math.sqrt(1 / size)
+    return basis.to(device, torch.float32)
+
+
+def dct(blocks: Float[Tensor, "num ..."]) -> Float[Tensor, "num ..."]:
+    """Coefficients of each block of one or two dimensions: ``C x``, ``C_a X C_b^T``."""
+    coefficients = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    for group in groups(blocks):
+        _transform(blocks[group], inverse=False, out=coefficients[group])
+    return coefficients
+
+
+def inverse_dct(coefficients: Float[Tensor, "num ..."]) -> Float[Tensor, "num ..."]:
+    """Each block from its coefficients: ``C^T e``, ``C_a^T E C_b``."""
+    blocks = torch.empty_like(coefficients, memory_format=torch.contiguous_format)
+    for group in groups(coefficients):
+        _transform(coefficients[group], inverse=True, out=blocks[group])
+    return blocks
+
+
+def sparse_inverse_dct(
+    values: Float[Tensor, "num few"], positions: Int[Tensor, "num few"], block_shape: tuple[int, ...]
+) -> Float[Tensor, "num ..."]:
+    """Each block from a few of its coefficients; all others are zero.
+
+    Sums ``v C_a[r]^T C_b[c]`` over the coefficients ``v`` at ``(r, c)`` (``v C[r]`` in one dimension) while that needs
+    no more multiplications than the dense transform, ``few <= a + b`` (``few <= a``). The times cross there too: at
+    128 of 64 x 64 (benchmarks/codec.py).
+
+    Args:
+        values: The coefficients; those at equal positions of a block add up.
+        positions: Where they are in the flattened block, from 0.
+        block_shape: One or two dimensions.
+
+    Returns:
+        ``(num, *block_shape)``.
+    """
+    blocks = values.new_empty((values.size(0), *block_shape))
+    if values.size(1) > sum(block_shape):
+        inverse = _dense_inverse
+    else:
+        inverse = _sum_of_columns if len(block_shape) == 1 else _sum_of_products
+    for group in groups(blocks):
+        inverse(values[group], positions[group], out=blocks[group])
+    return blocks
+
+
+def _transform(blocks: Tensor, *, inverse: bool, out: Tensor) -> None:
+    """``C x`` or ``C^T x`` along every dimension but the first."""
+    last = blocks.size(-1)
+    right = _operand(last, blocks.device, transposed=not inverse)
+    if blocks.ndim == 2:
+        torch.mm(blocks, right, out=out)
+        return
+    along_last = torch.mm(blocks.reshape(-1, last), right).view(blocks.shape)
+    torch.matmul(_operand(blocks.size(1), blocks.device, transposed=inverse), along_last, out=out)
+
+
+def _dense_inverse(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
+    """Write the coefficients into zeros and transform all."""
+    block_numel = math.prod(out.shape[1:])
+    starts = torch.arange(0, out.numel(), block_numel, device=out.device)[:, None]
+    coefficients = torch.zeros_like(out)
+    coefficients.view(-1).index_add_(0, (positions + starts).view(-1), values.reshape(-1))
+    _transform(coefficients, inverse=True, out=out)
+
+
+def _sum_of_columns(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
+    """``sum v C[r]`` for blocks of one dimension."""
+    basis = dct_basis(out.size(1), out.device)
+    out.copy_(F.embedding_bag(positions, basis, mode="sum", per_sample_weights=values))
+
+
+def _sum_of_products(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
+    """``sum v C_a[r]^T C_b[c]`` for blocks of two dimensions."""
+    num, rows, cols = out.shape
+    flat = positions.reshape(-1)
+    left = dct_basis(rows, out.device).index_select(0, flat // cols).mul_(values.reshape(-1, 1)).view(num, -1, rows)
+    right = dct_basis(cols, out.device).index_select(0, flat % cols).view(num, -1, cols)
+    torch.bmm(left.mT, right, out=out)
+
+
+@cache
+def _operand(size: int, device: torch.device, *, transposed: bool) -> Tensor:
+    """The basis, or its transpose in contiguous memory, which a CPU multiplies faster with."""
+    basis = dct_basis(size, device)
+    return basis.mT.contiguous() if transposed else basis

@@ -1,0 +1,1 @@
+"""FlexDeMo: nodes that send each other the fast-moving components of their momenta."""

@@ -1,0 +1,138 @@
+"""The momenta of some parameters of one rank: into a message, and back from the messages of all nodes; local."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_muon.optim.flexdemo.blocks import paired_views
+from lightning_muon.optim.flexdemo.parts import BucketPlan, Part, aligned, message_bytes
+from lightning_muon.replicators.merge import merge
+from lightning_muon.replicators.positions import pack_positions, unpack_positions
+from lightning_muon.replicators.replicator import Components, Turn
+
+
+class Bucket:
+    """Parameters that travel together. What they have in common is done for all of them at once.
+
+    Args:
+        plan: Parts and places.
+        parameters: Of all buckets, by the numbers in ``plan``.
+        residuals: Momentum that is not sent yet, float32, laid out like the shards; read and written.
+    """
+
+    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], residuals: Mapping[Tensor, Tensor]) -> None:
+        self.plan = plan
+        self.parameters = [parameters[number] for number in plan.members]
+        self._all = parameters
+        self._residuals = residuals
+        device = next(iter(residuals.values())).device
+        self._batches = [torch.zeros(part.batch_shape, device=device) for part in plan.parts]
+
+    def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]) -> None:
+        """Blocks <- decay * residual + scale * gradient.
+
+        Args:
+            gradients: Local gradient of every parameter.
+            decay: Of the residual.
+            scales: Of the gradients, where they have one.
+        """
+        scaled = {t: gradients[t] * scales[t] if t in scales else gradients[t] for t in self.parameters}
+        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+            if part.has_padding:
+                batch.zero_()
+            into, from_residual = self._views(part, batch, self._residuals)
+            torch._foreach_copy_(into, from_residual)
+            batch.mul_(decay)
+            into, from_gradients = self._views(part, batch, scaled)
+            torch._foreach_add_(into, from_gradients)
+
+    def is_accumulated(
+        self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]
+    ) -> Tensor:
+        """Whether :meth:`accumulate` would change nothing; a bool on the device."""
+        again = Bucket(self.plan, self._all, self._residuals)
+        again.accumulate(gradients, decay, scales)
+        same = [(one == other).all() for one, other in zip(again._batches, self._batches, strict=True)]
+        return torch.stack(same).all() if same else torch.tensor(True)
+
+    def encode(self, turn: Turn) -> list[Components]:
+        """What is sent of each part: values as the others will get them."""
+        components: list[Components] = []
+        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+            found = part.replicator.encode(batch, turn)
+            rounded = part.values.rounded(found.values.reshape(part.wire_shape))
+            components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.positions))
+        return components
+
+    def settle(self, sent: Sequence[Components], turn: Turn, taking_part: Mapping[Tensor, Tensor]) -> None:
+        """Residual <- blocks - what was sent, for the parameters that take part in the step."""
+        for part, batch, components in zip(self.plan.parts, self._batches, sent, strict=True):
+            batch.sub_(part.replicator.decode(components, part.batch_shape[1:], turn))
+            from_blocks, into = self._views(part, batch, self._residuals, taking_part)
+            torch._foreach_copy_(into, from_blocks)
+
+    def decode(self, merged: Sequence[Components], turn: Turn, updates: Mapping[Tensor, Tensor], *, sign: bool) -> None:
+        """Fill ``updates``, float32 and laid out like the shards, from merged components."""
+        for part, components in zip(self.plan.parts, merged, strict=True):
+            blocks = part.replicator.decode(components, part.batch_shape[1:], turn)
+            if sign:
+                blocks = blocks.sign_()
+            from_blocks, into = self._views(part, blocks, updates, updates)
+            torch._foreach_copy_(into, from_blocks)
+
+    def _views(
+        self,
+        part: Part,
+        batch: Tensor,
+        locals_: Mapping[Tensor, Tensor],
+        only: Mapping[Tensor, Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a batch, and of what is laid out like the shards of its parameters, in pairs."""
+        pairs = [
+            pair
+            for place in part.places
+            if only is None or self._all[place.number] in only
+            for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
+        ]
+        return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:
+    """One message with all positions and values: (message_bytes,) uint8."""
+    device = components[0].values.device if components else None
+    message = torch.zeros(message_bytes(plan), dtype=torch.uint8, device=device)
+    offset = 0
+    for part, (values, positions) in zip(plan.parts, components, strict=True):
+        if positions is not None:
+            message[offset : offset + part.position_bytes] = pack_positions(positions, part.block_numel)
+            offset += aligned(part.position_bytes)
+        message[offset : offset + part.value_bytes] = part.values.pack(values.reshape(part.wire_shape))
+        offset += aligned(part.value_bytes)
+    return message
+
+
+def unpack(plan: BucketPlan, message: Tensor) -> list[Components]:
+    """Inverse of :func:`pack`."""
+    components: list[Components] = []
+    offset = 0
+    for part in plan.parts:
+        positions = None
+        if part.replicator.sends_positions:
+            packed = message[offset : offset + part.position_bytes]
+            positions = unpack_positions(packed, part.num_blocks, part.num_sent, part.block_numel)
+            offset += aligned(part.position_bytes)
+        values = part.values.unpack(message[offset : offset + part.value_bytes], *part.wire_shape)
+        components.append(Components(values.view(part.num_blocks, part.num_sent), positions))
+        offset += aligned(part.value_bytes)
+    return components
+
+
+def merged(plan: BucketPlan, of_nodes: Sequence[Sequence[Components]], rule: str) -> list[Components]:
+    """The mean over the nodes, part by part; ``of_nodes`` in the order of the nodes."""
+    return [
+        merge([components[index] for components in of_nodes], rule, part.block_numel)
+        for index, part in enumerate(plan.parts)
+    ]

@@ -1,0 +1,131 @@
+"""Where parameters lie whose gradients are averaged inside of a node only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from lightning_muon.params.layout import AxisPlacement, Decoupled, TensorLayout, local_tensor
+
+AXES = ("replicate", "shard")
+
+
+class NodeLayout(TensorLayout):
+    """DTensors on ``mesh["shard"]`` and plain tensors, seen on the whole mesh: each node has its own gradients.
+
+    Args:
+        mesh: Axes ``("replicate", "shard")``: nodes, and the ranks of each.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self._nodes = mesh
+        self._in_order: Sequence[Sequence[Tensor]] = ()
+
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
+        """As in :class:`Layout`.
+
+        Raises:
+            ValueError: If the parameter lies on another mesh.
+        """
+        return self._nodes, (Decoupled(), *self._inside(parameter))
+
+    def expect_in(self, order: Sequence[Sequence[Tensor]]) -> None:
+        """The parameters in the order in which their updates arrive, those together that arrive together."""
+        self._in_order = order
+
+    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """As in :class:`Layout`."""
+        wanted = set(parameters)
+        groups = [[tensor for tensor in group if tensor in wanted] for group in self._in_order]
+        known = {tensor for group in groups for tensor in group}
+        return [group for group in (*groups, [tensor for tensor in parameters if tensor not in known]) if group]
+
+    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """A tensor of each node as one DTensor (R, *parameter.shape).
+
+        Args:
+            parameter: What it is laid out like.
+            local: The calling rank's part of that of its node; shares memory.
+        """
+        inside = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in self._inside(parameter)]
+        shape = torch.Size((self._nodes.size(0), *parameter.shape))
+        return DTensor.from_local(
+            local.unsqueeze(0),
+            self._nodes,
+            (Shard(0), *inside),
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def _inside(self, parameter: Tensor) -> tuple[Placement, ...]:
+        """Placement along the ranks of a node."""
+        if not isinstance(parameter, DTensor):
+            return (Replicate(),)
+        if parameter.device_mesh != self._nodes["shard"]:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} lies on {parameter.device_mesh}, but FlexDeMo averages "
+                f"between the nodes of {self._nodes} itself; shard the model inside of a node only: "
+                "fully_shard(module, mesh=mesh['shard'])"
+            )
+        return tuple(parameter.placements)
+
+
+def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, if its axes are those of FlexDeMo.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(
+            f"FlexDeMo takes a mesh with the axes {AXES} (nodes, ranks of a node), got {mesh.mesh_dim_names}; for "
+            f"example init_device_mesh(device_type, (num_nodes, ranks_per_node), mesh_dim_names={AXES})"
+        )
+    return mesh
+
+
+def local_of_node(value: Tensor, parameter: Tensor, layout: NodeLayout | None) -> Tensor:
+    """The calling rank's part of a saved ``value`` (R, *parameter.shape), for the nodes that there are now.
+
+    The same number of nodes takes over what each had. With another number every node gets the sum over the saved
+    nodes, divided by the number of nodes now: what all nodes have not sent yet stays the same in sum. Collective over
+    the mesh for a DTensor; every rank must call it.
+    """
+    local = local_tensor(parameter)
+    if value.shape[1:] != parameter.shape:
+        raise ValueError(
+            f"the saved residual of a parameter of shape {tuple(parameter.shape)} has the shape {tuple(value.shape)}; "
+            "expected (number of nodes, *shape)"
+        )
+    if layout is None:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.sum(0).to(local.device, torch.float32)
+    target = layout.of_all_nodes(parameter, torch.empty(local.shape, device=local.device))
+    mesh, placements = target.device_mesh, target.placements
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value.to(local.device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    if value.shape[0] == target.shape[0]:
+        return value.redistribute(mesh, placements).to_local().squeeze(0).float()
+    together = value.redistribute(mesh, (Replicate(), *placements[1:])).to_local()
+    return together.float().sum(0) / target.shape[0]
+
+
+def part_of(value: Tensor, parameter: Tensor) -> Tensor:
+    """The calling rank's part of a saved ``value`` of the parameter's shape: whole, or laid out like the parameter.
+
+    Collective over the mesh of the parameter for a DTensor; every rank must call it.
+    """
+    if not isinstance(parameter, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(
+            value.to(local_tensor(parameter).device), mesh, (Replicate(),) * mesh.ndim, run_check=False
+        )
+    return value.redistribute(mesh, placements).to_local()

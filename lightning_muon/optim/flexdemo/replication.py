@@ -1,0 +1,168 @@
+"""The exchange of all buckets in a step: what is sent early, what the step sends, and the updates that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_muon.optim.early import SentEarly, filled
+from lightning_muon.optim.flexdemo.bucket import Bucket
+from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes
+from lightning_muon.optim.matrix_step import Gradients
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.replicators.replicator import Components, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What momenta become; see :class:`~lightning_muon.optim.flexdemo.config.FlexDeMoConfig`."""
+
+    decay: float
+    merge: str
+    sign: bool
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A bucket on its way.
+
+    Attributes:
+        bucket: Which.
+        exchange: Its messages.
+        sent: What this node sends.
+        turn: When.
+        taking_part: The parameters that are updated by it.
+    """
+
+    bucket: Bucket
+    exchange: Exchange
+    sent: Sequence[Components]
+    turn: Turn
+    taking_part: frozenset[Tensor] = frozenset()
+
+
+class Replication:
+    """The buckets of one rank.
+
+    Args:
+        buckets: In the order in which backward finishes them.
+        nodes: The ranks that hold the same shards.
+        rules: What momenta become.
+        scales: Factors of the gradients of some parameters, equal on all nodes.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], nodes: Nodes, rules: Rules, scales: Callable[[], Mapping[Tensor, float]]
+    ) -> None:
+        self.buckets = {f"bucket {number}": bucket for number, bucket in enumerate(buckets)}
+        self._nodes, self._rules = nodes, rules
+        self._in_flight: dict[str, InFlight] = {}
+        self._scales = scales
+        # Number of the next step, equal on all nodes.
+        self.step = 0
+
+    def start(self, key: str, gradients: Gradients) -> None:
+        """Encode a bucket and send it; every gradient is there. The residuals stay as they are.
+
+        Collective over the nodes; every rank of them must call it, in the same order of buckets.
+        """
+        bucket, turn = self.buckets[key], Turn(self.step, list(self.buckets).index(key))
+        self._nodes.bring_forward()
+        bucket.accumulate(gradients, self._rules.decay, self._scales())
+        sent = bucket.encode(turn)
+        self._in_flight[key] = InFlight(bucket, Exchange(bucket.plan, sent, self._nodes), sent, turn)
+
+    def drop(self, key: str) -> None:
+        """Wait for a bucket whose result is not wanted."""
+        self._in_flight.pop(key).exchange.result(self._rules.merge)
+
+    def differs(self, key: str, gradients: Gradients) -> Tensor:
+        """Whether :meth:`start` would send something else now; a bool on the device."""
+        return self.buckets[key].is_accumulated(gradients, self._rules.decay, self._scales()).logical_not()
+
+    def run(self, gradients: Gradients, sent: Collection[str]) -> list[InFlight]:
+        """Send what is not on its way, and let go from the momenta what is sent.
+
+        Collective over the nodes; every rank of them must call it with the same parameters in ``gradients``.
+
+        Args:
+            gradients: Local gradient of each parameter that takes part in the step.
+            sent: Buckets that are on their way.
+        """
+        in_flight: list[InFlight] = []
+        for key, bucket in self.buckets.items():
+            taking_part = frozenset(tensor for tensor in bucket.parameters if tensor in gradients)
+            if not taking_part:
+                continue
+            if key not in sent:
+                self.start(key, filled(bucket.parameters, gradients))
+            started = self._in_flight[key]
+            bucket.settle(started.sent, started.turn, taking_part)
+            in_flight.append(InFlight(bucket, started.exchange, started.sent, started.turn, taking_part))
+            self._nodes.bring_forward()
+        self._in_flight.clear()
+        return in_flight
+
+
+class Updates(dict[Tensor, Tensor]):
+    """Update of each parameter that takes part, float32; one that may still be on its way is waited for when needed.
+
+    Args:
+        in_flight: Buckets in their order.
+        rules: How they are merged.
+        ready: Updates that are there.
+    """
+
+    def __init__(
+        self, in_flight: Sequence[InFlight], rules: Rules, ready: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        super().__init__(ready or {})
+        self._rules = rules
+        self._waiting = list(in_flight)
+        self._promised = {tensor for one in in_flight for tensor in one.taking_part} | self.keys()
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._promised
+
+    def __missing__(self, tensor: Tensor) -> Tensor:
+        while self._waiting:
+            self._receive(self._waiting.pop(0))
+            if dict.__contains__(self, tensor):
+                return self[tensor]
+        raise KeyError(tensor)
+
+    def _receive(self, one: InFlight) -> None:
+        merged = one.exchange.result(self._rules.merge)
+        updates = {
+            tensor: torch.empty(local_tensor(tensor).shape, device=local_tensor(tensor).device)
+            for tensor in one.bucket.parameters
+            if tensor in one.taking_part
+        }
+        one.bucket.decode(merged, one.turn, updates, sign=self._rules.sign)
+        self.update({tensor: update.to(tensor.dtype) for tensor, update in updates.items()})
+
+
+class EarlyExchanges(SentEarly):
+    """Sends each bucket as soon as the gradients of its parameters are there.
+
+    Args:
+        replication: Of one plan.
+        names: Of the parameters.
+    """
+
+    def __init__(self, replication: Replication, names: Mapping[Tensor, str]) -> None:
+        chunks = {key: bucket.parameters for key, bucket in replication.buckets.items()}
+        super().__init__(chunks, {key: names[tensors[0]] for key, tensors in chunks.items()})
+        self._replication = replication
+
+    def _start(self, key: str, gradients: Gradients) -> None:
+        self._replication.start(key, gradients)
+
+    def _drop(self, key: str) -> None:
+        self._replication.drop(key)
+
+    def _differs(self, key: str, gradients: Gradients) -> Tensor:
+        return self._replication.differs(key, gradients)

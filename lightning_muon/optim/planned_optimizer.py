@@ -1,0 +1,353 @@
+"""What ParallelMuon and FlexDeMo share: routes, one plan on all ranks, and steps that all take or skip together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.config import Assignment, Dedupe, DtypeName, Overlap, check_hyperparameters, check_plan_options
+from lightning_muon.grad_sync.finite import FiniteCheck
+from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
+from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
+from lightning_muon.optim.early import SentEarly
+from lightning_muon.optim.elementwise import step_elementwise_
+from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, GradientsAreNotFinite, agree_on_gradients
+from lightning_muon.optim.matrix_step import Gradients, MatrixStep
+from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
+from lightning_muon.optim.routes import routes_of, warn_of_shapes
+from lightning_muon.optim.state import convert_, init_state
+from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.report import routing_table
+from lightning_muon.params.routing import Route, require_muon
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptions:
+    """What is the same for all param groups; see :class:`~lightning_muon.config.MuonConfig`."""
+
+    mesh: DeviceMesh | None
+    compute_dtype: DtypeName
+    wire_dtype: DtypeName
+    chunk_bytes: int
+    assignment: Assignment
+    dedupe: Dedupe
+    overlap: Overlap
+    look_ahead: int
+    adamw_patterns: Sequence[str]
+    muon_patterns: Sequence[str]
+    fused: Mapping[str, int | tuple[int, ...]] | None
+    error_if_nonfinite: bool
+
+    def __post_init__(self) -> None:
+        check_dtypes(self.compute_dtype, self.wire_dtype)
+        check_plan_options(vars(self))
+
+    def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
+        """What the planner needs of this."""
+        return PlanOptions(
+            itemsize=wire_dtype.itemsize,
+            device_type=device.type,
+            chunk_bytes=self.chunk_bytes,
+            assignment=self.assignment,
+            dedupe=self.dedupe,
+            look_ahead=self.look_ahead,
+            overlap=self.overlap,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The plan, and the state of the optimizer (``key``) that it was made for."""
+
+    key: tuple[Any, ...]
+    binding: Binding
+    matrix_step: MatrixStep
+    early: SentEarly | None
+
+
+class PlannedOptimizer(torch.optim.Optimizer):
+    """An optimizer that makes one plan with all ranks at its first step, and a new one when its parameters change.
+
+    ``step()`` is collective over the meshes of the parameters; every rank of them must call it. A gradient that only
+    some ranks have counts as zero on the others; one that no rank has leaves parameter and state as they are.
+
+    Args:
+        params: As in :class:`~lightning_muon.ParallelMuon`.
+        defaults: Hyper-parameters of the param groups.
+        options: What is the same for all param groups.
+        layout: Says where the parts of the parameters lie.
+        max_skipped_steps: So many steps in a row are skipped where a gradient has a NaN or an Inf.
+
+    Attributes:
+        has_momentum: Whether matrices keep a moving average of their gradients.
+    """
+
+    has_momentum: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        defaults: dict[str, Any],
+        options: PlannedOptions,
+        *,
+        layout: Layout,
+        max_skipped_steps: int,
+    ) -> None:
+        self._options = options
+        self._module = params if isinstance(params, nn.Module) else None
+        self._routes: dict[Tensor, Route] = {}
+        self._bound: Bound | None = None
+        self._private_groups = PrivateGroups()
+        self._layout = layout
+        # Whether the state is still as it was made.
+        self._is_fresh = True
+        self._finite_check = FiniteCheck(max_skipped_steps)
+        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        if self._module is not None:
+            self._bind_parameters()
+
+    def route(self, module: nn.Module) -> None:
+        """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
+        self._module = module
+        self._routes = {}
+
+    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
+        """Take names and routes from ``module``, and create the state of every parameter now.
+
+        Call it on each rank once the parameters have their final form (after ``fully_shard``). No communication.
+
+        Args:
+            module: Holds the parameters.
+            layout: Says where the parts of the parameters lie, and where their gradients are found. Without it the
+                tensors say so themselves.
+
+        Raises:
+            RuntimeError: If there is state already, laid out in another way.
+        """
+        self.route(module)
+        if layout is not None and layout is not self._layout:
+            if self._is_fresh:
+                self.state.clear()
+            if self.state:
+                raise RuntimeError(
+                    f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
+                    "before its first step, and load a state_dict afterwards"
+                )
+            self._layout, self._bound = layout, None
+        self._init_state(self._bind_parameters())
+
+    @property
+    def routes(self) -> list[Route]:
+        """What each parameter is, in the order of the param groups."""
+        return [parameter.route for parameter in self._bind_parameters()]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; the plan is made anew at the next step."""
+        group = self.defaults | param_group
+        if group["adjust_lr_fn"] is None:
+            group["adjust_lr_fn"] = "original"
+        check_hyperparameters(group)
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step. Collective over the meshes of the parameters; every rank of them must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._step()
+        except GradientsAreNotFinite as found:
+            self._layout.forget([param for group in self.param_groups for param in group["params"]])
+            self._finite_check.observe(found.names)
+        else:
+            self._finite_check.observe(())
+        return loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not taken because a gradient had a NaN or an Inf."""
+        return self._finite_check.skipped_steps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; gradients that live outside of the tensors are forgotten, too."""
+        super().zero_grad(set_to_none)
+        self._layout.forget([param for group in self.param_groups for param in group["params"]])
+
+    def _step(self) -> None:
+        bound = self._bound or self._bind()
+        agreed = self._agree_on_gradients(bound)
+        if agreed is None:
+            bound = self._bind()
+            agreed = self._agree_on_gradients(bound)
+            assert agreed is not None, "parameters changed during the step"
+        try:
+            self._run(bound, agreed)
+        except EarlyGathersAreVoid as void:
+            # Found out on the device, with nothing changed yet: once more, without what was sent early.
+            assert bound.early is not None
+            bound.early.failed(void.keys)
+            self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
+
+    def _run(self, bound: Bound, agreed: Agreement) -> None:
+        received = self._received(bound, agreed)
+        taking_part = [
+            parameter.tensor for parameter in bound.binding.parameters if parameter.tensor in received.gradients
+        ]
+        self._is_fresh = False
+        self._layout.begin_step(taking_part)
+        bound.matrix_step.run(
+            received.gradients,
+            self.state,
+            adamw=lambda: self._step_elementwise(bound.binding, received.gradients),
+            valid_early=received.valid_early,
+            verdict=received.verdict,
+        )
+        self._layout.end_step()
+        if bound.early is not None:
+            bound.early.succeeded(agreed.valid_early)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, with what this class adds; the plan is made anew."""
+        own = {"_options": self._options, "_module": self._module, "_routes": self._routes, "_bound": None}
+        own["_finite_check"] = self._finite_check
+        return super().__getstate__() | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in torch; hyper-parameters that another optimizer's state lacks get their defaults."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_private_groups", PrivateGroups())
+        self.__dict__.setdefault("_layout", self._own_layout())
+        self.__dict__.setdefault("_is_fresh", False)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; the state of every parameter is there also before the first step.
+
+        Collective over the mesh of parameters whose state is divided (``sharding="zero2"``).
+        """
+        self._init_state(self._bind_parameters())
+        packed = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        packed["state"] = {number: dict(state) for number, state in packed["state"].items()}
+        convert_([(parameters[number], state) for number, state in packed["state"].items()], self._layout.saved)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; collective as :meth:`state_dict` is."""
+        self._is_fresh = False
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = [(parameter, self.state[parameter]) for parameter in parameters if parameter in self.state]
+        convert_(states, self._layout.loaded)
+
+    def _own_layout(self) -> Layout:
+        """Where the parts of the parameters lie as long as nobody else says so."""
+        return TensorLayout(self._options.mesh)
+
+    def _early(self, binding: Binding, step: MatrixStep) -> SentEarly | None:
+        """What is sent while backward still runs, for a new plan.
+
+        Collective as :meth:`step` is; every rank must call it.
+        """
+        del binding, step
+        return None
+
+    def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
+        """What the update is made of, from what all ranks know of the gradients.
+
+        Collective as :meth:`step` is; every rank must call it.
+        """
+        del bound
+        return agreed
+
+    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
+        """State of the parameters that have none; local."""
+        init_state(parameters, self.state)
+
+    def _step_elementwise(self, binding: Binding, gradients: Gradients) -> None:
+        """Update the parameters that are no matrices; local."""
+        step_elementwise_(binding, gradients, self.state)
+
+    def summary(self) -> str:
+        """Table of what runs on Muon, what on AdamW, and why."""
+        rows = [(bound.route, bound.shape, not bound.tensor.requires_grad) for bound in self._bind_parameters()]
+        return routing_table(rows)
+
+    def _bind_parameters(self) -> list[BoundParameter]:
+        """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
+        current = [param for group in self.param_groups for param in group["params"]]
+        if any(param not in self._routes for param in current):
+            options = self._options
+            found = routes_of(
+                self.param_groups,
+                self._module,
+                adamw_patterns=options.adamw_patterns,
+                muon_patterns=options.muon_patterns,
+                fused=options.fused,
+            )
+            self._routes = {param: self._routes.get(param) or found[param] for param in current}
+        return [
+            BoundParameter(param, group, self._routes[param], self._layout)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
+
+    def _key(self) -> tuple[Any, ...]:
+        """Changes when the plan must be made anew."""
+        params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
+        return id(self._module), *params
+
+    def _bind(self) -> Bound:
+        """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
+        options = self._options
+        meshes = group_by_mesh([param for group in self.param_groups for param in group["params"]], self._layout)
+        parameters: list[BoundParameter] = []
+        error: Exception | None = None
+        try:
+            parameters = self._bind_parameters()
+            # A user who sends every group to AdamW means it.
+            if any(group["algorithm"] != "adamw" for group in self.param_groups):
+                require_muon(parameter.route for parameter in parameters)
+            self._init_state(parameters)
+        except Exception as problem:
+            error = problem
+        fail_on_all_meshes(error, meshes)
+        if self._module is None:
+            warn_of_shapes(parameters)
+        device = parameters[0].local.device
+        compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
+        wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
+        plan_options = options.plan_options(wire_dtype, device)
+        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype}"
+        binding = bind(parameters, meshes, self._private_groups, options=plan_options, settings=settings)
+        step = MatrixStep(
+            binding.exchange_groups,
+            options=plan_options,
+            wire_dtype=wire_dtype,
+            compute_dtype=compute_dtype,
+            layout=self._layout,
+            device=device,
+            has_momentum=self.has_momentum,
+        )
+        if self._bound is not None and self._bound.early is not None:
+            self._bound.early.close()
+        self._bound = Bound(self._key(), binding, step, self._early(binding, step))
+        return self._bound
+
+    def _agree_on_gradients(self, bound: Bound) -> Agreement | None:
+        return agree_on_gradients(
+            bound.binding,
+            bound.early,
+            error_if_nonfinite=self._options.error_if_nonfinite,
+            is_stale=bound.key != self._key(),
+        )

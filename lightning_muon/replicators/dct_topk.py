@@ -1,0 +1,95 @@
+"""The largest cosine coefficients of each block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_muon.math.dct import dct, groups, sparse_inverse_dct
+from lightning_muon.replicators.checks import require_count
+from lightning_muon.replicators.replicator import Components, Replicator, Turn
+
+
+@dataclass(frozen=True)
+class DCTTopK(Replicator):
+    """Of each block the ``top_k`` coefficients of the cosine transform that are largest by absolute value.
+
+    Source: Peng et al. 2024, arXiv:2411.19870, Algorithm 1. Bits per parameter and step of a node, with ``v`` bits for
+    a value, where blocks are whole: ``top_k (16 + v) / block_numel``; 0.25 with 64 x 64 blocks, ``top_k=32``, bf16.
+
+    Attributes:
+        chunk_size: Longest side of a block. A shorter dimension is one block of its own length.
+        top_k: Coefficients that are sent of a block; of a block with fewer elements all.
+        strips: Cut the flattened shard into blocks of ``chunk_size`` elements, not matrices into squares
+            (DeToNATION's convention): ``top_k (16 + v) / chunk_size`` bits.
+    """
+
+    chunk_size: int = 64
+    top_k: int = 32
+    strips: bool = False
+
+    sends_positions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        require_count(self, "chunk_size")
+        require_count(self, "top_k")
+
+    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """At most ``chunk_size`` each way."""
+        if self.strips:
+            return (self.chunk_size,)
+        return (min(self.chunk_size, rows), min(self.chunk_size, cols))
+
+    def num_sent(self, block_numel: int) -> int:
+        """``top_k``, or all."""
+        return min(self.top_k, block_numel)
+
+    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+        """The largest coefficients, in no order, and their positions in the flattened transform."""
+        del turn
+        num_sent = self.num_sent(math.prod(blocks.shape[1:]))
+        values = blocks.new_empty((blocks.size(0), num_sent))
+        positions = torch.empty_like(values, dtype=torch.int64)
+        for group in groups(blocks):
+            coefficients = dct(blocks[group]).flatten(1)
+            positions[group] = largest(coefficients, num_sent)
+            torch.gather(coefficients, 1, positions[group], out=values[group])
+        return Components(values, positions)
+
+    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+        """The inverse transform."""
+        del turn
+        assert components.positions is not None
+        return sparse_inverse_dct(components.values, components.positions, block_shape)
+
+
+def largest(rows: Tensor, count: int) -> Tensor:
+    """Positions (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows.
+
+    In two rounds: a row is split into groups, and what is in none of the ``count`` groups with the largest maxima is no
+    larger than any of these maxima. With groups of g elements, ``n / g`` maxima and ``count g`` elements are left to
+    choose from, least for ``g = sqrt(n / count)``.
+    """
+    num_rows, numel = rows.shape
+    size = _group_size(numel, count)
+    if size == 1:
+        return torch.topk(rows.abs(), count, dim=1, sorted=False).indices
+    # The elements of a group are far apart, so that the maxima are taken of neighbours in memory.
+    magnitudes = rows.abs().view(num_rows, size, -1)
+    chosen = torch.topk(magnitudes.amax(1), count, dim=1, sorted=False).indices
+    candidates = magnitudes.gather(2, chosen[:, None].expand(-1, size, -1)).flatten(1)
+    winners = torch.topk(candidates, count, dim=1, sorted=False).indices
+    return (winners // count).mul_(numel // size).add_(chosen.gather(1, winners % count))
+
+
+def _group_size(numel: int, count: int) -> int:
+    """The largest power of 2 up to ``sqrt(numel / count)`` that divides ``numel``."""
+    size = 1
+    while numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
+        size *= 2
+    return size

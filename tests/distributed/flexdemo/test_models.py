@@ -1,0 +1,152 @@
+"""FlexDeMo on models sharded by FSDP2 inside of each node, whose backward launches the exchange."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon import DCTTopK, Random
+from lightning_muon.optim.flexdemo.replication import Replication
+from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train
+from tests.distributed.flexdemo.setup import assert_close, assert_equal
+from tests.reference.flexdemo import Rules
+from tests.support.processes import ProcessPool
+
+TOP_K: dict[str, Any] = {"chunk_size": 8, "top_k": 5}
+# Several buffers, and nearly all weights compressed.
+OPTIONS: dict[str, Any] = {"replicator": DCTTopK(**TOP_K), "dense_below": 16, "chunk_bytes": 600, "lr": 0.1}
+FLOAT32: dict[str, Any] = {"value_format": "fp32", "sign": False, "merge": "mean"}
+# float32 against float64, as for drawn gradients; those of a model are smaller, and lr is 0.1.
+EXACT = 1e-5
+MATRICES = ["first.weight", "convolution.weight", "second.weight", "branch.weight"]
+
+
+def _check(gloo: ProcessPool, plan: Plan, **options: Any) -> None:
+    num_nodes, ranks_per_node = plan.mesh_shape
+    rules = Rules(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        lr=0.1,
+        dense_below=16,
+        merge="mean",
+        base=plan.options.get("base", "sgd"),
+        weight_decay=plan.options.get("weight_decay", 0.0),
+        **TOP_K,
+    )
+    expected = reference(plan, rules, **options)
+    for weights, residuals in gloo.run(train, plan, world_size=plan.world_size):
+        assert_close(weights, expected.weights, EXACT)
+        for node in range(num_nodes):
+            found = {name: residual[node] for name, residual in residuals.items()}
+            assert_close(found, {name: expected.residual(name, node) for name in found}, EXACT)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"micro_batches": 3}, {"max_norm": 0.1}, {"branch_nodes": (0,)}, {"branch_nodes": (1,), "max_norm": 0.1}],
+    ids=str,
+)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_a_sharded_model_trains_as_the_reference(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], fields: dict[str, Any]
+) -> None:
+    _check(gloo, Plan(mesh_shape=mesh_shape, options=OPTIONS | FLOAT32, **fields))
+
+
+def test_muon_takes_the_matrices_of_a_model(gloo: ProcessPool) -> None:
+    muon = {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32", "weight_decay": 0.1}
+    _check(gloo, Plan(mesh_shape=(2, 2), options=OPTIONS | FLOAT32 | muon, num_steps=2), matrices=MATRICES)
+
+
+REPLICATORS = [DCTTopK(**TOP_K), Random(rate=0.25)]
+
+
+@pytest.mark.parametrize("replicator", REPLICATORS, ids=["dct", "random"])
+@pytest.mark.parametrize("fields", [{}, {"max_norm": 0.1}, {"micro_batches": 2}, {"branch_nodes": (0,)}], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_an_exchange_from_the_hooks_gives_the_same_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], fields: dict[str, Any], replicator: Any
+) -> None:
+    results: list[list[Any]] = []
+    for overlap in ("backward", "step"):
+        options = OPTIONS | {"overlap": overlap, "replicator": replicator}
+        plan = Plan(mesh_shape=mesh_shape, options=options, num_steps=5, **fields)
+        results.append(gloo.run(train, plan, world_size=plan.world_size))
+    for early, late in zip(*results, strict=True):
+        assert_equal(early[0], late[0])
+        assert_equal(early[1], late[1])
+
+
+def _starts(plan: Plan) -> tuple[int, int]:
+    """Buffers that are sent during backward, and during the step, in the second step."""
+    ranks = ShardedNet(plan)
+    counts: Counter[str] = Counter()
+    during = "setup"
+    start = Replication.start
+
+    def counted(self: Replication, *args: Any) -> None:
+        counts[during] += 1
+        start(self, *args)
+
+    Replication.start = counted  # type: ignore[method-assign]
+    try:
+        ranks.train([0])
+        during = "backward"
+        ranks.backward(1)
+        during = "step"
+        ranks.optimizer.step()
+    finally:
+        Replication.start = start  # type: ignore[method-assign]
+    return counts["backward"], counts["step"]
+
+
+def test_every_buffer_is_sent_during_the_last_backward_pass(gloo: ProcessPool) -> None:
+    plan = Plan(mesh_shape=(2, 2), options=OPTIONS, micro_batches=2)
+    for early, late in gloo.run(_starts, plan, world_size=4):
+        # The unused layer, 5 x 3, keeps the buffer that it is in from being complete before the step.
+        assert early >= 3 and early > late
+    for early, late in gloo.run(_starts, Plan(mesh_shape=(2, 2), options=OPTIONS | {"overlap": "step"}), world_size=4):
+        assert early == 0 and late >= 3
+
+
+def _with_one_gradient_changed(overlap: str) -> dict[str, Tensor]:
+    """Some buffers are void, and others are not: messages of all kinds are under way at once."""
+    options = OPTIONS | {"overlap": overlap, "replicator": Random(rate=0.25)}
+    ranks = ShardedNet(Plan(mesh_shape=(3, 1), options=options))
+    for step in range(8):
+        ranks.backward(step)
+        if ranks.node == step % 3:
+            for parameter in (ranks.model.second.weight, ranks.model.norm.bias):
+                assert parameter.grad is not None
+                parameter.grad.mul_(1 + step)
+        ranks.optimizer.step()
+        ranks.check_nodes_agree()
+    return ranks.weights()
+
+
+def test_a_gradient_changed_after_backward_counts_as_changed(gloo: ProcessPool) -> None:
+    early = gloo.run(_with_one_gradient_changed, "backward", world_size=3)
+    late = gloo.run(_with_one_gradient_changed, "step", world_size=3)
+    for one, other in zip(early, late, strict=True):
+        assert_equal(one, other)
+
+
+def _drift(check_every: int, row: int | None) -> int:
+    ranks = ShardedNet(Plan(mesh_shape=(2, 2), options=OPTIONS | {"check_every": check_every}))
+    for step in range(4):
+        ranks.backward(step)
+        if step == 1 and ranks.node == 1 and ranks.shard_rank == 0 and row is not None:
+            weight = ranks.model.second.weight.detach().to_local()  # type: ignore[attr-defined]
+            weight[row], weight[row + 1] = weight[row + 1].clone(), weight[row].clone()
+        ranks.optimizer.step()
+    torch.distributed.barrier()
+    return step
+
+
+def test_a_weight_that_was_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_drift, 2, 0, match=r"second\.weight", exception=RuntimeError, world_size=4)
+    assert gloo.run(_drift, 2, None, world_size=4) == [3] * 4

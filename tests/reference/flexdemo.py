@@ -1,0 +1,271 @@
+"""FlexDeMo of R nodes x S ranks in one process and float64, with loops and dictionaries, to compare FlexDeMo with.
+
+Written from the papers (arXiv:2411.19870, Algorithm 1; arXiv:2502.06728, Algorithm 1), not from the package: its own
+transform, blocks, choice, rounding, merge and shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tests.reference.muon import ReferenceMuon
+
+Gradients = Mapping[str, Tensor]
+# What a node sends of one shard: (first row and column of a block, coefficient) -> value.
+Sent = dict[tuple[int, ...], float]
+# (number of elements, number of the exchange, number of the buffer) -> the positions that travel.
+Choice = Callable[[int, int, int], Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Options of the run. ``choose`` takes the place of the transform and of ``top_k``, on flat buffers."""
+
+    num_nodes: int
+    ranks_per_node: int = 1
+    base: Literal["sgd", "adamw", "muon"] = "sgd"
+    sign: bool = False
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    decay: float = 0.999
+    merge: Literal["contributors", "mean"] = "contributors"
+    chunk_size: int = 64
+    top_k: int = 32
+    dense_below: int = 4096
+    value_format: Literal["fp32", "bf16", "int8", "sign"] = "fp32"
+    choose: Choice | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+class ReferenceFlexDeMo:
+    """Weights, residuals and steps.
+
+    Args:
+        weights: Whole weights by name.
+        rules: Options.
+        parts: With ``rules.choose``: names of the weights whose shards travel in one flat buffer, in its order.
+        matrices: With ``base="muon"``: names of the weights that Muon takes.
+        replicated: Names of weights that are whole on all ranks of a node.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        rules: Rules,
+        *,
+        parts: Sequence[Sequence[str]] = (),
+        matrices: Sequence[str] = (),
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self.rules, self.parts, self.replicated = rules, parts, frozenset(replicated)
+        self.weights = {name: weight.double().clone() for name, weight in weights.items()}
+        self.num_steps = 0
+        # Of each node, by name, one tensor for each shard.
+        self.residuals = [
+            {
+                name: [torch.zeros_like(shard) for shard in self.shards(name, weight)]
+                for name, weight in self.weights.items()
+            }
+            for _ in range(rules.num_nodes)
+        ]
+        whole = {name: self.weights[name] for name in matrices}
+        self._muon = ReferenceMuon(
+            whole, lr=rules.lr, weight_decay=rules.weight_decay, momentum=0.0, nesterov=False, dtype=torch.float64
+        )
+        self._adamw = {
+            name: torch.optim.AdamW(
+                [weight], lr=rules.lr, betas=rules.betas, eps=rules.eps, weight_decay=rules.weight_decay
+            )
+            for name, weight in self.weights.items()
+            if rules.base != "sgd" and name not in whole
+        }
+
+    def shards(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Rows of each rank of a node: pieces of ceil(rows / S) rows, the last ones short or empty."""
+        if name in self.replicated:
+            return [tensor]
+        pieces = list(torch.chunk(tensor, self.rules.ranks_per_node))
+        return pieces + [tensor[:0]] * (self.rules.ranks_per_node - len(pieces))
+
+    def residual(self, name: str, node: int) -> Tensor:
+        """The whole residual of a node."""
+        shards = self.residuals[node][name]
+        return shards[0] if name in self.replicated else torch.cat(shards)
+
+    def step(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+        """One step with the gradients of each node; a gradient that only some nodes have is zero on the others.
+
+        Returns:
+            The merged updates that were applied.
+        """
+        updates = self.updates(gradients)
+        self.apply(updates)
+        return updates
+
+    def updates(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+        """Exchange: change the residuals, and give the merged updates back. One node has nobody to send anything to."""
+        names = [name for name in self.weights if any(name in node for node in gradients)]
+        if self.rules.num_nodes == 1:
+            return {name: gradients[0][name].double() for name in names}
+        for node, residuals in enumerate(self.residuals):
+            for name in names:
+                gradient = gradients[node].get(name, torch.zeros_like(self.weights[name])).double()
+                for residual, shard in zip(residuals[name], self.shards(name, gradient), strict=True):
+                    residual.mul_(self.rules.decay).add_(shard)
+        merged = {
+            name: [self._exchange_shard(name, index) for index in range(self._num_shards(name))] for name in names
+        }
+        if self.rules.choose is not None:
+            merged |= self._exchange_flat(names)
+        self.num_steps += 1
+        return {name: shards[0] if name in self.replicated else torch.cat(shards) for name, shards in merged.items()}
+
+    def apply(self, updates: Mapping[str, Tensor]) -> None:
+        """The base optimizer."""
+        rules = self.rules
+        for name, merged in updates.items():
+            update = merged.sign() if rules.sign else merged
+            if name in self._muon.matrices:
+                self._muon.step({name: update})
+                self.weights[name].copy_(self._muon.matrices[name])
+            elif name in self._adamw:
+                self.weights[name].grad = update
+                self._adamw[name].step()
+            else:
+                self.weights[name].mul_(1 - rules.lr * rules.weight_decay).sub_(rules.lr * update)
+
+    def is_dense(self, name: str) -> bool:
+        """Whether a weight travels whole."""
+        weight = self.weights[name]
+        return weight.ndim < 2 or weight.numel() < self.rules.dense_below
+
+    def _num_shards(self, name: str) -> int:
+        return len(self.residuals[0][name])
+
+    def _exchange_shard(self, name: str, index: int) -> Tensor:
+        """Merged update of one shard, which all nodes have sent their components of."""
+        shards = [residuals[name][index] for residuals in self.residuals]
+        if self.is_dense(name):
+            merged = torch.zeros_like(shards[0])
+            for shard in shards:
+                sent = _rounded(shard, "fp32" if self.rules.value_format == "fp32" else "bf16")
+                shard.sub_(sent)
+                merged += sent / len(shards)
+            return merged
+        if self.rules.choose is not None:
+            return torch.zeros_like(shards[0])  # Filled by _exchange_flat.
+        cols = columns(self.weights[name].shape)
+        messages = [self._encode(shard.view(-1, cols)) for shard in shards]
+        for shard, sent in zip(shards, messages, strict=True):
+            shard.sub_(self._decode(sent, shard.view(-1, cols)).view_as(shard))
+        return self._decode(merge(messages, self.rules.merge), shards[0].view(-1, cols)).view_as(shards[0])
+
+    def _exchange_flat(self, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Merged updates of the weights whose shards travel as flat buffers, of which only some positions are sent."""
+        assert self.rules.choose is not None
+        merged: dict[str, list[Tensor]] = {}
+        for part, members in enumerate(self.parts):
+            for index in range(self.rules.ranks_per_node):
+                buffers = [torch.cat([node[name][index].flatten() for name in members]) for node in self.residuals]
+                total = torch.zeros_like(buffers[0])
+                positions = list(self.rules.choose(total.numel(), self.num_steps, part))
+                for buffer in buffers:
+                    sent = torch.zeros_like(buffer)
+                    sent[positions] = _rounded_rows(buffer[positions], self.rules.value_format)
+                    buffer -= sent
+                    total += sent / len(buffers)
+                sizes = [self.residuals[0][name][index].numel() for name in members]
+                for place, name in enumerate(members):
+                    if name in names:
+                        for node, buffer in zip(self.residuals, buffers, strict=True):
+                            node[name][index].copy_(buffer.split(sizes)[place].view_as(node[name][index]))
+                        piece = total.split(sizes)[place]
+                        merged.setdefault(name, []).append(piece.view_as(self.residuals[0][name][index]))
+        return merged
+
+    def _encode(self, matrix: Tensor) -> Sent:
+        """The largest coefficients of each block of a shard, rounded."""
+        sent: Sent = {}
+        for place, block in blocks_of(matrix, self.rules.chunk_size):
+            coefficients = (dct(block.shape[0]) @ block @ dct(block.shape[1]).T).flatten().tolist()
+            largest = sorted(range(len(coefficients)), key=lambda i: -abs(coefficients[i]))[: self.rules.top_k]
+            values = torch.tensor([coefficients[i] for i in largest], dtype=torch.float64)
+            rounded = _rounded_rows(values, self.rules.value_format).tolist()
+            sent |= {(*place, i): value for i, value in zip(largest, rounded, strict=True)}
+        return sent
+
+    def _decode(self, sent: Sent, like: Tensor) -> Tensor:
+        """The shard that the coefficients stand for."""
+        decoded = torch.zeros_like(like)
+        for (row, col), block in blocks_of(decoded, self.rules.chunk_size):
+            coefficients = torch.tensor(
+                [sent.get((row, col, i), 0.0) for i in range(block.numel())], dtype=torch.float64
+            )
+            pixels = dct(block.shape[0]).T @ coefficients.view(block.shape) @ dct(block.shape[1])
+            target = decoded[row : row + block.shape[0], col : col + block.shape[1]]
+            target.copy_(pixels[: target.shape[0], : target.shape[1]])
+        return decoded
+
+
+def merge(messages: Sequence[Sent], rule: str) -> Sent:
+    """Mean of what was sent for each coefficient: over the nodes that sent it, or over all nodes."""
+    merged: Sent = {}
+    for place in {place for sent in messages for place in sent}:
+        values = [sent[place] for sent in messages if place in sent]
+        merged[place] = sum(values) / (len(values) if rule == "contributors" else len(messages))
+    return merged
+
+
+def dct(size: int) -> Tensor:
+    """Orthonormal DCT-II: row k is sqrt(2 / n) cos(pi (2 i + 1) k / (2 n)), row 0 is sqrt(1 / n)."""
+    rows = [
+        [math.sqrt((1 if k == 0 else 2) / size) * math.cos(math.pi * (2 * i + 1) * k / (2 * size)) for i in range(size)]
+        for k in range(size)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).view(size, size)
+
+
+def blocks_of(matrix: Tensor, chunk_size: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Blocks of a shard, padded with zeros, with the first row and column of each."""
+    height, width = min(chunk_size, matrix.shape[0]), min(chunk_size, matrix.shape[1])
+    if not matrix.numel():
+        return
+    for row in range(0, matrix.shape[0], height):
+        for col in range(0, matrix.shape[1], width):
+            block = torch.zeros(height, width, dtype=torch.float64)
+            piece = matrix[row : row + height, col : col + width]
+            block[: piece.shape[0], : piece.shape[1]] = piece
+            yield (row, col), block
+
+
+def columns(shape: Sequence[int]) -> int:
+    """Columns of a weight, read as the matrix of leading and other dimensions that is nearest to a square."""
+    sides = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
+    return min(sides, key=lambda side: max(side) / min(side))[1]
+
+
+def _rounded_rows(values: Tensor, value_format: str, row: int = 256) -> Tensor:
+    """What the wire carries of the values of a block, in rows that share a scale."""
+    if value_format in ("fp32", "bf16"):
+        return _rounded(values, value_format)
+    return torch.cat([_rounded_row(part, value_format) for part in values.split(row)]) if values.numel() else values
+
+
+def _rounded_row(values: Tensor, value_format: str) -> Tensor:
+    size = values.abs()
+    if value_format == "sign":
+        return torch.where(values < 0, -1.0, 1.0) * _rounded(size.mean(), "bf16")
+    scale = _rounded(size.max() / 127, "bf16")
+    return (values / scale).round().clamp(-127, 127) * scale if scale > 0 else torch.zeros_like(values)
+
+
+def _rounded(values: Tensor, value_format: str) -> Tensor:
+    dtype = torch.float32 if value_format == "fp32" else torch.bfloat16
+    return values.float().to(dtype).double()

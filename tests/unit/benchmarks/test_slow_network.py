@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def slow_network() -> ModuleType:
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import slow_network
+    return slow_network
+
+
+@pytest.fixture
+def contenders(slow_network) -> ModuleType:
+    return sys.modules["slow_network_contenders"]
+
+
+def test_rates_are_bits_per_second(slow_network) -> None:
+    assert [slow_network.parse_rate(text) for text in ("unlimited", "10mbit", "2.5gbit")] == [None, 1e7, 2.5e9]
+    for text in ("100", "fast", "-1mbit", "0mbit", "mbit"):
+        with pytest.raises(ValueError, match=r"a rate is .* got"):
+            slow_network.parse_rate(text)
+
+
+def test_the_table_says_how_many_times_faster_than_hsdp_and_what_failed(slow_network) -> None:
+    def row(*seconds: float, sent: float, loss: float) -> dict:
+        return {"lr": 0.003, "loss": loss, "rates": [{"seconds": each, "sent": sent + each} for each in seconds]}
+
+    rows = {
+        slow_network.BASELINE: row(0.5, 3.6, sent=40e6, loss=5.0),
+        "mine": row(0.25, 0.36, sent=312_345, loss=5.125),
+        "other": {"failed": "exit status 1"},
+    }
+    lines = slow_network.table(rows, ["unlimited", "100mbit"], 60).splitlines()
+    assert lines[0] == (
+        "| contender | s per step, unlimited | s per step, 100mbit | MB sent | loss after 60 steps | lr |"
+    )
+    assert lines[3] == "| mine | 0.250 (2.0x) | 0.360 (10.0x) | 0.31 | 5.125 | 0.003 |"
+    assert lines[4].startswith("| other | exit status 1 |")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_without_hsdp_and_without_a_loss_the_table_has_neither(slow_network) -> None:
+    rows = {"mine": {"lr": 0.001, "loss": None, "rates": [{"seconds": 0.25, "sent": 1e6}]}}
+    lines = slow_network.table(rows, ["1gbit"], 0).splitlines()
+    assert lines == ["| contender | s per step, 1gbit | MB sent |", "| --- | --- | --- |", "| mine | 0.250 | 1.00 |"]
+
+
+def test_contenders_are_chosen_by_words_and_the_peer_only_with_a_folder(slow_network, capsys) -> None:
+    assert slow_network.chosen(["k=4", "HSDP + AdamW"], with_peer=False) == [
+        "HSDP + AdamW",
+        "HSDP + AdamW, gradients reduced in bf16",
+    ]
+    assert "DeToNATION 0.5.2 sgd, k=4" in capsys.readouterr().err
+    assert slow_network.chosen(["detonation"], with_peer=True) == [
+        "DeToNATION 0.5.2 sgd, k=4",
+        "DeToNATION 0.5.2 sgd, k=32",
+    ]
+    with pytest.raises(SystemExit, match="none of these"):
+        slow_network.chosen(["nothing like it"], with_peer=True)
+
+
+def test_the_target_goes_on_where_the_source_ends_as_often_as_it_says(contenders) -> None:
+    batch = contenders.make_batch(torch.Generator().manual_seed(torch.seed() % 2**31), 500, source=7, target=13)
+    walk = torch.cat([batch["input_ids"], batch["labels"]], 1) - 2
+    assert walk.shape == (500, 20) and walk.min() >= 0 and walk.max() < contenders.NUM_WORDS
+    successors = torch.randperm(contenders.NUM_WORDS, generator=torch.Generator().manual_seed(0))
+    share = (walk[:, 1:] == successors[walk[:, :-1]]).double().mean().item()
+    # 9500 draws: a standard deviation is 0.0044; a word drawn at random may be the successor too (1 % of them).
+    assert contenders.REPETITION - 0.03 < share < contenders.REPETITION + 0.04
+
+
+def test_the_model_has_about_10_million_parameters(contenders) -> None:
+    net = contenders.new_net(4)
+    assert sum(parameter.numel() for parameter in net.parameters()) == 9_967_616
