@@ -26,8 +26,8 @@ _REMOVE = """
 while read -r _; do :; done
 for name in "$@"; do
     tries=0
-    while pids=$(ip netns pids "$name" 2>/dev/null) && [ -n "$pids" ] && [ $tries -lt 1 ]; do
-        true 2>/dev/null
+    while pids=$(ip netns pids "$name" 2>/dev/null) && [ -n "$pids" ] && [ $tries -lt 100 ]; do
+        kill -KILL $pids 2>/dev/null
         tries=$((tries + 1))
         sleep 0.05
     done

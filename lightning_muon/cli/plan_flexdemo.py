@@ -259,10 +259,11 @@ def _shard_of(parameter: ParameterShape, shard_rank: int, num_shards: int) -> tu
 
 
 def _bucket_plans(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
-    assert isinstance(config.replicator, Replicator)
+    replicator = config.effective_replicator
+    assert isinstance(replicator, Replicator)
     return plan_buckets(
         shapes,
-        replicator=config.replicator,
+        replicator=replicator,
         value_format_name=config.value_format,
         dense_below=config.dense_below,
         chunk_bytes=config.chunk_bytes,

@@ -74,7 +74,9 @@ def config_from_yaml(optimizer: Any) -> FlexDeMoConfig | None:
 def muon_part(config: FlexDeMoConfig) -> MuonConfig:
     """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
     shared = {field.name for field in fields(MuonConfig)} & {field.name for field in fields(FlexDeMoConfig)}
-    return MuonConfig(**{name: getattr(config, name) for name in shared})
+    # The chunks of FlexDeMo are those between nodes.
+    taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
+    return MuonConfig(**taken, dedupe="never")
 
 
 def _split(word: str) -> tuple[str, Any]:

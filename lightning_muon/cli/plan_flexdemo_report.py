@@ -8,18 +8,24 @@ from typing import Any
 
 from lightning_muon.cli.plan_flexdemo import LINKS, Row, SlowLinks
 from lightning_muon.cli.plan_report import WIDTH, table
+from lightning_muon.replicators.checks import period
 from lightning_muon.replicators.local_steps import LocalSteps
+from lightning_muon.replicators.random import Random
+from lightning_muon.replicators.slicing import Slicing
+from lightning_muon.replicators.striding import Striding
 
-_MB = 1e6
-# Options of replicators that make a difference to the bytes.
-_COUNTED = ("chunk_size", "top_k", "rate", "period")
+_SCALES = {"MB": 1e6, "GB": 1e9}
+# Options of replicators that make a difference to the bytes, beside the rate.
+_COUNTED = ("chunk_size", "top_k", "period")
 
 
 def slow_links_as_text(links: SlowLinks) -> str:
     """A table with a row for each way to exchange, and what its columns mean."""
-    header = ("exchange", "values", "bits/param", "message MB", "dense MB", "sent MB", "/ HSDP", "break-even")
-    rows = [_line(links, row) for row in (links.all_reduce, *links.rows)]
-    return "\n".join([*_head(links), "", table((*header, *LINKS), rows, left=(0, 1)), *_caption(links)])
+    unit = "GB" if links.all_reduce.traffic.message >= 100 * _SCALES["GB"] else "MB"
+    sizes = (f"total {unit}", f"dense {unit}", f"sent {unit}")
+    header = ("exchange", "values", "bits", *sizes, "/ HSDP", "break-even", *LINKS)
+    rows = [_line(links, row, _SCALES[unit]) for row in (links.all_reduce, *links.rows)]
+    return "\n".join([*_head(links), "", table(header, rows, left=(0, 1)), *_caption(links)])
 
 
 def slow_links_as_dict(links: SlowLinks) -> dict[str, Any]:
@@ -53,7 +59,10 @@ def exchange_name(row: Row) -> str:
     if row.config is None:
         return "HSDP, all-reduce"
     replicator = row.config.replicator
-    values = [f"{getattr(replicator, key):g}" for key in _COUNTED if hasattr(replicator, key)]
+    values = [str(getattr(replicator, key)) for key in _COUNTED if hasattr(replicator, key)]
+    if isinstance(replicator, Random | Striding | Slicing):
+        # What rates are rounded to.
+        values.append(f"1/{period(replicator.rate)}")
     return f"{type(replicator).__name__}({', '.join(values)})"
 
 
@@ -63,28 +72,30 @@ def _value_format(row: Row) -> str:
     return "fp32" if isinstance(row.config.replicator, LocalSteps) else row.config.value_format
 
 
-def _line(links: SlowLinks, row: Row) -> tuple[str, ...]:
+def _line(links: SlowLinks, row: Row, scale: float) -> tuple[str, ...]:
     traffic, reference = row.traffic, links.all_reduce.traffic
     at = traffic.break_even(reference)
     return (
         f"{exchange_name(row)} *" if row.is_asked else exchange_name(row),
         _value_format(row),
         f"{row.bits_per_parameter:.3f}",
-        _megabytes(traffic.message),
-        _megabytes(traffic.dense),
-        _megabytes(traffic.sent),
+        _size(traffic.message / scale),
+        _size(traffic.dense / scale),
+        _size(traffic.sent / scale),
         f"{traffic.sent / reference.sent:.4f}" if reference.sent else "-",
         "-" if row.config is None else "never" if at is None else f"{at:,.1f}",
         *(_seconds(links.step_seconds(row, rate)) for rate in LINKS.values()),
     )
 
 
-def _megabytes(number: float) -> str:
-    return f"{number / _MB:,.3f}" if number < 10 * _MB else f"{number / _MB:,.1f}"
+def _size(number: float) -> str:
+    return f"{number:,.3f}" if number < 10 else f"{number:,.1f}"
 
 
 def _seconds(value: float) -> str:
-    return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.2f} ms"
+    if value >= 1:
+        return f"{value:,.2f} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{1e3 * value:,.2f} ms" if value < 0.1 else f"{1e3 * value:,.0f} ms"
 
 
 def _head(links: SlowLinks) -> list[str]:
@@ -107,13 +118,14 @@ def _caption(links: SlowLinks) -> list[str]:
         else f"Times are those of a step with {_seconds(compute)} of forward and backward"
     )
     lines = (
-        "* the configured one. message: what a node has to say, all its ranks together; dense: part of it. MB: 10^6 "
-        "bytes.",
+        "* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: part "
+        "of it. MB: 10^6 bytes.",
         "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at positions of their own) "
         "+ 2 (R - 1) / R x what is added up on the way (values at common positions; the all-reduce of HSDP, in bf16).",
-        "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up on "
-        "the way.",
-        f"{times}, at the full rate of one link for each node, without latency, codec and exchange inside the node.",
+        "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up "
+        "on the way.",
+        f"{times}, at the full rate of one link for each node, without latency, checks, codec and what travels "
+        "inside a node.",
     )
     overlap = (
         "C of arithmetic and E of exchange take C / 3 + max(2 C / 3, E) if the exchange hides behind backward (HSDP, "

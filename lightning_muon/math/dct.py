@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Elements that are worked on at a time on a CPU: 512 KiB, so that what lies between two steps stays in the second-level
-# cache. With 2441 blocks of 64 x 64 the transform takes 0.65 of the time of all at once (benchmarks/codec.py).
+# cache. With 64 x 64 blocks the transform takes 0.65 to 0.9 of the time of all at once (benchmarks/codec.py).
 _GROUP_NUMEL = {"cpu": 1 << 17}
 
 

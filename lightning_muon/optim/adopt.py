@@ -190,8 +190,8 @@ def _reason_against_flexdemo(optimizer: torch.optim.Optimizer, base: str) -> str
         for group in optimizer.param_groups:
             if group["momentum"]:
                 return (
-                    f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), which is the "
-                    "momentum that nodes keep to themselves; remove it"
+                    f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), that of "
+                    "each node; remove it"
                 )
             if group["weight_decay"]:
                 return (
@@ -211,8 +211,8 @@ def _caution(name: str, config: FlexDeMoConfig) -> str:
     is_signed = config.base == "sgd" if config.sign == "auto" else config.sign
     if name == "SGD" and is_signed:
         return (
-            "the learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): each "
-            "step changes each weight by lr. Set sign=False, or a learning rate as for Adam"
+            "The learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): "
+            "each step changes each weight by lr. Set sign=False, or a learning rate as for Adam"
         )
     if name in ("AdamW", "Adam") and config.base == "sgd":
         return (
@@ -252,6 +252,8 @@ def _translated(
         }
         groups.append(_plain_numbers(own) | added)
     defaults = {ours: optimizer.defaults[theirs] for theirs, ours in known.items() if theirs in optimizer.defaults}
+    if defaults.get("adjust_lr_fn", "") is None:
+        defaults["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
     return kind.from_config(groups, config, **_plain_numbers(defaults))
 
 

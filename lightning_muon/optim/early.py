@@ -116,6 +116,9 @@ class SentEarly(ABC):
         for key, progress in self._progress.items():
             if key in sent and not progress.is_sent:
                 self._start(key, filled(self._chunks[key], gradients))
+        if self._num_steps > 0:
+            # What no rank could send, since a parameter is not in use, must not hold back what comes after it.
+            self._pause([key for key in self._chunks if key not in sent])
         self._num_steps += 1
         self.failed(void)
         for key, progress in self._progress.items():
@@ -131,18 +134,24 @@ class SentEarly(ABC):
 
     def failed(self, void: Collection[str]) -> None:
         """These chunks are of no use, and their buffers are free again; the same on all ranks."""
-        for key in self._chunks:
-            if key not in void:
-                continue
+        dropped = [key for key in self._chunks if key in void]
+        for key in dropped:
             self._drop(key)
+        self._pause(dropped)
+
+    def _pause(self, keys: Sequence[str]) -> None:
+        """Leave chunks to the step for a while, if it was in vain to try them early more than once in a row."""
+        for key in keys:
             progress = self._progress[key]
+            if self._num_steps < progress.resume:
+                continue
             progress.failures += 1
             if progress.failures > _FREE_FAILURES:
                 pause = min(2**progress.failures, _LONGEST_PAUSE)
                 progress.resume = self._num_steps + pause
                 _log.info(
-                    "Gradients of %s, ... change between backward and the step (by clipping, for example): they are "
-                    "sent by the step in the next %d steps. overlap='step' says so from the start.",
+                    "Gradients of %s, ... are missing, or change between backward and the step (by clipping, for "
+                    "example): they are sent by the step in the next %d steps. overlap='step' says so from the start.",
                     self._leader[key],
                     pause,
                 )

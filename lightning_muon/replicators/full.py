@@ -21,9 +21,9 @@ class Full(Replicator):
         return block_numel
 
     def encode(self, blocks: Tensor, turn: Turn) -> Components:
-        """A view of ``blocks``."""
+        """A copy: ``blocks`` may change before the values are sent."""
         del turn
-        return Components(blocks.flatten(1), None)
+        return Components(blocks.flatten(1).clone(), None)
 
     def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
         """A view of the values."""

@@ -16,7 +16,8 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
     """One set of components for the mean over the nodes: values of all nodes side by side, each divided.
 
     With ``rule="mean"`` values are divided by the number R of nodes, ``sum_r v_r / R``; with ``"contributors"`` by the
-    number of nodes that sent the coefficient (DeMo, Peng et al. 2024, arXiv:2411.19870). Where positions are shared
+    number of nodes that sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024, arXiv:2411.19870).
+    Where positions are shared
     all nodes sent all coefficients and both are the mean of the values.
 
     Args:
@@ -41,17 +42,18 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
     values = torch.cat([part.values for part in components], 1)
     if rule == "mean":
         return Components(values.div_(num_nodes), torch.cat(all_positions, 1))
-    return Components(values.div_(_num_contributors(all_positions, block_numel)), torch.cat(all_positions, 1))
+    return Components(values.div_(_num_contributors(components, block_numel)), torch.cat(all_positions, 1))
 
 
-def _num_contributors(positions: Sequence[Tensor], block_numel: int) -> Tensor:
-    """How many nodes sent each coefficient that a node sent: (num_blocks, num_nodes * num_sent)."""
+def _num_contributors(components: Sequence[Components], block_numel: int) -> Tensor:
+    """How many nodes sent each coefficient that a node sent, at least 1: (num_blocks, num_nodes * num_sent)."""
+    positions = [part.positions for part in components if part.positions is not None]
     num_blocks = positions[0].size(0)
     starts = torch.arange(0, num_blocks * block_numel, block_numel, device=positions[0].device)[:, None]
     addresses = [(starts + part).view(-1) for part in positions]
     dtype = torch.uint8 if len(positions) < 256 else torch.int32
     counts = torch.zeros(num_blocks * block_numel, dtype=dtype, device=starts.device)
-    for part in addresses:
+    for part, (values, _) in zip(addresses, components, strict=True):
         # Not index_add_: a node counts once, however often it sent a coefficient.
-        counts.index_copy_(0, part, counts.index_select(0, part).add_(1))
-    return torch.cat([counts.index_select(0, part).view(num_blocks, -1) for part in addresses], 1)
+        counts.index_copy_(0, part, counts.index_select(0, part).add_((values != 0).view(-1)))
+    return torch.cat([counts.index_select(0, part).view(num_blocks, -1) for part in addresses], 1).clamp_min_(1)

@@ -57,6 +57,6 @@ class Random(Replicator):
         generator = torch.Generator(device).manual_seed(int.from_bytes(key) >> 1)
         starts = torch.arange(0, block_numel, cell, device=device)
         drawn = torch.randint(cell, starts.shape, generator=generator, device=device)
-        # What lies behind the end of a short last cell falls back into it.
-        drawn[-1:] %= block_numel - cell * (starts.numel() - 1)
+        last_cell = block_numel - cell * (starts.numel() - 1)
+        drawn[-1:] = torch.randint(last_cell, (1,), generator=generator, device=device)
         return starts.add_(drawn)

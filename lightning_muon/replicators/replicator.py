@@ -1,4 +1,4 @@
-"""The interface of a replicator: momentum -> components that are sent -> the part of the momentum that they stand for."""
+"""The interface of a replicator: momentum -> components that are sent -> what of the momentum they stand for."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def _num_rows(num_sent: int) -> int:
 def _in_rows(values: Tensor) -> Tensor:
     """``values`` (num_blocks, num_sent) as (num_blocks, num_rows, row), the last row filled up with zeros."""
     num_blocks, num_sent = values.shape
-    if num_sent <= SCALED_TOGETHER:
-        return values.view(num_blocks, _num_rows(num_sent), num_sent)
+    if 0 < num_sent <= SCALED_TOGETHER:
+        return values.reshape(num_blocks, 1, num_sent)
     return F.pad(values, (0, -num_sent % SCALED_TOGETHER)).view(num_blocks, _num_rows(num_sent), SCALED_TOGETHER)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +91,20 @@ def train_in_processes(run: Run, log: Path, *, arguments: Sequence[str]) -> int:
     return finished.returncode
 
 
+def train_missing(grid: Grid, options: argparse.Namespace) -> list[Run]:
+    """Train what is not stored yet; the runs that failed.
+
+    Args:
+        grid: What ``options`` say.
+        options: Of :func:`parse`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # A grid takes an hour, in which somebody may edit the file.
+        copied = argparse.Namespace(**{**vars(options), "config": Path(shutil.copy(options.config, folder))})
+        arguments = arguments_of(copied)
+        return run_grid(grid, lambda run, log: train_in_processes(run, log, arguments=arguments))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the grid; 1 if a run failed.
 
@@ -99,10 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     set_environment()
     grid = load_grid(options, rows=options.rows, seeds=options.seeds)
-    failed: list[Run] = []
-    if not options.report_only:
-        settings = arguments_of(options)
-        failed = run_grid(grid, lambda run, log: train_in_processes(run, log, arguments=settings))
+    failed = [] if options.report_only else train_missing(grid, options)
     paths = write_report(grid)
     if paths:
         print(markdown_table(summaries(grid, stored_results(grid)), grid.labels))

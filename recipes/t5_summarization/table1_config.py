@@ -24,7 +24,7 @@ class Run:
     Args:
         row: Name of the row.
         seed: Of the initial weights and the order of the training rows.
-        settings: Everything that decides the result, by the keys ``trainer``, ``strategy``, ``model``, ``data``, ``row``.
+        settings: Everything that decides the result: ``trainer``, ``strategy``, ``model``, ``data`` and ``row``.
     """
 
     row: str

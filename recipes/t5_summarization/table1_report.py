@@ -98,8 +98,8 @@ def report_text(grid: Grid, rows: Sequence[RowSummary], result: Result) -> str:
     nodes, ranks = result.world
     heading = (
         f"{result.num_parameters / 1e6:.1f} million parameters, {nodes} nodes x {ranks} ranks, {result.steps} steps of "
-        f"{nodes * ranks * grid.settings[result.row]['data']['batch_size']} rows. Losses in nats per token; val loss: mean "
-        "+- half of the range over the seeds; lr factor: learning rate as a multiple of AdamW's "
+        f"{nodes * ranks * grid.settings[result.row]['data']['batch_size']} rows. Losses in nats per token; val loss: "
+        "mean +- half of the range over the seeds; lr factor: learning rate as a multiple of AdamW's "
         f"{grid.settings[result.row]['model']['lr']:g}."
     )
     differences = "\n".join(f"- {' '.join(sentence.split())}" for sentence in grid.differences)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon.comm.agreement import fail_together
-from lightning_muon.integrations.lightning.node_states import divide_whole, expect_saved_nodes
+from lightning_muon.integrations.lightning.node_states import expect_saved_nodes, share_whole
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.full_weights import full_state_dict
 
@@ -90,19 +90,19 @@ class Checkpoint:
         state = {key: get_optimizer_state_dict(module, optimizer)}
         saved = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
         _check_shards(saved, state)
-        divide_among_nodes = expect_saved_nodes(
+        share_among_nodes = expect_saved_nodes(
             state[key]["state"], lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size
         )
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        divide_among_nodes()
+        share_among_nodes()
         set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
         named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
         own = _state_by_name(module, optimizer)
         _check_state(named["state"], own)
-        named["state"] = divide_whole(named["state"], own)
+        named["state"] = share_whole(named["state"], own)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(module, optimizer, named, options=options)
 
@@ -172,10 +172,9 @@ def _check_state(saved: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mappi
             raise ValueError(f"{name} has {sorted(state)} here, but {sorted(saved.get(name, ()))} in the checkpoint")
 
 
-def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Mapping[str, Any]]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = _names_in_groups(module, optimizer)
-    return {name: optimizer.state.get(parameter, {}) for name, parameter in zip(names, parameters, strict=True)}
+def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
+    """What the optimizer would save; nothing if it creates state at its first step."""
+    return get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}  # type: ignore[return-value]
 
 
 def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

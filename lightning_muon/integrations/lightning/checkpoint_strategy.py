@@ -18,6 +18,7 @@ from lightning_muon.compat.lightning import LightningPackage, is_placeholder_opt
 from lightning_muon.compat.torch import default_store
 from lightning_muon.integrations.lightning.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
+from lightning_muon.integrations.lightning.node_weights import common_weights, copied, of_first_node
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
 
@@ -55,9 +56,11 @@ class CheckpointStrategy:
         _require_all_ranks(self.lightning_module.trainer)
         module: nn.Module = self.lightning_module
         broadcast_buffers(module)
-        if not self._is_sharded_checkpoint:
-            return full_weights(module)
-        return get_model_state_dict(module, options=self._state_dict_options())
+        with common_weights(self.optimizers) as differ:  # type: ignore[attr-defined]
+            if not self._is_sharded_checkpoint:
+                return copied(full_weights(module)) if differ else full_weights(module)
+            state = get_model_state_dict(module, options=self._state_dict_options())
+            return of_first_node(state, self._mesh()) if differ else state  # type: ignore[attr-defined]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""

@@ -52,6 +52,7 @@ def shard_units_from_meta(
                 wrap_policy=(),
                 mp_policy=options.mp_policy,
                 reshard_after_forward=options.reshard_after_forward,
+                decoupled_nodes=options.decoupled_nodes,
             )
         uninitialized |= materialize(module, device, replaced)
     _warn_of_nan(uninitialized, warn)

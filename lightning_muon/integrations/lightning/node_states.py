@@ -1,8 +1,8 @@
 """State of which each node has its own, in a checkpoint that another number of nodes loads.
 
-Such a state is a tensor (nodes, *shape of the parameter). What nodes have not sent yet is not lost: every node of now
-gets sum(saved over its nodes) / number of nodes now, so that the sum over all nodes is what it was. With the same
-number of nodes each gets its own back, bit for bit.
+Such a state is a tensor (nodes, *shape of the parameter). With the same number of nodes each gets its own back, bit for
+bit. With another number all nodes get the same: of what was not sent yet sum(of the saved nodes) / number of nodes now,
+so that the sum over the nodes is what it was; of weights the mean of the saved nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.params.layout import local_tensor
 
-# Entries of the state of a parameter: what FlexDeMo has not sent yet.
-PER_NODE = ("residual",)
+# Entries of the state of a parameter under FlexDeMo -> whether it is their sum that stays, else their mean.
+PER_NODE = {"residual": True, "node_weights": False, "launched": False}
 
 
 def expect_saved_nodes(
@@ -43,18 +43,18 @@ def expect_saved_nodes(
             replaced.append((state, entry, own))
             state[entry] = _of_all_nodes(own, tuple(saved_size(name, entry)))
 
-    def divide() -> None:
+    def share() -> None:
         for state, entry, own in replaced:
-            shares = _divided(local_tensor(state[entry]), own.shape[0])
+            shares = _shared(local_tensor(state[entry]), own.shape[0], keep_sum=PER_NODE[entry])
             state[entry] = _like(own, shares[: local_tensor(own).shape[0]])
 
-    return divide
+    return share
 
 
-def divide_whole(
+def share_whole(
     states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Whole states in which those of other numbers of nodes are divided among the nodes of now; local.
+    """Whole states in which those of other numbers of nodes are shared by the nodes of now; local.
 
     Args:
         states: Name of a parameter -> its state, as it was saved.
@@ -65,14 +65,14 @@ def divide_whole(
         for entry in PER_NODE:
             now = own.get(name, {}).get(entry)
             if now is not None and entry in state and state[entry].shape[0] != now.shape[0]:
-                state[entry] = _divided(state[entry], now.shape[0])
+                state[entry] = _shared(state[entry], now.shape[0], keep_sum=PER_NODE[entry])
     return result
 
 
-def _divided(saved: Tensor, num_nodes: int) -> Tensor:
-    """(saved nodes, *shape) -> (num_nodes, *shape), equal for all of these nodes, with the same sum."""
-    share = saved.sum(dim=0, keepdim=True) / num_nodes
-    return share.expand(num_nodes, *share.shape[1:]).contiguous()
+def _shared(saved: Tensor, num_nodes: int, *, keep_sum: bool) -> Tensor:
+    """(saved nodes, *shape) -> (num_nodes, *shape), equal for all of these nodes."""
+    share = saved.float().sum(dim=0, keepdim=True) / (num_nodes if keep_sum else saved.shape[0])
+    return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
 
 
 def _of_all_nodes(own: Tensor, size: tuple[int, ...]) -> Tensor:

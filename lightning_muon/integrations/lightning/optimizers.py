@@ -120,7 +120,7 @@ def choose_optimizers(
         ValueError: If an optimizer was to run on Muon, but none of them has a matrix; or if nodes would drift apart.
     """
     adoptions = [_adopt(optimizer, module, choice, package) for optimizer in optimizers]
-    _require_matrices(adoptions)
+    _require_matrices(adoptions, choice)
     for index, (old, adoption) in enumerate(zip(optimizers, adoptions, strict=True)):
         new = adoption.optimizer
         if new is old:
@@ -154,7 +154,7 @@ def _adopt(
     return adopt(optimizer, module, choice if isinstance(choice, MuonConfig) else MuonConfig())
 
 
-def _require_matrices(adoptions: Sequence[Adoption]) -> None:
+def _require_matrices(adoptions: Sequence[Adoption], choice: OptimizerChoice) -> None:
     ours = [adoption.optimizer for adoption in adoptions if isinstance(adoption.optimizer, PlannedOptimizer)]
     # A user who sends every group to AdamW means it.
     if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
@@ -162,9 +162,10 @@ def _require_matrices(adoptions: Sequence[Adoption]) -> None:
     try:
         require_muon([route for optimizer in ours for route in optimizer.routes])
     except ValueError as error:
-        raise ValueError(
-            f"{error}\nParallelMuonStrategy(optimizer='keep') trains with the optimizer as it is."
-        ) from None
+        instead = "(optimizer='keep') trains with the optimizer as it is"
+        if isinstance(choice, FlexDeMoConfig):
+            instead = "(optimizer=FlexDeMoConfig(base='adamw')) needs no matrices"
+        raise ValueError(f"{error}\nParallelMuonStrategy{instead}.") from None
 
 
 def describe_optimizers(adoptions: Sequence[Adoption]) -> str:

@@ -1,4 +1,4 @@
-"""Registers the strategy in whichever Lightning package the program imports, and when it does."""
+"""Registers the strategies in whichever Lightning package the program imports, and when it does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+
 STRATEGY_NAME = "parallel_muon"
 # Package -> the module of ours that defines its strategy class, in order of preference.
 _STRATEGY_MODULES = {
     "lightning.pytorch": "lightning_muon.integrations.lightning.lightning_pytorch",
     "pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning",
 }
-_DESCRIPTION = "FSDP2 hybrid sharding, Muon for the matrices, AdamW for the rest"
+# Name -> (description, arguments of the strategy class).
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    STRATEGY_NAME: ("FSDP2 hybrid sharding, Muon for the matrices, AdamW for the rest", {}),
+    "flexdemo": (
+        "FSDP2 inside of nodes, which exchange components of their momenta: for slow links between them",
+        {"optimizer": FlexDeMoConfig()},
+    ),
+}
 
 
 def register_strategies() -> None:
-    """Register ``"parallel_muon"`` with both packages, now if imported already, else as soon as they are."""
+    """Register :data:`STRATEGIES` with both packages, now if imported already, else as soon as they are."""
     for package in _STRATEGY_MODULES:
         register_post_import_hook(_register, package)
 
@@ -37,10 +46,10 @@ def default_strategy_class() -> type[Any]:
 
 def _register(package: ModuleType) -> None:
     registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
-    if STRATEGY_NAME in registry:
-        return
     strategy_class = importlib.import_module(_STRATEGY_MODULES[package.__name__]).ParallelMuonStrategy
-    registry.register(STRATEGY_NAME, strategy_class, description=_DESCRIPTION)
+    for name, (description, arguments) in STRATEGIES.items():
+        if name not in registry:
+            registry.register(name, strategy_class, description=description, **arguments)
 
 
 def _is_installed(package: str) -> bool:

@@ -40,14 +40,18 @@ class Bucket:
             scales: Of the gradients, where they have one.
         """
         scaled = {t: gradients[t] * scales[t] if t in scales else gradients[t] for t in self.parameters}
+        self.load(self._residuals)
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
-            if part.has_padding:
-                batch.zero_()
-            into, from_residual = self._views(part, batch, self._residuals)
-            torch._foreach_copy_(into, from_residual)
             batch.mul_(decay)
             into, from_gradients = self._views(part, batch, scaled)
             torch._foreach_add_(into, from_gradients)
+
+    def load(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Blocks <- values, laid out like the shards of the parameters."""
+        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+            if part.has_padding:
+                batch.zero_()
+            _copy_(*self._views(part, batch, values))
 
     def is_accumulated(
         self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]
@@ -64,6 +68,8 @@ class Bucket:
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
             found = part.replicator.encode(batch, turn)
             rounded = part.values.rounded(found.values.reshape(part.wire_shape))
+            if rounded.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr():
+                rounded = rounded.clone()  # The batch changes while the values are on their way.
             components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.positions))
         return components
 
@@ -72,7 +78,7 @@ class Bucket:
         for part, batch, components in zip(self.plan.parts, self._batches, sent, strict=True):
             batch.sub_(part.replicator.decode(components, part.batch_shape[1:], turn))
             from_blocks, into = self._views(part, batch, self._residuals, taking_part)
-            torch._foreach_copy_(into, from_blocks)
+            _copy_(into, from_blocks)
 
     def decode(self, merged: Sequence[Components], turn: Turn, updates: Mapping[Tensor, Tensor], *, sign: bool) -> None:
         """Fill ``updates``, float32 and laid out like the shards, from merged components."""
@@ -81,7 +87,7 @@ class Bucket:
             if sign:
                 blocks = blocks.sign_()
             from_blocks, into = self._views(part, blocks, updates, updates)
-            torch._foreach_copy_(into, from_blocks)
+            _copy_(into, from_blocks)
 
     def _views(
         self,
@@ -98,6 +104,11 @@ class Bucket:
             for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
         ]
         return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+def _copy_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, source)
 
 
 def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:

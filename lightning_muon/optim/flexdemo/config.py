@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, check_hyperparameters
@@ -121,6 +121,13 @@ class FlexDeMoConfig:
                     )
         if self.compat == "detonation" and not isinstance(self.replicator, DCTTopK):
             raise ValueError(f"compat='detonation' cuts strips for DCTTopK, got {self.replicator}")
+
+    @property
+    def effective_replicator(self) -> Replicator | LocalSteps:
+        """The replicator, as ``compat`` makes it."""
+        if self.compat == "detonation" and isinstance(self.replicator, DCTTopK):
+            return replace(self.replicator, strips=True)
+        return self.replicator
 
     @property
     def takes_sign(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.mesh import PrivateGroups, axis_group, host_group
+from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
+from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import init_adamw_state, step_sgd_
-from lightning_muon.optim.flexdemo.bucket import Bucket
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, Surroundings
 from lightning_muon.optim.flexdemo.config import (
     Base,
     Compat,
@@ -25,15 +27,14 @@ from lightning_muon.optim.flexdemo.config import (
     ValueFormatName,
 )
 from lightning_muon.optim.flexdemo.drift import check_equal_on_nodes
-from lightning_muon.optim.flexdemo.exchange import Nodes
-from lightning_muon.optim.flexdemo.layout import NodeLayout, local_of_node, node_mesh, part_of
-from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets, sent_bytes
-from lightning_muon.optim.flexdemo.replication import EarlyExchanges, InFlight, Replication, Rules, Updates
+from lightning_muon.optim.flexdemo.layout import NodeLayout, node_mesh
+from lightning_muon.optim.flexdemo.momentum_exchange import MomentumExchange
+from lightning_muon.optim.flexdemo.outer_step import OuterStep, OwnWay
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
-from lightning_muon.params.layout import Layout, TensorLayout, local_tensor
-from lightning_muon.replicators.dct_topk import DCTTopK
+from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
 from lightning_muon.replicators.replicator import Replicator
 
@@ -133,11 +134,7 @@ class FlexDeMo(PlannedOptimizer):
         values = locals()
         self.config = FlexDeMoConfig(**{field.name: values[field.name] for field in fields(FlexDeMoConfig)})
         self._mesh = None if mesh is None else node_mesh(mesh)
-        self._replication: Replication | None = None
-        self._nodes: Nodes | None = None
-        self._has_loaded_residuals = False
-        # Exchanges of the last step whose updates are still to be applied.
-        self._delayed: list[InFlight] = []
+        self._between: BetweenNodes | None = None
         defaults = {key: values.get(key) for key in COMPARED} | {
             "momentum": 0.0,
             "nesterov": False,
@@ -159,7 +156,7 @@ class FlexDeMo(PlannedOptimizer):
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
         """Take the nodes from ``mesh``, before anything else is asked of the optimizer; local."""
-        self._mesh = node_mesh(mesh)
+        self._mesh, self._between = node_mesh(mesh), None
         self._layout = self._own_layout()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
@@ -179,14 +176,15 @@ class FlexDeMo(PlannedOptimizer):
 
     @property
     def sent_bytes_per_step(self) -> int:
-        """Bytes that this rank sends to other nodes in a step."""
-        if self._mesh is None:
-            return 0
-        if isinstance(self.config.replicator, LocalSteps):
-            numel = sum(local_tensor(p).numel() for group in self.param_groups for p in group["params"])
-            return round(self.config.replicator.bits_per_parameter() * numel / 8)
-        nodes = axis_group(self._mesh, (0,))
-        return sum(sent_bytes(plan, nodes.rank, nodes.size) for plan in self._plans(self._trainable()))
+        """Bytes that this rank sends to other nodes in a step; with DiLoCo on average."""
+        return self._nodes().sent_bytes()
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters are equal on all nodes also where nodes train by themselves for a while; local.
+
+        With DiLoCo they are those of the last average: what is to be saved or evaluated as the model.
+        """
+        return self._nodes().common_weights()
 
     def summary(self) -> str:
         """What applies the updates, what travels between nodes, and the table of parameters."""
@@ -199,41 +197,37 @@ class FlexDeMo(PlannedOptimizer):
         return head if config.base == "sgd" else f"{head}\n{super().summary()}"
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; an update that is still on its way is waited for."""
+        """As in torch; what is on its way is waited for."""
         self._require_mesh()
-        self._keep_delayed()
-        return super().state_dict()
+        between = self._nodes()
+        between.keep()
+        packed = super().state_dict()
+        for number, parameter in enumerate(self._all_parameters()):
+            packed["state"][number] |= between.saved(parameter)
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. Residuals may come from another number of nodes; their sum over the nodes is kept."""
-        own = {"residual", "delayed_update"}
-        # torch would round them to the dtype of the parameter.
+        """As in torch. What differs from node to node may come from another number of nodes; see the docs."""
+        between = self._nodes()
+        # torch would round it to the dtype of the parameter.
+        extra = between.own_state | between.saved(self._all_parameters()[0]).keys()
         others = {
-            number: {key: value for key, value in state.items() if key not in own}
+            number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": others})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        layout = self._layout if isinstance(self._layout, NodeLayout) else None
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved = state_dict["state"].get(number, {})
-            if "residual" in saved:
-                local = local_of_node(saved["residual"], parameter, layout)
-                self.state[parameter]["residual"] = self._of_all_nodes(parameter, local.contiguous())
-            if "delayed_update" in saved:
-                kept = torch.zeros_like(parameter, dtype=torch.float32)
-                local_tensor(kept).copy_(part_of(saved["delayed_update"], parameter))
-                self.state[parameter]["delayed_update"] = kept
-        self._delayed = []
-        self._has_loaded_residuals = True
-        self._unbind()
+        with torch.no_grad():
+            for number, parameter in zip(numbers, self._all_parameters(), strict=True):
+                between.load(parameter, state_dict["state"].get(number, {}))
+        if self._bound is not None and self._bound.early is not None:
+            self._bound.early.close()
+        self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds."""
-        self._keep_delayed()
-        own = {"config": self.config, "_mesh": self._mesh, "_replication": None, "_delayed": [], "_nodes": None}
-        return super().__getstate__() | own
+        self._nodes().keep()
+        return super().__getstate__() | {"config": self.config, "_mesh": self._mesh, "_between": None}
 
     def _planned_options(self) -> PlannedOptions:
         config = self.config
@@ -243,7 +237,7 @@ class FlexDeMo(PlannedOptimizer):
             wire_dtype=config.wire_dtype,
             chunk_bytes=MuonConfig.chunk_bytes,
             assignment=MuonConfig.assignment,
-            # One owner for several nodes would have the whole matrices travel between them.
+            # One owner for several nodes would have whole matrices travel between them.
             dedupe="never",
             overlap="step",
             look_ahead=MuonConfig.look_ahead,
@@ -263,127 +257,52 @@ class FlexDeMo(PlannedOptimizer):
                 "ranks_per_node), mesh_dim_names=('replicate', 'shard')))"
             )
 
-    @property
-    def _exchanges(self) -> bool:
-        """Whether momenta travel."""
-        return self._mesh is not None and self._mesh.size(0) > 1 and isinstance(self.config.replicator, Replicator)
+    def _nodes(self) -> BetweenNodes:
+        """How this node follows the others."""
+        if self._between is None:
+            around = Surroundings(
+                self.config,
+                self._mesh,
+                lambda: self.state,
+                lambda: [parameter for parameter in self._all_parameters() if parameter.requires_grad],
+                lambda: {p: float(group["lr"]) for group in self.param_groups for p in group["params"]},
+            )
+            replicator = self.config.replicator
+            if isinstance(replicator, DiLoCo):
+                self._between = OuterStep(around, replicator)
+            elif isinstance(replicator, LocalSteps):
+                self._between = OwnWay(around)
+            else:
+                self._between = MomentumExchange(around)
+        return self._between
 
-    @property
-    def _rules(self) -> Rules:
-        return Rules(decay=self.config.decay, merge=self.config.merge, sign=self.config.takes_sign)
+    def _all_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
+        for parameter in parameters:
+            self._nodes().init_state(parameter.tensor)
+            state = self.state[parameter.tensor]
+            if self.config.base != "sgd" and parameter.route.algorithm == "adamw" and "exp_avg" not in state:
+                state.update(init_adamw_state(parameter.tensor, parameter.layout))
 
     def _bind(self) -> Bound:
         self._require_mesh()
         return super()._bind()
 
-    def _unbind(self) -> None:
-        """Have the plan made anew at the next step; local."""
-        if self._bound is not None and self._bound.early is not None:
-            self._bound.early.close()
-        self._bound = None
-
-    def _early(self, binding: Binding, step: MatrixStep) -> EarlyExchanges | None:
+    def _early(self, binding: Binding, step: MatrixStep) -> SentEarly | None:
         del step
-        if not self._exchanges:
-            return None
-        trainable = self._trainable()
-        residuals = {tensor: local_tensor(self.state[tensor]["residual"])[0] for tensor in trainable}
-        buckets = [Bucket(plan, trainable, residuals) for plan in self._plans(trainable)]
-        self._replication = Replication(buckets, self._node_groups(), self._rules, self._scales)
-        self._replication.step = self.num_exchanges
-        assert isinstance(self._layout, NodeLayout)
-        self._layout.expect_in([bucket.parameters for bucket in buckets])
-        return EarlyExchanges(self._replication, binding.names) if self.config.overlap == "backward" else None
+        between = self._nodes()
+        early = between.plan(binding.names, self.num_exchanges)
+        if isinstance(self._layout, NodeLayout):
+            self._layout.expect_in(between.order)
+        return early
 
     def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
+        del bound
         if agreed.verdict is not None:
             agreed.verdict()
-        if not self._exchanges:
-            return Agreement(self._of_one_node(agreed.gradients), frozenset())
-        assert self._replication is not None
-        begun = self._replication.run(agreed.gradients, agreed.valid_early)
-        if not self.config.delay:
-            return Agreement(Updates(begun, self._rules), frozenset())
-        ready = self._take_kept()
-        due, self._delayed = self._delayed, begun
-        return Agreement(Updates(due, self._rules, ready), frozenset())
-
-    def _step(self) -> None:
-        super()._step()
-        count = self.num_exchanges + 1
-        for group in self.param_groups:
-            group["num_exchanges"] = count
-        if self._replication is not None:
-            self._replication.step = count
-        if self._exchanges and self.config.check_every and count % self.config.check_every == 0:
-            self._check_nodes()
-
-    def _check_nodes(self) -> None:
-        """Collective over all ranks of all nodes; every rank must call it."""
-        assert self._mesh is not None and self._bound is not None
-        binding = self._bound.binding
-        check_equal_on_nodes(
-            [parameter.tensor for parameter in binding.parameters],
-            binding.names,
-            nodes=host_group(axis_group(self._mesh, (0,))),
-            everyone=host_group(axis_group(self._mesh, (0, 1))),
-        )
-
-    def _of_one_node(self, gradients: Gradients) -> Gradients:
-        """Updates where no other node has a part in them: all of the momentum, which is the gradient."""
-        if self._has_loaded_residuals:
-            for tensor in gradients:
-                residual = local_tensor(self.state[tensor]["residual"])[0]
-                gradients[tensor] = gradients[tensor] + (self.config.decay * residual).to(tensor.dtype)
-                residual.zero_()
-        return {tensor: grad.sign() if self.config.takes_sign else grad for tensor, grad in gradients.items()}
-
-    def _scales(self) -> dict[Tensor, float]:
-        """Factors of the gradients of some parameters."""
-        if self.config.compat == "none":
-            return {}
-        return {tensor: float(group["lr"]) for group in self.param_groups for tensor in group["params"]}
-
-    def _trainable(self) -> list[Tensor]:
-        return [tensor for group in self.param_groups for tensor in group["params"] if tensor.requires_grad]
-
-    def _plans(self, trainable: list[Tensor]) -> list[BucketPlan]:
-        config = self.config
-        replicator = config.replicator
-        assert isinstance(replicator, Replicator)
-        if config.compat == "detonation":
-            assert isinstance(replicator, DCTTopK)
-            replicator = replace(replicator, strips=True)
-        return plan_buckets(
-            [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in trainable],
-            replicator=replicator,
-            value_format_name=config.value_format,
-            dense_below=config.dense_below,
-            chunk_bytes=config.chunk_bytes,
-        )
-
-    def _node_groups(self) -> Nodes:
-        """Collective over the nodes the first time; every rank must call it."""
-        if self._nodes is None:
-            assert self._mesh is not None
-            group = axis_group(self._mesh, (0,))
-            self._nodes = Nodes(*PrivateGroups().of([group, group]))
-        return self._nodes
-
-    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        for parameter in parameters:
-            state, tensor = self.state[parameter.tensor], parameter.tensor
-            if "residual" not in state:
-                zeros = torch.zeros(parameter.local.shape, device=parameter.local.device)
-                state["residual"] = self._of_all_nodes(tensor, zeros)
-                if self.config.delay:
-                    state["delayed_update"] = torch.zeros_like(tensor, dtype=torch.float32)
-                    state["has_delayed_update"] = torch.zeros((), dtype=torch.float32)
-            if self.config.base != "sgd" and parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-                state.update(init_adamw_state(tensor, parameter.layout))
-
-    def _of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
-        return self._layout.of_all_nodes(parameter, local) if isinstance(self._layout, NodeLayout) else local[None]
+        return Agreement(self._nodes().updates(agreed.gradients, agreed.valid_early), frozenset())
 
     def _step_elementwise(self, binding: Binding, gradients: Gradients) -> None:
         if self.config.base == "sgd":
@@ -391,23 +310,23 @@ class FlexDeMo(PlannedOptimizer):
         else:
             super()._step_elementwise(binding, gradients)
 
-    def _keep_delayed(self) -> None:
-        """Put the updates that are on their way into the state.
+    def _step(self) -> None:
+        super()._step()
+        count = self.num_exchanges + 1
+        for group in self.param_groups:
+            group["num_exchanges"] = count
+        self._nodes().finish(count)
+        is_due = self.config.check_every > 0 and count % self.config.check_every == 0
+        if is_due and self._mesh is not None and self._nodes().keeps_weights_equal:
+            self._check_nodes(self._mesh)
 
-        Collective over the nodes; every rank must call it.
-        """
-        delayed, self._delayed = self._delayed, []
-        updates = Updates(delayed, self._rules)
-        for tensor in [tensor for one in delayed for tensor in one.bucket.parameters if tensor in one.taking_part]:
-            local_tensor(self.state[tensor]["delayed_update"]).copy_(updates[tensor])
-            self.state[tensor]["has_delayed_update"].fill_(1)
-
-    def _take_kept(self) -> dict[Tensor, Tensor]:
-        """What :meth:`_keep_delayed` has put there."""
-        kept: dict[Tensor, Tensor] = {}
-        for tensor in self._trainable():
-            state = self.state[tensor]
-            if state["has_delayed_update"]:
-                kept[tensor] = local_tensor(state["delayed_update"]).to(tensor.dtype, copy=True)
-                state["has_delayed_update"].zero_()
-        return kept
+    def _check_nodes(self, mesh: DeviceMesh) -> None:
+        """Collective over all ranks of all nodes; every rank must call it."""
+        assert self._bound is not None
+        binding = self._bound.binding
+        check_equal_on_nodes(
+            [parameter.tensor for parameter in binding.parameters],
+            binding.names,
+            nodes=host_group(axis_group(mesh, (0,))),
+            everyone=host_group(axis_group(mesh, (0, 1))),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -90,30 +91,44 @@ def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def local_of_node(value: Tensor, parameter: Tensor, layout: NodeLayout | None) -> Tensor:
-    """The calling rank's part of a saved ``value`` (R, *parameter.shape), for the nodes that there are now.
+def local_of_nodes(
+    value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Literal["sum", "mean"]
+) -> Tensor:
+    """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the nodes that there are now.
 
-    The same number of nodes takes over what each had. With another number every node gets the sum over the saved
-    nodes, divided by the number of nodes now: what all nodes have not sent yet stays the same in sum. Collective over
-    the mesh for a DTensor; every rank must call it.
+    The same number of nodes takes over what each had. With another number all nodes get the same: with ``"sum"`` the
+    sum over the saved nodes divided by the number of nodes now, so that the sum over the nodes stays what it was; with
+    ``"mean"`` the mean over the saved nodes. Collective over the mesh for a DTensor; every rank must call it.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
         raise ValueError(
-            f"the saved residual of a parameter of shape {tuple(parameter.shape)} has the shape {tuple(value.shape)}; "
-            "expected (number of nodes, *shape)"
+            f"what was saved of each node for a parameter of shape {tuple(parameter.shape)} has the shape "
+            f"{tuple(value.shape)}; expected (number of nodes, *shape)"
         )
     if layout is None:
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.sum(0).to(local.device, torch.float32)
-    target = layout.of_all_nodes(parameter, torch.empty(local.shape, device=local.device))
-    mesh, placements = target.device_mesh, target.placements
-    if not isinstance(value, DTensor):
-        value = DTensor.from_local(value.to(local.device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
-    if value.shape[0] == target.shape[0]:
-        return value.redistribute(mesh, placements).to_local().squeeze(0).float()
-    together = value.redistribute(mesh, (Replicate(), *placements[1:])).to_local()
-    return together.float().sum(0) / target.shape[0]
+        own = (value.full_tensor() if isinstance(value, DTensor) else value).to(local.device)
+        num_nodes = 1
+    else:
+        target = layout.of_all_nodes(parameter, torch.empty(local.shape, device=local.device))
+        mesh, placements = target.device_mesh, target.placements
+        num_nodes = target.shape[0]
+        whole = value if isinstance(value, DTensor) else _everywhere(value, mesh)
+        axis = placements[0] if value.shape[0] == num_nodes else Replicate()
+        own = whole.redistribute(mesh, (axis, *placements[1:])).to_local()
+    if value.shape[0] == num_nodes:
+        return own[0].float().clone()
+    return own.float().sum(0) / (num_nodes if rule == "sum" else value.shape[0])
+
+
+def _everywhere(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A whole tensor that every rank has."""
+    device = (
+        torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+        if (mesh.device_type != "cpu")
+        else torch.device("cpu")
+    )
+    return DTensor.from_local(value.to(device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
@@ -123,9 +138,6 @@ def part_of(value: Tensor, parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if not isinstance(value, DTensor):
-        value = DTensor.from_local(
-            value.to(local_tensor(parameter).device), mesh, (Replicate(),) * mesh.ndim, run_check=False
-        )
-    return value.redistribute(mesh, placements).to_local()
+    mesh = parameter.device_mesh
+    whole = value if isinstance(value, DTensor) else _everywhere(value, mesh)
+    return whole.redistribute(mesh, parameter.placements).to_local()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import FlexDeMo
-from tests.distributed.flexdemo.setup import check_equal_on_nodes, full, local
+from tests.distributed.flexdemo.setup import check_equal_on_nodes, full
 from tests.reference.flexdemo import ReferenceFlexDeMo, Rules
 
 NUM_TOKENS = 11
@@ -25,6 +25,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unused = nn.Linear(5, 3)
         self.embed = nn.Embedding(NUM_TOKENS, 13)
         self.first = nn.Linear(13, 7)
         self.norm = nn.LayerNorm(7)
@@ -32,7 +33,6 @@ class Net(nn.Module):
         self.second = nn.Linear(21, 13, bias=False)
         self.branch = nn.Linear(13, 13)
         self.frozen = nn.Linear(13, 13).requires_grad_(False)
-        self.unused = nn.Linear(5, 3)
         self.head = nn.Linear(13, NUM_TOKENS, bias=False)
         self.head.weight = self.embed.weight
 
@@ -112,8 +112,8 @@ class ShardedNet:
             self.check_nodes_agree()
 
     def check_nodes_agree(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            check_equal_on_nodes(local(parameter.detach()), self.mesh, name)
+        self.model.reshard()
+        check_equal_on_nodes({name: p.detach() for name, p in self.model.named_parameters()}, self.mesh)
 
     def weights(self) -> dict[str, Tensor]:
         self.model.reshard()

@@ -106,8 +106,7 @@ class Ranks:
             self.check_nodes_agree()
 
     def check_nodes_agree(self) -> None:
-        for name, parameter in self.parameters.items():
-            check_equal_on_nodes(local(parameter.detach()), self.mesh, name)
+        check_equal_on_nodes({name: parameter.detach() for name, parameter in self.parameters.items()}, self.mesh)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: full(parameter.detach()) for name, parameter in self.parameters.items()}
@@ -122,12 +121,16 @@ class Ranks:
         }
 
 
-def check_equal_on_nodes(tensor: Tensor, mesh: DeviceMesh, name: str) -> None:
-    """Fails on all ranks that differ from the first node. Collective over the nodes; every rank must call it."""
+def check_equal_on_nodes(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Fails on all nodes if a tensor differs between them. Collective over the nodes; every rank must call it."""
     group = mesh.get_group("replicate")
-    first = tensor.contiguous().clone()
-    dist.broadcast(first, group=group, group_src=0)
-    assert torch.equal(first, tensor), f"{name} differs on node {mesh.get_local_rank('replicate')}"
+    shards = [local(tensor).flatten() for tensor in tensors.values()]
+    of_nodes = [torch.empty_like(torch.cat(shards)) for _ in range(mesh.size(0))]
+    dist.all_gather(of_nodes, torch.cat(shards), group=group)
+    sizes = [shard.numel() for shard in shards]
+    pieces = zip(tensors, *(flat.split(sizes) for flat in of_nodes), strict=True)
+    differing = [name for name, first, *others in pieces if not all(torch.equal(first, other) for other in others)]
+    assert not differing, f"differ between nodes: {differing}"
 
 
 def local(tensor: Tensor) -> Tensor:

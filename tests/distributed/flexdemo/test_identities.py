@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, Full, ParallelMuon, Replicator
-from tests.distributed.flexdemo.models import Net, Plan, ShardedNet, make_net, node_gradients
-from tests.distributed.flexdemo.setup import MATRICES, SHAPES, Case, Ranks, assert_close, assert_equal, local, train
+from tests.distributed.flexdemo.models import Plan, ShardedNet, make_net, node_gradients
+from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, local, train
 from tests.support.processes import ProcessPool
 
 ONE_NODE = [(1, 1), (1, 2), (1, 3)]
@@ -83,7 +82,10 @@ def _data_parallel(num_nodes: int, base: str) -> dict[str, Tensor]:
     """One process, the base, and the mean of all nodes' gradients: what DDP gives."""
     model = make_net()
     plan = Plan(mesh_shape=(num_nodes, 1))
-    optimizer = _base(model, base, 0.01, 0.0 if base == "sgd" else 0.1)
+    if base == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    else:
+        optimizer = _base(model, base, 0.01, 0.0 if base == "sgd" else 0.1)
     for step in range(plan.num_steps):
         nodes = [node_gradients(model, plan, step, node) for node in range(num_nodes)]
         for name, parameter in model.named_parameters():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,3 +83,25 @@ def test_the_target_goes_on_where_the_source_ends_as_often_as_it_says(contenders
 def test_the_model_has_about_10_million_parameters(contenders) -> None:
     net = contenders.new_net(4)
     assert sum(parameter.numel() for parameter in net.parameters()) == 9_967_616
+
+
+def test_where_there_can_be_no_namespaces_it_says_so_and_measures_nothing(slow_network, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["slow_network.py", "--quick"])
+    monkeypatch.setattr(slow_network, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(slow_network, "run", lambda *_: pytest.fail("it measured"))
+    slow_network.main()
+    assert capsys.readouterr().out == "skipped: network namespaces need root\n"
+
+
+def test_waiting_ends_when_all_are_done_when_one_fails_and_when_the_time_is_over(slow_network) -> None:
+    def start(script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", script])
+
+    endless = start("exec sleep 60")
+    try:
+        assert slow_network.wait([start("true"), start("sleep 0.1")], 20) is None
+        assert slow_network.wait([endless, start("exit 3")], 20) == "exit status 3"
+        assert slow_network.wait([endless, start("true")], 0.2) == "not done after 0 s"
+    finally:
+        endless.kill()
+        endless.wait()

@@ -145,6 +145,71 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     assert "does not say how many ranks there are; add --shard" in _error(*config)
 
 
+def test_flexdemo_is_planned_with_its_exchange_and_without_newton_schulz(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--shapes",
+        "t5-small",
+        "--shard",
+        "4",
+        "--flexdemo",
+        "top_k=8",
+        "base=adamw",
+        "--compute-seconds",
+        "0.5",
+    )
+    plan = _plan(capsys, *arguments)
+    assert plan["mesh"] == {"replicate": 2, "shard": 4, "ranks": 8}
+    assert plan["strategies"] == {} and plan["gram"] == []
+    assert {parameter["algorithm"] for parameter in plan["model"]["parameters"]} == {"adamw"}
+    found = plan["flexdemo"]
+    assert found["rows"][0]["is_asked"] and found["rows"][0]["name"] == "DCTTopK(64, 8)"
+    assert found["compute_seconds"] == 0.5
+    main(["plan", *arguments])
+    text = capsys.readouterr().out
+    assert text.startswith("T5-small on 2 x 4 = 8 ranks (replicate x shard)")
+    assert "FlexDeMo: what nodes send each other" in text and "Newton-Schulz" not in text
+
+
+def test_flexdemo_with_muon_shows_newton_schulz_inside_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--shapes", "t5-small", "--replicate", "3", "--shard", "2", "--flexdemo", "base=muon")
+    plan = _plan(capsys, *arguments)
+    alone = _plan(capsys, "--shapes", "t5-small", "--replicate", "1", "--shard", "2")
+    assert plan["flexdemo"]["nodes"] == 3 and plan["mesh"]["ranks"] == 6
+    assert plan["strategies"] == alone["strategies"] and alone["flexdemo"] is None
+    main(["plan", *arguments])
+    text = capsys.readouterr().out
+    assert text.index("Parameters\n") < text.index("FlexDeMo:") < text.index("Load of Newton-Schulz")
+
+
+def test_a_config_file_of_flexdemo_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("lightning.pytorch")
+    (tmp_path / "planned_flexdemo.py").write_text(
+        "import lightning.pytorch as pl\nfrom torch import nn\n\n\nclass Net(pl.LightningModule):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(64, 128)\n"
+    )
+    replicator = "{class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}"
+    optimizer = f"{{class_path: lightning_muon.FlexDeMoConfig, init_args: {{base: adamw, replicator: {replicator}}}}}"
+    strategy = f"{{class_path: lightning_muon.ParallelMuonStrategy, init_args: {{optimizer: {optimizer}}}}}"
+    path = tmp_path / "config.yaml"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for text, row in ((strategy, "DCTTopK(64, 4)"), ("flexdemo", "DCTTopK(64, 32)")):
+        path.write_text(
+            f"model: planned_flexdemo.Net\ntrainer: {{accelerator: cpu, devices: 1, num_nodes: 2, strategy: {text}}}\n"
+        )
+        plan = _plan(capsys, "--config", str(path))
+        assert plan["mesh"] == {"replicate": 2, "shard": 1, "ranks": 2}
+        assert plan["flexdemo"]["rows"][0]["name"] == row and plan["config"] is None
+        # The words change what the file says.
+        assert (
+            _plan(capsys, "--config", str(path), "--flexdemo", "top_k=2")["flexdemo"]["rows"][0]["name"]
+            == "DCTTopK(64, 2)"
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +224,9 @@ def test_a_config_file_is_planned_for_its_own_mesh(
         (("--shapes", "10b", "--flops", "inf"), "flops_per_second must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "pictures are .png, .svg or .pdf files"),
         (("--config", "nothing.yaml"), "there is no config file nothing.yaml"),
+        (("--shapes", "10b", "--flexdemo", "topk=8"), "no key 'topk' (did you mean 'top_k'?)"),
+        (("--shapes", "10b", "--flexdemo", "--draw", "plan.png"), "which FlexDeMo has with base=muon only"),
+        (("--shapes", "10b", "--flexdemo", "--compute-seconds", "0"), "--compute-seconds must be finite and above 0"),
         (("--shapes", "10b", "--cost", "nothing.json"), "nothing.json"),
     ],
 )

@@ -19,7 +19,9 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_muon import MuonConfig, ParallelMuon
-from lightning_muon.optim.adopt import AS_CONFIGURED, adopt, has_matrices, repoint_schedulers
+from lightning_muon.optim.adopt import adopt, adopt_decoupled, has_matrices, repoint_schedulers
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 
 
 def _model() -> nn.Sequential:
@@ -101,7 +103,7 @@ def test_a_parallel_muon_only_learns_what_its_parameters_are() -> None:
     optimizer = ParallelMuon(model.parameters(), lr=1e-3)
     adoption = adopt(optimizer, model, MuonConfig())
     assert adoption.optimizer is optimizer
-    assert adoption.summary == AS_CONFIGURED
+    assert adoption.is_as_configured
     assert _algorithms(optimizer)["0.weight"] == "adamw", "by type, not by shape"
     assert not optimizer.state, "how the state is divided is decided later"
 
@@ -196,3 +198,85 @@ def test_a_scheduler_acts_on_the_new_optimizer_as_it_did_on_the_old(kind: str) -
         warnings.filterwarnings("error", message=".*lr_scheduler.*")
         assert _rates(model, new, scheduler) == expected
     assert old.state == {}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
+def test_flexdemo_keeps_groups_and_numbers_of_adamw(kind: Any, base: Any) -> None:
+    model = _model()
+    decay = 0.02 if kind is torch.optim.AdamW else 0.0
+    groups = [{"params": model[3].parameters(), "lr": 1e-2, "name": "late"}, {"params": model[1].parameters()}]
+    old = kind(groups, lr=3e-4, weight_decay=decay, betas=(0.7, 0.8), eps=1e-6)
+    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base=base, lr=9.0, weight_decay=9.0, decay=0.5))
+    new = adoption.optimizer
+    assert isinstance(new, FlexDeMo) and (new.config.base, new.config.decay) == (base, 0.5)
+    assert [[id(p) for p in group["params"]] for group in new.param_groups] == [
+        [id(p) for p in group["params"]] for group in old.param_groups
+    ]
+    keys = ("lr", "weight_decay", "betas", "adamw_eps", "name")
+    assert [tuple(group.get(key) for key in keys) for group in new.param_groups] == [
+        (1e-2, decay, (0.7, 0.8), 1e-6, "late"), (3e-4, decay, (0.7, 0.8), 1e-6, None),
+    ]  # fmt: skip
+    assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
+    assert ("base='adamw' keeps its moments" in adoption.caution) == (base == "sgd")
+    assert has_matrices(new) == (base == "muon")
+
+
+def test_flexdemo_takes_learning_rates_of_sgd_and_warns_of_signs() -> None:
+    model = _model()
+    old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
+    adoption = adopt_decoupled(old, model, FlexDeMoConfig())
+    assert [group["lr"] for group in adoption.optimizer.param_groups] == [0.5, 0.1]
+    assert "Set sign=False" in adoption.caution
+    assert adopt_decoupled(old, model, FlexDeMoConfig(sign=False)).caution == ""
+
+
+def test_flexdemo_takes_all_but_the_momentum_of_torch_muon() -> None:
+    model = _model()
+    old = torch.optim.Muon(
+        [model[1].weight], lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True, eps=1e-5, ns_steps=4,
+        ns_coefficients=(3.0, -4.0, 2.0), adjust_lr_fn="original",
+    )  # fmt: skip
+    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base="muon"))
+    group = adoption.optimizer.param_groups[0]
+    keys = ("lr", "weight_decay", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm", "momentum")
+    expected = (0.02, 0.3, 1e-5, 4, (3.0, -4.0, 2.0), "original", "muon", 0.0)
+    assert tuple(group[key] for key in keys) == expected
+    assert not group["nesterov"] and adoption.caution == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "match"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "momentum=0.9 would be a second one"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {}, "weight_decay=0.5 is added to the gradient"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), {}, "maximize"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"base": "adamw"}, r"set FlexDeMoConfig\(base='sgd'\)"),
+        (lambda p: torch.optim.Muon(p), {}, r"need FlexDeMoConfig\(base='muon'\), got base='sgd'"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {}, "no counterpart in FlexDeMo; use AdamW"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "amsgrad=True is not supported by FlexDeMo"),
+        (lambda p: torch.optim.Adagrad(p), {}, "the Adagrad .*only AdamW, Adam, SGD and torch.optim.Muon have a"),
+        (lambda p: ParallelMuon(p), {}, "the ParallelMuon that configure_optimizers returned"),
+    ],
+)
+def test_nothing_is_kept_that_would_let_nodes_drift_apart(make: Any, config: dict[str, Any], match: str) -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=match):
+        adopt_decoupled(make([model[1].weight]), model, FlexDeMoConfig(**config))
+
+
+def test_a_flexdemo_is_taken_as_it_is_and_learns_its_routes() -> None:
+    model = _model()
+    own = FlexDeMo(model.parameters(), base="muon", lr=0.3)
+    adoption = adopt_decoupled(own, model, FlexDeMoConfig())
+    assert adoption.optimizer is own and adoption.is_as_configured
+    assert [route.name for route in own.routes] == [name for name, _ in model.named_parameters()]
+
+
+def test_flexdemo_does_not_take_over_state() -> None:
+    model = _model()
+    adamw = torch.optim.AdamW(model[1].parameters())
+    model[1](torch.ones(2, 6)).sum().backward()
+    adamw.step()
+    with pytest.raises(ValueError, match="AdamW has optimizer state already"):
+        adopt_decoupled(adamw, model, FlexDeMoConfig())

@@ -14,12 +14,16 @@ from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.optimizers import (
     ReplacedParameters,
+    check_choice,
     choose_optimizers,
+    config_of,
     describe_optimizers,
     optimizer_warnings,
     provide_default_optimizer,
     remove_default_optimizer,
 )
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 
 pl = pytest.importorskip("lightning.pytorch")
 _PACKAGE = LightningPackage("lightning.pytorch")
@@ -160,3 +164,53 @@ def test_parameters_that_stay_can_be_moved_afterwards() -> None:
     replaced = ReplacedParameters(module)
     replaced.close(module)
     assert weakref.getweakrefcount(module.first.weight) == 0
+
+
+def test_the_config_decides_what_a_module_without_optimizer_gets() -> None:
+    module = _Module()
+    provide_default_optimizer(module, FlexDeMoConfig(lr=0.25, base="muon"), _PACKAGE)
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, FlexDeMo) and optimizer.config.lr == 0.25
+    assert optimizer_warnings(_choose(module, optimizer, choice=FlexDeMoConfig()), module, FlexDeMoConfig(lr=1.0)) == []
+    remove_default_optimizer(module)
+    assert isinstance(config_of("auto"), MuonConfig) and config_of(FlexDeMoConfig(lr=0.5)).lr == 0.5
+    with pytest.raises(ValueError, match="a MuonConfig or a FlexDeMoConfig, got 3"):
+        check_choice(3)
+
+
+def test_under_flexdemo_every_optimizer_becomes_one_and_schedulers_follow() -> None:
+    module = _Module()
+    muon = torch.optim.Muon([module.first.weight])
+    adamw = torch.optim.AdamW(module.embedding.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(adamw)
+    choice = FlexDeMoConfig(base="muon")
+    adoptions = choose_optimizers([muon, adamw], [scheduler], module, choice=choice, package=_PACKAGE)
+    assert [type(adoption.optimizer) for adoption in adoptions] == [FlexDeMo, FlexDeMo]
+    assert scheduler.optimizer is adoptions[1].optimizer
+    # An optimizer without matrices beside one that has some is no mistake.
+    assert [group["algorithm"] for a in adoptions for group in a.optimizer.param_groups] == ["muon", "adamw"]
+    assert "FlexDeMo(base='muon')" in describe_optimizers(adoptions)
+
+
+def test_a_flexdemo_where_nothing_is_left_to_exchange_is_an_error() -> None:
+    module = _Module()
+    for choice in ("auto", "keep", MuonConfig()):
+        with pytest.raises(ValueError, match=r"set Trainer\(strategy='flexdemo'\)"):
+            _choose(module, FlexDeMo(module.parameters()), choice=choice)
+
+
+def test_a_flexdemo_without_matrices_for_muon_is_an_error_that_says_how_to_go_on() -> None:
+    module = _Module()
+    with pytest.raises(ValueError, match=r"(?s)embedding.weight.*FlexDeMoConfig\(base='adamw'\)"):
+        _choose(module, torch.optim.AdamW(module.embedding.parameters()), choice=FlexDeMoConfig(base="muon"))
+
+
+def test_cautions_and_unused_configs_are_told() -> None:
+    module = _Module()
+    adoptions = _choose(module, torch.optim.SGD(module.parameters(), lr=0.1), choice=FlexDeMoConfig())
+    (warning,) = optimizer_warnings(adoptions, module, FlexDeMoConfig())
+    assert "steps by signs" in warning
+    own = _choose(module, FlexDeMo(module.parameters()), choice=FlexDeMoConfig())
+    assert optimizer_warnings(own, module, FlexDeMoConfig()) == []
+    (warning,) = optimizer_warnings(own, module, FlexDeMoConfig(decay=0.5))
+    assert "FlexDeMoConfig(...)) has no effect" in warning and "returned a FlexDeMo" in warning

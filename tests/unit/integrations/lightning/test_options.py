@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from lightning_muon import ParallelMuonStrategy
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,18 @@ def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: s
 def test_everything_goes_with_what_it_needs() -> None:
     ParallelMuonStrategy(tensor_size=2, context_size=2, reshard_after_backward=False, early_all_gather=True)
     ParallelMuonStrategy(sharding="zero2", context_size=2, loss_scaling="tokens", clip_groups="elementwise")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"sharding": name}, f"needs sharding='fsdp', got '{name}'") for name in ("ddp", "zero2", "none")),
+        ({"tensor_size": 2}, "does not go with tensor_size=2"),
+        ({"tensor_parallel_size": 2}, "does not go with tensor_size=2"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 replaces by Lightning's; give replicate_size and shard_size"),
+    ],
+)
+def test_nodes_need_a_mesh_and_a_sharding_that_know_them(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelMuonStrategy(optimizer=FlexDeMoConfig(), **options)
+    ParallelMuonStrategy(optimizer=FlexDeMoConfig(), replicate_size=2, context_size=2, loss_scaling="tokens")

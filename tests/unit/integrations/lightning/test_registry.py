@@ -31,6 +31,16 @@ def test_either_order_of_imports_registers(package: str, order: str) -> None:
     assert _run(code).split() == ["True", package, "True"]
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_flexdemo_is_a_strategy_by_name(package: str) -> None:
+    pytest.importorskip(package)
+    code = (
+        f"import lightning_muon; from {package}.strategies import StrategyRegistry as R; s = R.get('flexdemo'); "
+        "print(type(s._optimizer_choice).__name__, s.package.name, R['flexdemo']['description'] != '')"
+    )
+    assert _run(code).split() == ["FlexDeMoConfig", package, "True"]
+
+
 def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_is_installed", lambda package: False)
     with pytest.raises(ImportError, match=r"pip install 'lightning-muon\[lightning\]'"):

@@ -22,7 +22,7 @@ def cls(request: pytest.FixtureRequest) -> Any:
     [
         ({"replicate_size": -1}, "replicate_size"),
         ({"tensor_size": 4, "tensor_parallel_size": 2}, "tensor_size=4 contradicts tensor_parallel_size=2"),
-        ({"optimizer": "sgd"}, "optimizer must be 'auto', 'keep' or a MuonConfig, got 'sgd'"),
+        ({"optimizer": "sgd"}, "optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig, got 'sgd'"),
     ],
 )
 def test_wrong_arguments_are_errors_at_once(cls: Any, kwargs: Any, match: str) -> None:

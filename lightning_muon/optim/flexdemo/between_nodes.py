@@ -1,0 +1,135 @@
+"""What FlexDeMo asks of the ways in which nodes follow each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.mesh import ALONE, PrivateGroups, axis_group
+from lightning_muon.optim.early import SentEarly
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.exchange import Nodes
+from lightning_muon.optim.flexdemo.layout import NodeLayout
+from lightning_muon.optim.matrix_step import Gradients, States
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What a way needs of the optimizer.
+
+    Attributes:
+        config: Options.
+        mesh: Nodes, and the ranks of each; ``None`` for a process alone.
+        current_states: Of the optimizer, which torch replaces when it loads.
+        parameters: All that may change now, in the order of the param groups.
+        learning_rates: Of them.
+    """
+
+    config: FlexDeMoConfig
+    mesh: DeviceMesh | None
+    current_states: Callable[[], States]
+    parameters: Callable[[], Sequence[Tensor]]
+    learning_rates: Callable[[], Mapping[Tensor, float]]
+
+    @property
+    def states(self) -> States:
+        """Of the optimizer, now."""
+        return self.current_states()
+
+    @cached_property
+    def layout(self) -> NodeLayout | None:
+        """Where parameters lie; ``None`` for a process alone."""
+        return None if self.mesh is None else NodeLayout(self.mesh)
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """Collective over the nodes the first time; every rank must call it."""
+        if self.mesh is None:
+            return Nodes(ALONE, ALONE)
+        group = axis_group(self.mesh, (0,))
+        return Nodes(*PrivateGroups().of([group, group]))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Number of this node, and how many there are; local."""
+        if self.mesh is None:
+            return 0, 1
+        group = axis_group(self.mesh, (0,))
+        return group.rank, group.size
+
+    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """(R, *parameter.shape) of the local parts of all nodes; shares memory."""
+        return local.unsqueeze(0) if self.layout is None else self.layout.of_all_nodes(parameter, local)
+
+
+class BetweenNodes(ABC):
+    """One way in which nodes follow each other.
+
+    Attributes:
+        keeps_weights_equal: Whether the nodes have equal weights after every step.
+        own_state: Keys of the state of a parameter that are kept in float32, and saved for each node where they differ.
+    """
+
+    keeps_weights_equal: ClassVar[bool] = True
+    own_state: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    @abstractmethod
+    def init_state(self, parameter: Tensor) -> None:
+        """State of a parameter that has none; local."""
+
+    def plan(self, names: Mapping[Tensor, str], num_steps: int) -> SentEarly | None:
+        """Make ready for the parameters that there are now, after so many steps; what is sent early.
+
+        Collective over the nodes; every rank must call it.
+        """
+        del names, num_steps
+        return None
+
+    @property
+    def order(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters in the order in which their updates arrive, those together that arrive together."""
+        return ()
+
+    @abstractmethod
+    def updates(self, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
+        """Local updates from the local gradients of the node, of the parameters that take part in the step.
+
+        Collective over the nodes; every rank must call it with the same parameters.
+        """
+
+    def finish(self, num_steps: int) -> None:  # noqa: B027 - most need not
+        """A step has been taken, the so many-th. Collective over the nodes; every rank must call it."""
+
+    def keep(self) -> None:  # noqa: B027
+        """Put all that is on its way into the state. Collective over the nodes; every rank must call it."""
+
+    def saved(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What a checkpoint has beside the state; local."""
+        del parameter
+        return {}
+
+    @abstractmethod
+    def load(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
+        """Take ``own_state``, and what :meth:`saved` has added, from the saved state of a parameter.
+
+        Collective over the mesh; every rank must call it.
+        """
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Inside, the weights are equal on all nodes; local."""
+        yield
+
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to other nodes in a step, on average."""

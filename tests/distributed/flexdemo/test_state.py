@@ -1,0 +1,202 @@
+"""State of FlexDeMo: resumed runs, late updates, other numbers of nodes, skipped steps."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_muon import DCTTopK, Random
+from tests.distributed.flexdemo.models import Plan, ShardedNet
+from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, assert_equal, local, train
+from tests.support.processes import ProcessPool
+
+OPTIONS: dict[str, Any] = SMALL | {"replicator": DCTTopK(chunk_size=8, top_k=5), "chunk_bytes": 2000}
+RESUMED: list[dict[str, Any]] = [
+    {},
+    {"base": "adamw", "weight_decay": 0.1},
+    {"replicator": Random(rate=0.25), "value_format": "int8"},
+    {"delay": 1},
+    {"delay": 1, "base": "adamw", "overlap": "step"},
+]
+
+
+def _resume(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights and residuals of a run of four steps, and of one that is stopped after two and goes on elsewhere."""
+    whole = ShardedNet(plan)
+    whole.train(range(4))
+    first = ShardedNet(plan)
+    first.train(range(2))
+    first.model.reshard()
+    weights = {name: local(p.detach()).clone() for name, p in first.model.named_parameters()}
+    state = deepcopy(first.optimizer.state_dict())
+    first.train([2])
+    second = ShardedNet(plan)
+    second.train([7])
+    second.model.reshard()
+    with torch.no_grad():
+        for name, parameter in second.model.named_parameters():
+            local(parameter).copy_(weights[name])
+    second.optimizer.load_state_dict(state)
+    second.train(range(2, 4))
+    return [(ranks.weights(), ranks.residuals()) for ranks in (whole, second)]
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_a_resumed_run_goes_on_with_the_same_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    plan = Plan(mesh_shape=mesh_shape, options=OPTIONS | options)
+    for whole, resumed in gloo.run(_resume, plan, world_size=plan.world_size):
+        assert_equal(resumed[0], whole[0])
+        assert_equal(resumed[1], whole[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"replicator": Random(rate=0.25)}, {"sign": False}], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_late_updates_are_the_same_updates(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    case = Case(mesh_shape=mesh_shape, options=OPTIONS | options)
+    late = replace(case, options=case.options | {"delay": 1}, num_steps=case.num_steps + 1)
+    on_time = gloo.run(train, case, world_size=case.world_size)
+    for one, other in zip(on_time, gloo.run(train, late, world_size=case.world_size), strict=True):
+        assert_equal(one[0], other[0])
+    residuals = [one[1] for one in gloo.run(train, replace(late, num_steps=case.num_steps), world_size=case.world_size)]
+    for one, other in zip(on_time, residuals, strict=True):
+        assert_equal(one[1], other)
+    for weights, _ in gloo.run(train, replace(late, num_steps=1), world_size=case.world_size):
+        assert_equal(weights, case.weights())
+
+
+def _layouts(mesh_shape: tuple[int, int]) -> list[str]:
+    ranks = Ranks(Case(mesh_shape=mesh_shape, options=OPTIONS))
+    ranks.train([0])
+    wrong: list[str] = []
+    for name, parameter in ranks.parameters.items():
+        residual = ranks.optimizer.state_dict()["state"][list(ranks.parameters).index(name)]["residual"]
+        inside = Shard(1) if parameter.ndim else Replicate()
+        right = (
+            isinstance(residual, DTensor)
+            and residual.placements == (Shard(0), inside)
+            and residual.device_mesh == ranks.mesh
+            and residual.shape == (mesh_shape[0], *parameter.shape)
+            and residual.dtype == torch.float32
+            and residual.to_local().shape == (1, *local(parameter).shape)
+        )
+        wrong += [] if right else [name]
+    return wrong
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 1), (2, 2), (1, 2)], ids=str)
+def test_residuals_are_saved_with_one_entry_for_each_node(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
+    assert gloo.run(_layouts, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]) == [[]] * (
+        mesh_shape[0] * mesh_shape[1]
+    )
+
+
+def _saved_as_plain(case: Case) -> dict[str, Any]:
+    """A state_dict with whole tensors."""
+    ranks = Ranks(case)
+    ranks.train()
+    state = ranks.optimizer.state_dict()
+    tensors = {
+        number: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {"state": tensors, "param_groups": state["param_groups"]}
+
+
+def _residuals_after_loading(case: Case, state: dict[str, Any]) -> dict[str, Tensor]:
+    ranks = Ranks(case)
+    ranks.optimizer.load_state_dict(deepcopy(state))
+    return ranks.residuals()
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 1))], ids=str)
+def test_another_number_of_nodes_keeps_the_sum_of_the_residuals(
+    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    case = Case(mesh_shape=before, options=OPTIONS)
+    state = gloo.run(_saved_as_plain, case, world_size=case.world_size)[0]
+    case = replace(case, mesh_shape=after)
+    for residuals in gloo.run(_residuals_after_loading, case, state, world_size=case.world_size):
+        for number, (name, found) in enumerate(residuals.items()):
+            saved = state["state"][number]["residual"]
+            if after[0] == before[0]:
+                assert torch.equal(found, saved)
+                continue
+            assert saved.norm() > 0 or name in ("small", "bias", "one", "scalar")
+            share = saved.double().sum(0) / after[0]
+            # One rounding of a sum of two to four numbers of size 10.
+            assert_close({str(node): r for node, r in enumerate(found)}, {str(n): share for n in range(after[0])}, 1e-6)
+
+
+def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights and residuals before a step with a broken gradient on one rank, after it, and two steps later."""
+    ranks = Ranks(case)
+    ranks.train([0])
+    results = [(ranks.weights(), ranks.residuals())]
+    ranks.set_gradients(5)
+    gradient = ranks.parameters["prime"].grad
+    if torch.distributed.get_rank() == spoiled:
+        assert gradient is not None
+        local(gradient).view(-1)[3] = value
+    ranks.optimizer.step()
+    results.append((ranks.weights(), ranks.residuals()))
+    assert ranks.optimizer.skipped_steps == 1
+    ranks.train([1, 2])
+    return [*results, (ranks.weights(), ranks.residuals())]
+
+
+@pytest.mark.parametrize("replicator", [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25)], ids=["dct", "random"])
+@pytest.mark.parametrize(("spoiled", "value"), [(1, float("nan")), (2, float("inf"))])
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_all_ranks_of_all_nodes_skip_a_step_with_a_nan_on_one(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], spoiled: int, value: float, replicator: Any
+) -> None:
+    case = Case(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
+    undisturbed = gloo.run(train, case, world_size=case.world_size)
+    for results, expected in zip(
+        gloo.run(_skip, case, spoiled, value, world_size=case.world_size), undisturbed, strict=True
+    ):
+        before, after, end = results
+        for index in range(2):
+            assert_equal(after[index], before[index])
+            assert_equal(end[index], expected[index])
+
+
+def _skip_after_backward(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The same with buffers that are on their way when a gradient turns out to be broken."""
+    ranks = ShardedNet(plan)
+    ranks.train([0])
+    results = [(ranks.weights(), ranks.residuals())]
+    ranks.backward(5)
+    if torch.distributed.get_rank() == 1:
+        grad = ranks.model.second.weight.grad
+        assert grad is not None
+        local(grad).view(-1)[2] = float("nan")
+    ranks.optimizer.step()
+    results.append((ranks.weights(), ranks.residuals()))
+    ranks.train([1, 2])
+    undisturbed = ShardedNet(plan)
+    undisturbed.train(range(3))
+    return [*results, (ranks.weights(), ranks.residuals()), (undisturbed.weights(), undisturbed.residuals())]
+
+
+@pytest.mark.parametrize("replicator", [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25)], ids=["dct", "random"])
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_what_was_sent_early_in_a_skipped_step_leaves_no_trace(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], replicator: Any
+) -> None:
+    plan = Plan(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
+    for before, after, end, undisturbed in gloo.run(_skip_after_backward, plan, world_size=plan.world_size):
+        for index in range(2):
+            assert_equal(after[index], before[index])
+            assert_equal(end[index], undisturbed[index])

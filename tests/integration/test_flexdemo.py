@@ -1,0 +1,326 @@
+"""A Trainer whose nodes exchange components of momenta: weights, resumed runs, checkpoints, other numbers of nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_muon
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.replicators.dct_topk import DCTTopK
+from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.none import NoReplication
+from tests.integration.training import (
+    EXACT,
+    PACKAGES,
+    Network,
+    dataset,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    loss_of,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.processes import ProcessPool
+
+# So small that matrices of the test are compressed, but biases and norms travel dense.
+_SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "lr": 1e-2, "check_every": 1}
+
+
+class _Net(Network):
+    """With a frozen and an unused layer, and a 0-d weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.unused = nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.scale * super().forward(tokens) + self.head(self.frozen(self.embedding(tokens)))
+
+
+def _fit(
+    package: str,
+    directory: str = "",
+    *,
+    config: dict[str, Any] | None = None,
+    strategy: Any = None,
+    nodes: int = 2,
+    configure: str = "none",
+    resume: str | None = None,
+    single_file: bool = False,
+    drifting: bool = False,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, whole weights (rank 0; if nodes drift each rank's shard), and residuals of this rank's node and shard."""
+    pl = load(package)
+    model = language_model(pl, configure=_CONFIGURE[configure], network=_Net, seed=dist.get_rank() if resume else 0)
+    if directory:
+        callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
+        options |= {"callbacks": [callback], "enable_checkpointing": True}
+    chosen = strategy or strategy_class(package)(
+        replicate_size=nodes,
+        optimizer=FlexDeMoConfig(**(_SPARSE | (config or {}))),
+        save_distributed_checkpoint=not single_file,
+    )
+    fitter = trainer(pl, strategy=chosen, **({"max_epochs": 2} | options))
+    fitter.fit(model, loader(), loader() if options.get("limit_val_batches") else None, ckpt_path=resume)
+    optimizer = fitter.optimizers[0]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    residuals = {
+        names[p]: _local(state["residual"]).clone() for p, state in optimizer.state.items() if "residual" in state
+    }
+    if drifting:
+        shards = {name: _local(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        return model.losses, shards, residuals
+    _require_equal_nodes(model)
+    return model.losses, full_weights(model), residuals
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _require_equal_nodes(module: nn.Module) -> None:
+    """All ranks have bit-equal whole weights."""
+    for name, parameter in module.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+        first = whole.clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, whole), name
+
+
+def _flexdemo(module: nn.Module) -> Any:
+    return FlexDeMo(module.parameters(), base="adamw", **_SPARSE)
+
+
+def _adamw_scheduled(module: nn.Module) -> Any:
+    parameters = list(module.parameters())
+    groups = [{"params": parameters[:4], "lr": 5e-3}, {"params": parameters[4:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9), eps=1e-6)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _muon_alone(algorithm: str) -> Any:
+    def configure(module: nn.Module) -> Any:
+        options = vars(EXACT) | {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr": 1e-2}
+        groups = [{"params": list(module.parameters()), "algorithm": algorithm}]
+        return lightning_muon.ParallelMuon(groups, **options)
+
+    return configure
+
+
+_CONFIGURE = {
+    "none": None,
+    "flexdemo": _flexdemo,
+    "scheduled": _adamw_scheduled,
+    "adamw alone": _muon_alone("adamw"),
+    "muon alone": _muon_alone("auto"),
+}
+
+
+def _loop(shape: tuple[int, int], config: dict[str, Any], accumulate: int, *, scheduled: bool) -> dict[str, Tensor]:
+    """What :func:`_fit` does, without Lightning and without the sharding modes."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.network = _Net()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    # Without gradients of the unused layer FSDP2 waits for nothing; 0-d weights are not for it.
+    scale = net.network.scale
+    for block in net.network.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(net.network, mesh=mesh["shard"], ignored_params={scale})
+    options = _SPARSE | config | {"mesh": mesh}
+    parameters: Any = list(net.named_parameters())
+    if scheduled:
+        options |= {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9), "adamw_eps": 1e-6}
+        parameters = [{"params": parameters[:4], "lr": 5e-3}, {"params": parameters[4:], "weight_decay": 0.0}]
+    optimizer = FlexDeMo(parameters, **options)
+    optimizer.attach(net)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    sampler = DistributedSampler(dataset(), shuffle=True, seed=0)
+    step = 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = list(DataLoader(dataset(), batch_size=8 // dist.get_world_size(), sampler=sampler))
+        for first in range(0, len(batches), accumulate):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate / (1 + step) if scheduled else rate
+            window = batches[first : first + accumulate]
+            for index, (tokens, targets) in enumerate(window):
+                net.network.set_requires_gradient_sync(index == len(window) - 1)
+                (loss_of(net.network(tokens), targets) / accumulate).backward()
+            dist.all_reduce(scale.grad, group=mesh.get_group("shard"))
+            scale.grad /= shape[1]
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    return full_weights(net)
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "options"),
+    [
+        ((2, 2), {"base": "sgd"}, {}),
+        ((2, 1), {"base": "adamw"}, {"configure": "scheduled", "accumulate_grad_batches": 2}),
+        ((2, 2), {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"}, {}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_a_plain_loop(
+    gloo: ProcessPool, shape: tuple[int, int], config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    size = shape[0] * shape[1]
+    _, weights, _ = gloo.run(_fit, PACKAGES[0], config=config, world_size=size, **options)[0]
+    accumulate = options.get("accumulate_grad_batches", 1)
+    plain = gloo.run(_loop, shape, config, accumulate, scheduled="configure" in options, world_size=size)[0]
+    # FSDP2 units differ, and with them the order of sums; sign and top-k may turn a difference over.
+    assert max_difference(weights, plain) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("base", ["adamw", "muon"])
+def test_one_node_is_parallel_muon_without_momentum(gloo: ProcessPool, base: str, options: dict[str, Any]) -> None:
+    config = {"base": base, "compute_dtype": "float32", "wire_dtype": "float32"}
+    losses, weights, _ = gloo.run(_fit, PACKAGES[0], config=config, nodes=1, world_size=2, **options)[0]
+    plain = gloo.run(_fit, PACKAGES[0], strategy="parallel_muon", configure=f"{base} alone", world_size=2, **options)[0]
+    assert losses == plain[0]
+    assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+
+
+_EVERYTHING = {
+    "gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "precision": "bf16-mixed", "limit_val_batches": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "options"),
+    [
+        (4, {}, {}),
+        (4, {"base": "adamw"}, {"single_file": True}),
+        (2, {"base": "muon"}, _EVERYTHING | {"configure": "scheduled"}),
+        (2, {}, {"precision": "bf16-true", "configure": "flexdemo", "single_file": True}),
+        (2, {"delay": 1}, {"precision": "bf16-true"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_bit_equal(
+    gloo: ProcessPool, tmp_path: Path, world_size: int, config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    kind = {"config": config, "world_size": world_size, **options}
+    whole = gloo.run(_fit, PACKAGES[0], first, **kind)
+    checkpoint = f"{first}/epoch=0.ckpt"
+    assert Path(checkpoint).is_dir() != options.get("single_file", False)
+    resumed = gloo.run(_fit, PACKAGES[0], second, resume=checkpoint, **kind)
+    assert resumed[0][0] == whole[0][0][len(whole[0][0]) // 2 :]
+    assert all(torch.equal(resumed[0][1][name], whole[0][1][name]) for name in whole[0][1])
+    for before, after in zip(whole, resumed, strict=True):
+        assert all(torch.equal(before[2][name], after[2][name]) for name in before[2])
+    assert any(residual.any() for residual in whole[-1][2].values()), "there is something to keep"
+
+
+def _residuals(package: str, directory: str, *, nodes: int, resume: str = "", single_file: bool) -> dict[str, Tensor]:
+    """Residuals (nodes, *shape) after an epoch, or if resumed right after they were loaded."""
+    pl = load(package)
+    found: dict[str, Tensor] = {}
+
+    class Capture(pl.Callback):
+        def capture(self, _: Any, module: Any) -> None:
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            for parameter, state in module.optimizers().optimizer.state.items():
+                if parameter.requires_grad:
+                    assert "residual" in state, (names[parameter], state)
+                    found[names[parameter]] = state["residual"].full_tensor().clone()
+
+    setattr(Capture, "on_train_start" if resume else "on_train_end", Capture.capture)
+    saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}")
+    chosen = strategy_class(package)(
+        replicate_size=nodes, optimizer=FlexDeMoConfig(**_SPARSE), save_distributed_checkpoint=not single_file
+    )
+    model = language_model(pl, configure=None, network=_Net)
+    callbacks = [Capture(), *([] if resume else [saving])]
+    epochs = 2 if resume else 1
+    fitter = trainer(
+        pl, strategy=chosen, callbacks=callbacks, enable_checkpointing=not resume, max_epochs=epochs,
+        limit_train_batches=2,
+    )  # fmt: skip
+    fitter.fit(model, loader(), ckpt_path=resume or None)
+    _require_equal_nodes(model)
+    return found
+
+
+@pytest.mark.parametrize("single_file", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 2), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (3, 1)), ((3, 1), (2, 1)), ((2, 1), (1, 2))]
+)
+def test_residuals_go_on_with_other_nodes_and_shards_with_the_same_sum(
+    gloo: ProcessPool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], single_file: bool
+) -> None:
+    options = {"single_file": single_file, "nodes": saved[0], "world_size": saved[0] * saved[1]}
+    before = gloo.run(_residuals, PACKAGES[0], str(tmp_path), **options)[0]
+    options |= {"nodes": loaded[0], "world_size": loaded[0] * loaded[1]}
+    after = gloo.run(_residuals, PACKAGES[0], str(tmp_path), resume=f"{tmp_path}/epoch=0.ckpt", **options)[0]
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(tensor[0], tensor[1]) for tensor in before.values()), "nodes have residuals of their own"
+    for name, tensor in before.items():
+        if saved[0] == loaded[0]:
+            assert torch.equal(after[name], tensor)
+        else:
+            assert after[name].shape == (loaded[0], *tensor.shape[1:])
+            for own in after[name]:
+                torch.testing.assert_close(own, tensor.sum(0) / loaded[0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("replicator", "options"),
+    [
+        (DiLoCo(period=5), {}),
+        (DiLoCo(period=5), {"single_file": True}),
+        (NoReplication(), {}),
+        (NoReplication(), {"single_file": True}),
+    ],
+    ids=str,
+)
+def test_nodes_that_train_by_themselves_resume_bit_equal_and_save_the_weights_of_one(
+    gloo: ProcessPool, tmp_path: Path, replicator: Any, options: dict[str, Any]
+) -> None:
+    """12 steps, saved after the sixth: between two averages."""
+    kind = {"config": {"replicator": replicator}, "drifting": True, **options}
+    whole = gloo.run(_fit, PACKAGES[0], str(tmp_path / "first"), **kind)
+    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
+    resumed = gloo.run(_fit, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, **kind)
+    for before, after in zip(whole, resumed, strict=True):
+        assert after[0] == before[0][6:]
+        assert all(torch.equal(after[1][name], before[1][name]) for name in before[1])
+    saved = gloo.run(_saved_weights, PACKAGES[0], checkpoint)[0]
+    stopped = gloo.run(_fit, PACKAGES[0], max_epochs=1, **kind)
+    first, second = stopped[0][1], stopped[2][1]
+    assert any(not torch.equal(first[name], second[name]) for name in first), "the nodes differ"
+    if isinstance(replicator, NoReplication):
+        whole_saved = {name: saved[name][: len(shard)] if shard.ndim else saved[name] for name, shard in first.items()}
+        assert all(torch.equal(whole_saved[name], shard) for name, shard in first.items())
+
+
+def _saved_weights(package: str, checkpoint: str) -> dict[str, Tensor]:
+    """What a run with ParallelMuon finds in a checkpoint."""
+    pl = load(package)
+    model = language_model(pl, network=_Net, seed=9)
+    fitter = trainer(pl)
+    fitter.validate(model, loader(), ckpt_path=checkpoint, verbose=False)
+    return full_weights(model)

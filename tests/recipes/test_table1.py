@@ -1,0 +1,313 @@
+"""The grid of Table 1: its settings, the measurement of a run, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes.t5_summarization import table1, table1_fit
+from recipes.t5_summarization.data import SummarizationData
+from recipes.t5_summarization.model import T5Summarizer
+from recipes.t5_summarization.table1 import ROOT, missing_runs, parse, run_grid, train_in_processes, train_missing
+from recipes.t5_summarization.table1_config import CONFIG, Run, arguments_of, load_grid, shortened
+from recipes.t5_summarization.table1_fit import Meter, StepClock, hsdp_sent_bytes, optimizer_choice
+from recipes.t5_summarization.table1_results import RESULTS, append_result
+from tests.recipes.rows import write_csv
+from tests.recipes.table1_runs import grid_of, result_of
+
+FILE = yaml.safe_load(CONFIG.read_text())
+
+
+def test_the_grid_has_the_rows_of_the_paper_and_two_seeds() -> None:
+    grid = grid_of()
+    assert grid.seeds == [0, 1]
+    assert grid.settings["adamw"]["row"]["optimizer"] == "adamw"
+    for top_k in (1, 2, 4, 8, 16, 32):
+        row = grid.settings[f"k{top_k}"]["row"]
+        assert row["replicator"] == {"name": "DCTTopK", "chunk_size": 64, "top_k": top_k}
+        assert row["options"]["decay"] == 0.999
+        assert f"k = {top_k} of 64 x 64" in grid.labels[f"k{top_k}"]
+    wanted = {"adamw", *(f"k{top_k}" for top_k in (1, 2, 4, 8, 16, 32)), "diloco"}
+    wanted |= {"k8_fp32", "k8_int8", "k8_sign", "k8_muon"}
+    assert wanted <= set(grid.rows)
+    assert {run.seed for run in grid.runs()[: len(grid.rows)]} == {0}, "one seed of every row comes first"
+    assert len({run.fingerprint for run in grid.runs()}) == 2 * len(grid.rows)
+
+
+def test_rows_that_differ_in_one_thing_say_so_in_their_settings() -> None:
+    rows = {name: settings["row"] for name, settings in grid_of().settings.items()}
+    for value_format in ("fp32", "int8", "sign"):
+        row = rows[f"k8_{value_format}"]
+        assert row["options"] == {**rows["k8"]["options"], "value_format": value_format}
+        assert row["replicator"] == rows["k8"]["replicator"]
+    assert rows["strip4"]["options"] == {**rows["k4"]["options"], "compat": "detonation"}
+    assert rows["k8_muon"]["options"]["base"] == "muon" and rows["k8_muon"]["options"]["sign"] is False
+    assert rows["adamw"]["options"] == {}, "options of FlexDeMo are no options of AdamW"
+
+
+@pytest.mark.parametrize("size", FILE["sizes"])
+def test_the_settings_name_arguments_that_exist(size: str) -> None:
+    settings = grid_of("--size", size).settings["adamw"]
+    inspect.signature(T5Summarizer).bind(**settings["model"])
+    inspect.signature(SummarizationData).bind(**settings["data"])
+    inspect.signature(table1_fit.lightning_muon.ParallelMuonStrategy).bind(**settings["strategy"])
+    inspect.signature(table1_fit.Trainer).bind(**settings["trainer"])
+    assert settings["strategy"]["replicate_size"] == 2
+
+
+def test_the_demo_shows_each_row_the_same_number_of_validation_rows() -> None:
+    settings = grid_of().settings["adamw"]
+    ranks = math.prod(settings["strategy"].values())
+    assert settings["trainer"]["devices"] == ranks
+    assert settings["data"]["validation_rows"] % (ranks * settings["data"]["batch_size"]) == 0
+    steps = settings["trainer"]["max_epochs"] * settings["trainer"]["limit_train_batches"]
+    assert steps * ranks * settings["data"]["batch_size"] <= settings["data"]["train_rows"]
+
+
+def test_the_full_size_is_the_training_of_the_wikihow_recipe() -> None:
+    settings = grid_of("--size", "wikihow").settings["k4"]
+    recipe = yaml.safe_load(CONFIG.with_name("wikihow.yaml").read_text())
+    data = recipe["data"]["init_args"]
+    assert {key: settings["data"][key] for key in data} == data
+    assert (settings["model"]["architecture"], settings["model"]["lr"]) == (
+        "t5-base",
+        recipe["model"]["init_args"]["lr"],
+    )
+    assert settings["trainer"]["max_epochs"] == recipe["trainer"]["max_epochs"] == 10
+    assert settings["data"]["pad_to_max_length"] and settings["model"]["paper_loss"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "max_steps", "expected"),
+    [
+        ({"max_epochs": 4, "limit_train_batches": 75}, 50, (4, 12)),
+        ({"max_epochs": 4, "limit_train_batches": 75}, 10_000, (4, 75)),
+        ({"max_epochs": 4, "limit_train_batches": 75}, 3, (3, 1)),
+        ({"max_epochs": 10}, 1, (1, 1)),
+        ({"max_epochs": 10, "limit_train_batches": 0.5}, 25, (10, 2)),
+    ],
+)
+def test_a_shortened_training_has_equal_epochs_and_at_most_that_many_steps(
+    trainer: dict[str, Any], max_steps: int, expected: tuple[int, int]
+) -> None:
+    short = shortened(trainer, max_steps)
+    assert (short["max_epochs"], short["limit_train_batches"]) == expected
+    assert math.prod(expected) <= max_steps
+
+
+def test_settings_of_the_command_line_reach_every_row_and_change_the_fingerprint() -> None:
+    plain = grid_of()
+    changed = grid_of(
+        "--set", "data.source=a b.csv", "model.lr=1e-4", "--set", "row.lr_scale=0.5", "trainer.num_nodes=2"
+    )
+    for row in plain.labels:
+        settings = changed.settings[row]
+        assert settings["data"]["source"] == "a b.csv" and settings["model"]["lr"] == 1e-4
+        assert settings["row"]["lr_scale"] == 0.5 and settings["trainer"]["num_nodes"] == 2
+        assert changed.run(row, 0).fingerprint != plain.run(row, 0).fingerprint
+    assert grid_of().run("k8", 0).fingerprint == plain.run("k8", 0).fingerprint
+
+
+def test_the_child_gets_the_same_settings_as_its_parent() -> None:
+    options = parse(["--max-steps", "30", "--set", "model.lr=1e-4", "--set", "data.batch_size=2", "--rows", "k8"])
+    child = argparse.Namespace(**vars(parse(arguments_of(options))))
+    assert load_grid(child).run("k8", 3).fingerprint == load_grid(options).run("k8", 3).fingerprint
+    assert load_grid(parse([])).run("k8", 3).fingerprint != load_grid(options).run("k8", 3).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "k3"], "row 'k3' does not exist"),
+        (["--size", "huge"], "size 'huge' does not exist"),
+        (["--set", "modle.lr=1"], "section of --set modle.lr=1: 'modle' does not exist"),
+        (["--set", "model.lr"], "needs section.key=value"),
+        (["--set", "lr=1"], "needs section.key=value"),
+        (["--max-steps", "0"], "at least 1"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grid_of(*arguments)
+
+
+def test_an_interrupted_grid_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[int] = []  # a plot takes a second
+    monkeypatch.setattr(table1, "write_report", lambda grid: reports.append(len(missing_runs(grid))))
+    arguments = ("--rows", "adamw", "k4", "k8", "--max-steps", "40")
+    grid, trained = grid_of(*arguments, folder=tmp_path), []
+
+    def train(run: Run, log: Path) -> int:
+        trained.append((run.row, run.seed))
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        append_result(tmp_path / RESULTS, result_of(run, 5.0))
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, train)
+    assert [(run.row, run.seed) for run in missing_runs(grid)] == [("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
+    assert run_grid(grid, train) == []
+    assert trained == [("adamw", 0), ("k4", 0), ("k8", 0), ("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
+    assert reports == [5, 4, 3, 2, 1, 0], "the report is written after each run"
+    assert "4 of 6 runs to do" in capsys.readouterr().out
+    assert len(missing_runs(grid_of("--rows", "adamw", "--max-steps", "80", folder=tmp_path))) == 2
+
+
+def test_a_run_that_fails_is_reported_and_keeps_no_other_from_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = grid_of("--rows", "adamw", "k4", "k8", "--seeds", "7", folder=tmp_path)
+
+    def train(run: Run, log: Path) -> int:
+        if run.row == "adamw":
+            return 3
+        if run.row == "k8":  # ends well, and stores a result
+            append_result(tmp_path / RESULTS, result_of(run, 4.0))
+        return 0
+
+    assert [run.row for run in run_grid(grid, train)] == ["adamw", "k4"]
+    printed = capsys.readouterr().out
+    assert "adamw seed 7" in printed and "failed with status 3" in printed
+    assert "val loss 4.000" in printed
+    assert "k = 8 of 64 x 64" in (tmp_path / "table1.md").read_text(), "the table of what there is"
+
+
+def test_a_file_that_is_edited_while_the_grid_runs_does_not_change_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(CONFIG.read_text())
+    options = parse(["--config", str(config), "--rows", "k2", "k4", "--seeds", "3"])
+    grid = dataclasses.replace(load_grid(options, rows=options.rows, seeds=options.seeds), output_dir=tmp_path)
+    monkeypatch.setattr(table1, "write_report", lambda grid: None)
+
+    def train(run: Run, log: Path, *, arguments: list[str]) -> int:
+        config.write_text(config.read_text().replace("2.0e-3", "3.0e-3"))
+        seen = load_grid(parse(arguments)).run(run.row, run.seed)
+        append_result(tmp_path / RESULTS, result_of(seen, 4.0))
+        return 0
+
+    monkeypatch.setattr(table1, "train_in_processes", train)
+    assert train_missing(grid, options) == []
+    assert len(missing_runs(load_grid(options, rows=["k2", "k4"]))) == 4, "the edited file is other settings"
+
+
+def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:
+    clock = StepClock(warmup_steps=2)
+    assert math.isnan(clock.seconds_per_step)
+    for now in (10.0, 100.0, 103.0, 104.0):  # two first steps, then 3 s and 1 s
+        clock.step_ended(now)
+    clock.interrupt()
+    for now in (200.0, 208.0):  # the first one is measured from nothing
+        clock.step_ended(now)
+    assert clock.seconds_per_step == pytest.approx((3.0 + 1.0 + 8.0) / 3)
+
+
+def test_hsdp_sends_what_a_ring_all_reduce_over_the_nodes_sends() -> None:
+    for num_nodes in (1, 2, 3, 5):
+        # Each of R ranks sends R - 1 parts of 1 / R in the reduce-scatter, and again in the all-gather.
+        parts = sum(1 / num_nodes for _ in range(num_nodes - 1)) * 2
+        assert hsdp_sent_bytes(1_000, num_nodes=num_nodes) == pytest.approx(parts * 4_000)
+
+
+def test_the_meter_adds_up_what_the_ranks_of_a_node_sent() -> None:
+    sizes = {"replicate": 3, "shard": 4}
+    module: Any = SimpleNamespace(
+        device_mesh={axis: SimpleNamespace(size=lambda size=size: size) for axis, size in sizes.items()}
+    )
+    trainer: Any = SimpleNamespace(
+        optimizers=[SimpleNamespace(sent_bytes_per_step=500), SimpleNamespace(sent_bytes_per_step=100)],
+        strategy=SimpleNamespace(reduce=lambda tensor, reduce_op: tensor + 50),  # other ranks sent more
+    )
+    meter = Meter()
+    meter.on_train_end(trainer, module)
+    assert meter.sent_bytes == 4 * 650.0
+    meter = Meter()
+    trainer.optimizers = [SimpleNamespace()]
+    meter.on_train_end(trainer, module)
+    assert meter.sent_bytes is None, "an optimizer that does not count"
+
+
+def test_rows_of_adamw_and_muon_choose_the_optimizers_of_the_strategy() -> None:
+    settings = grid_of().settings
+    assert optimizer_choice(settings["adamw"]["row"]) == "keep"
+    assert optimizer_choice(settings["muon"]["row"]).dedupe == "never"
+
+
+@pytest.mark.parametrize("row", [row for row, content in FILE["rows"].items() if content["optimizer"] == "flexdemo"])
+def test_each_row_of_flexdemo_is_a_config_that_exists(row: str) -> None:
+    settings = grid_of().settings[row]["row"]
+    config = optimizer_choice(settings)
+    assert type(config.replicator).__name__ == settings["replicator"]["name"]
+    for key, value in settings["options"].items():
+        assert getattr(config, key) == value
+
+
+def small(folder: Path, devices: int) -> list[str]:
+    changes = {
+        "trainer.devices": devices,
+        "strategy.replicate_size": devices,
+        "strategy.shard_size": 1,
+        "data.source": str(write_csv(folder)),
+        "data.vocab_size": 300,
+        "data.batch_size": 2,
+        "data.validation_share": 0.25,
+        "data.cache_dir": str(folder / "cache"),
+        "model.architecture.vocab_size": 300,
+        "model.architecture.d_model": 32,
+        "model.architecture.d_ff": 32,
+        "model.architecture.num_layers": 1,
+        "model.architecture.num_decoder_layers": 1,
+    }
+    return ["--max-steps", "8", "--set", *(f"{key}={json.dumps(value)}" for key, value in changes.items())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["adamw", "k8", "diloco"])
+def test_one_row_is_trained_by_two_processes_and_stored(row: str, tmp_path: Path) -> None:
+    config = tmp_path / "table1.yaml"
+    content = json.loads(json.dumps(FILE))
+    content["sizes"]["demo"]["output_dir"] = str(tmp_path / "out")
+    config.write_text(yaml.safe_dump(content))
+    arguments = ["--config", str(config), "--rows", row, "--seeds", "5", *small(tmp_path, 2)]
+    finished = subprocess.run(
+        [sys.executable, "-m", "recipes.t5_summarization.table1", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    logs = "".join(path.read_text()[-3000:] for path in (tmp_path / "out" / "logs").glob("*"))
+    assert finished.returncode == 0, finished.stderr[-2000:] + finished.stdout[-2000:] + logs
+    [line] = (tmp_path / "out" / RESULTS).read_text().splitlines()
+    stored = json.loads(line)
+    assert (stored["row"], stored["seed"], stored["steps"], stored["world"]) == (row, 5, 8, [2, 1])
+    assert len(stored["val_losses"]) == 4 and stored["val_losses"][-1] == stored["val_loss"]
+    assert 0 < stored["val_loss"] < 6
+    whole = hsdp_sent_bytes(stored["num_parameters"], num_nodes=2)
+    assert stored["sent_bytes"] == whole if row == "adamw" else 0 < stored["sent_bytes"] < whole
+    assert stored["samples_per_second"] > 0
+    assert "written: " in finished.stdout and (tmp_path / "out" / "table1.png").is_file()
+
+
+def test_a_command_that_fails_returns_its_status_and_leaves_its_output(tmp_path: Path) -> None:
+    run = grid_of().run("k8", 0)
+    log = tmp_path / "log"
+    assert train_in_processes(run, log, arguments=["--size", "huge"]) != 0
+    assert "size 'huge' does not exist" in log.read_text()

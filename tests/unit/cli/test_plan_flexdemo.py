@@ -1,0 +1,208 @@
+"""What FlexDeMo is said to send, against counts by hand and the shards that torch cuts."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_muon.cli.plan_flexdemo import (
+    LINKS,
+    TOP_KS,
+    Row,
+    SlowLinks,
+    Traffic,
+    comparison,
+    node_traffic,
+    shard_shapes,
+    slow_links,
+)
+from lightning_muon.cli.plan_specs import Mesh
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.parts import Shape, plan_buckets, sent_bytes
+from lightning_muon.replicators.dct_topk import DCTTopK
+from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.full import Full
+from lightning_muon.replicators.none import NoReplication
+from lightning_muon.replicators.random import Random
+from lightning_muon.replicators.replicator import Replicator
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+
+
+def _parameters(*shapes: tuple[int, ...], **options: Any) -> list[ParameterShape]:
+    kinds = {2: "matrix", 3: "stack", 4: "convolution"}
+    return [
+        ParameterShape(name=f"p{i}", shape=shape, kind=kinds.get(len(shape), "elementwise"), **options)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def _links(
+    config: FlexDeMoConfig, *shapes: tuple[int, ...], nodes: int = 2, shard: int = 1, **options: Any
+) -> SlowLinks:
+    model = ModelShapes(name="m", source="", parameters=tuple(_parameters(*shapes)))
+    return slow_links(model, Mesh(replicate=nodes, shard=shard), config, **options)
+
+
+def _config(top_k: int = 3, **options: Any) -> FlexDeMoConfig:
+    return FlexDeMoConfig(replicator=DCTTopK(top_k=top_k), **options)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 7])
+def test_components_and_dense_parameters_are_counted_as_by_hand(nodes: int) -> None:
+    # 130 x 70 are 3 x 2 blocks, each with 3 positions of 2 bytes and 3 values of 2 bytes: 36 bytes of each, which fill
+    # 40; 10 dense values of 2 bytes fill 24.
+    links = _links(_config(), (130, 70), (10,), nodes=nodes)
+    traffic = links.rows[0].traffic
+    assert (traffic.gathered, traffic.reduced, traffic.dense) == (40 + 40 + 24, 0, 24)
+    assert traffic.sent == (nodes - 1) * 104
+    assert links.rows[0].bits_per_parameter == 8 * 104 / 9110
+    assert (links.compressed, links.dense) == ((1, 9100), (1, 10))
+    assert links.all_reduce.traffic.sent == pytest.approx(2 * (nodes - 1) / nodes * 2 * 9110)
+
+
+def test_whole_blocks_take_the_bits_of_the_formula_and_break_even_at_32_over_bits() -> None:
+    row = _links(_config(32), (128, 640)).rows[0]
+    assert row.bits_per_parameter == 0.25
+    assert row.traffic.break_even(_links(_config(32), (128, 640)).all_reduce.traffic) == 128
+
+
+@pytest.mark.parametrize(
+    ("replicator", "values"), [(DCTTopK(top_k=5), "bf16"), (Random(1 / 7), "int8"), (Full(), "fp32")]
+)
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+def test_a_node_sends_what_all_its_ranks_send(replicator: Replicator, values: Any, num_shards: int) -> None:
+    draw = random.Random(num_shards)
+    shapes = [tuple(draw.randint(1, 90) for _ in range(draw.choice([1, 2, 2, 3]))) for _ in range(12)] + [(3, 2000)]
+    config = FlexDeMoConfig(replicator=replicator, value_format=values, chunk_bytes=20_000)
+    expected = 0
+    for rank in range(num_shards):
+        local = [
+            tuple(chunks[rank].shape) if rank < len(chunks) else (0, *shape[1:])
+            for shape in shapes
+            for chunks in [torch.empty(shape, device="meta").chunk(num_shards)]
+        ]
+        plans = plan_buckets(
+            [Shape(*pair) for pair in zip(shapes, local, strict=True)],
+            replicator=replicator,
+            value_format_name=values,
+            dense_below=config.dense_below,
+            chunk_bytes=config.chunk_bytes,
+        )
+        expected += sum(sent_bytes(plan, 0, 4) for plan in plans)
+    found = node_traffic(_parameters(*shapes), Mesh(replicate=4, shard=num_shards), config)
+    assert found.sent == expected > 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 64])
+def test_shards_are_those_of_torch_along_any_dimension(num_shards: int) -> None:
+    draw = random.Random(num_shards)
+    parameters = [
+        replace(_parameters(shape)[0], name=f"{i}", shard_dim=i % len(shape))
+        for i, shape in enumerate(tuple(draw.randint(1, 40) for _ in range(3)) for _ in range(20))
+    ]
+    parameters += _parameters((), (5,))
+    ranks = [shapes for shapes, count in shard_shapes(parameters, num_shards) for _ in range(count)]
+    assert len(ranks) == num_shards
+    for i, parameter in enumerate(parameters):
+        assert all(shapes[i].whole == parameter.shape for shapes in ranks)
+        if parameter.shape:
+            chunks = torch.empty(parameter.shape, device="meta").chunk(num_shards, parameter.shard_dim)
+            held = [shapes[i].local[parameter.shard_dim] for shapes in ranks]
+            assert held == [c.shape[parameter.shard_dim] for c in chunks] + [0] * (num_shards - len(chunks))
+
+
+@pytest.mark.parametrize("replicator", [DCTTopK(top_k=32), DCTTopK(chunk_size=16, top_k=32)])
+def test_beyond_the_break_even_the_all_reduce_sends_less(replicator: Replicator) -> None:
+    config, shapes = FlexDeMoConfig(replicator=replicator), ((512, 256), (300, 77), (40,))
+    links = _links(config, *shapes)
+    at = links.rows[0].traffic.break_even(links.all_reduce.traffic)
+    assert at is not None and at > 3
+    for nodes, is_less in ((math.floor(at), True), (math.floor(at) + 1, False)):
+        links = _links(config, *shapes, nodes=nodes)
+        assert (links.rows[0].traffic.sent <= links.all_reduce.traffic.sent) == is_less
+
+
+def test_values_at_common_positions_never_exceed_the_all_reduce() -> None:
+    for nodes in (2, 3, 100):
+        links = _links(FlexDeMoConfig(replicator=Random(0.25)), (2048, 1024), (300, 77), nodes=nodes)
+        traffic = links.rows[0].traffic
+        assert traffic.break_even(links.all_reduce.traffic) is None
+        assert traffic.sent <= 0.26 * links.all_reduce.traffic.sent
+        # Segments are rounded up to rows of 256 values.
+        assert traffic.sent == pytest.approx((nodes - 1) / nodes * (traffic.reduced + traffic.returned), rel=0.05)
+
+
+def test_more_bytes_than_the_all_reduce_break_even_at_no_number_of_nodes() -> None:
+    none = Traffic(gathered=0, reduced=10, returned=10, dense=0, sent=0)
+    more = Traffic(gathered=0, reduced=11, returned=11, dense=0, sent=0)
+    assert more.break_even(none) == 0.0 and none.break_even(more) is None and none.break_even(none) is None
+    assert Traffic(gathered=5, reduced=11, returned=11, dense=0, sent=0).break_even(none) == 0.0
+
+
+def test_local_steps_send_weights_once_per_period_or_nothing() -> None:
+    diloco = _links(FlexDeMoConfig(replicator=DiLoCo(period=25)), (64, 30), (7,), nodes=4).rows[0]
+    assert diloco.traffic.sent == pytest.approx(2 * 3 / 4 * 4 * (64 * 30 + 7) / 25)
+    assert diloco.bits_per_parameter == pytest.approx(32 / 25)
+    assert _links(FlexDeMoConfig(replicator=NoReplication()), (64, 30), nodes=4).rows[0].traffic.sent == 0
+
+
+def test_strips_are_counted_for_detonation() -> None:
+    # 6000 elements are 94 strips of 64, of which 4 values and positions are sent.
+    assert _links(_config(4, compat="detonation"), (60, 100)).rows[0].traffic.message == 94 * 4 * (2 + 2)
+
+
+def test_frozen_parameters_do_not_count_and_something_must_be_trained() -> None:
+    trained, frozen = _parameters((70, 80)), [replace(p, name="f") for p in _parameters((90, 90), frozen=True)]
+    mesh = Mesh(replicate=2, shard=2)
+    model = ModelShapes(name="m", source="", parameters=tuple(trained))
+    both = replace(model, parameters=(*trained, *frozen))
+    assert slow_links(both, mesh, _config()) == slow_links(model, mesh, _config())
+    with pytest.raises(ValueError, match="m has no parameters that are trained"):
+        slow_links(replace(model, parameters=tuple(frozen)), mesh, _config())
+
+
+def test_the_comparison_has_the_configured_one_first_and_every_other_once() -> None:
+    found = list(comparison(_config(8, value_format="int8", base="adamw")))
+    assert found[0] == _config(8, value_format="int8", base="adamw")
+    assert len(set(map(str, found))) == len(found)
+    assert {each.replicator.top_k for each in found if each.value_format == "int8"} == set(TOP_KS)  # type: ignore[union-attr]
+    assert {each.value_format for each in found if each.replicator == DCTTopK(top_k=8)} == {
+        "fp32",
+        "bf16",
+        "int8",
+        "sign",
+    }
+    others = [each.replicator for each in comparison(FlexDeMoConfig(replicator=DiLoCo(period=5)))]
+    assert others == [DiLoCo(period=5), *(DCTTopK(top_k=k) for k in TOP_KS)]
+
+
+def _seconds(exchange: float, compute: float | None, **options: Any) -> float:
+    config = FlexDeMoConfig(**options)
+    traffic = Traffic(gathered=0, reduced=0, returned=0, dense=0, sent=exchange * 1e9 / 8)
+    row = Row(config=config, traffic=traffic, bits_per_parameter=0)
+    links = replace(_links(_config(), (70, 70)), compute_seconds=compute)
+    return links.step_seconds(row, LINKS["1 Gbit/s"])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "options", "expected"),
+    [
+        (1.0, {}, 3.0),
+        (5.0, {}, 6.0),
+        (5.0, {"overlap": "step"}, 8.0),
+        (5.0, {"delay": 1}, 5.0),
+        (1.0, {"delay": 1, "overlap": "step"}, 3.0),
+        (5.0, {"replicator": DiLoCo(period=3)}, 8.0),
+        (5.0, {"replicator": DiLoCo(period=3, overlap=True)}, 5.0),
+    ],
+)
+def test_a_step_of_three_seconds_hides_what_the_options_let_it_hide(
+    exchange: float, options: dict[str, Any], expected: float
+) -> None:
+    assert _seconds(exchange, 3.0, **options) == pytest.approx(expected)
+    assert _seconds(exchange, None, **options) == pytest.approx(exchange)

@@ -1,0 +1,89 @@
+"""The cosine transform against its definition in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon.math.dct import dct, dct_basis, groups, inverse_dct, sparse_inverse_dct
+
+CPU = torch.device("cpu")
+SHAPES = [(5,), (64,), (127,), (1, 1), (1, 13), (13, 7), (64, 64), (32, 127)]
+
+
+def cosine(size: int, frequency: int, place: int) -> float:
+    """One entry of the orthonormal DCT-II."""
+    scale = math.sqrt((1 if frequency == 0 else 2) / size)
+    return scale * math.cos(math.pi * (2 * place + 1) * frequency / (2 * size))
+
+
+def reference_basis(size: int) -> Tensor:
+    return torch.tensor([[cosine(size, k, i) for i in range(size)] for k in range(size)], dtype=torch.float64)
+
+
+def reference(blocks: Tensor) -> Tensor:
+    """``C_a X C_b^T`` or ``C x`` in float64."""
+    bases = [reference_basis(size) for size in blocks.shape[1:]]
+    if len(bases) == 1:
+        return torch.einsum("ka,na->nk", bases[0], blocks.double())
+    return torch.einsum("ka,nab,lb->nkl", bases[0], blocks.double(), bases[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 13, 64, 127])
+def test_the_basis_is_orthonormal_and_exact_to_float32(size: int) -> None:
+    basis = dct_basis(size, CPU)
+    assert basis.dtype == torch.float32
+    # Each entry is rounded once from float64.
+    assert torch.allclose(basis.double(), reference_basis(size), rtol=1e-7, atol=1e-8)
+    assert torch.allclose(basis.double() @ basis.double().mT, torch.eye(size, dtype=torch.float64), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_transform_is_the_definition_and_the_inverse_undoes_it(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(sum(shape))
+    # More than one group and a shorter last one for 64 x 64.
+    blocks = torch.randn(67 if shape == (64, 64) else 3, *shape)
+    coefficients = dct(blocks)
+    # Sums of up to 127 products in float32, twice.
+    assert torch.allclose(coefficients.double(), reference(blocks), atol=2e-5)
+    assert torch.allclose(inverse_dct(coefficients), blocks, atol=2e-5)
+
+
+def test_blocks_that_are_not_contiguous_are_transformed_as_their_copies() -> None:
+    torch.manual_seed(0)
+    blocks = torch.randn(13, 7, 4).permute(2, 0, 1)
+    assert torch.equal(dct(blocks), dct(blocks.contiguous()))
+    strided = torch.randn(6, 26)[:, ::2]
+    assert torch.allclose(dct(strided), dct(strided.contiguous()), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("density", ["one", "few", "all", "more"])
+def test_the_inverse_of_few_coefficients_is_that_of_a_block_full_of_zeros(shape: tuple[int, ...], density: str) -> None:
+    torch.manual_seed(sum(shape))
+    numel = math.prod(shape)
+    few = {"one": 1, "few": max(1, numel // 8), "all": numel, "more": numel + 3}[density]
+    positions, values = torch.randint(numel, (35, few)), torch.randn(35, few)
+    dense = [[0.0] * numel for _ in range(35)]
+    for block, position, value in zip(dense, positions.tolist(), values.tolist(), strict=True):
+        for index, number in zip(position, value, strict=True):
+            block[index] += number
+    expected = inverse_dct(torch.tensor(dense).view(35, *shape))
+    found = sparse_inverse_dct(values, positions, shape)
+    assert found.shape == expected.shape
+    # Other orders of summation in float32.
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_no_blocks_have_no_coefficients() -> None:
+    assert dct(torch.zeros(0, 8, 8)).shape == (0, 8, 8)
+    assert sparse_inverse_dct(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.int64), (8, 8)).shape == (0, 8, 8)
+
+
+@pytest.mark.parametrize(("num", "shape"), [(0, (4,)), (1, (500, 500)), (67, (64, 64)), (9, (1,))], ids=str)
+def test_groups_cover_all_blocks_once(num: int, shape: tuple[int, ...]) -> None:
+    covered = [index for group in groups(torch.empty(num, *shape)) for index in range(group.start, group.stop)]
+    assert covered == list(range(num))
