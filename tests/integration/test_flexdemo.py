@@ -19,6 +19,7 @@ from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.full import Full
 from lightning_muon.replicators.none import NoReplication
 from tests.integration.training import (
     EXACT,
@@ -265,9 +266,15 @@ def _residuals(package: str, directory: str, *, nodes: int, resume: str = "", si
     return found
 
 
-@pytest.mark.parametrize("single_file", [False, True])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [((2, 2), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (3, 1)), ((3, 1), (2, 1)), ((2, 1), (1, 2))]
+    ("saved", "loaded", "single_file"),
+    [
+        ((2, 2), (2, 1), False),
+        ((2, 2), (3, 1), False),
+        ((2, 1), (1, 2), False),
+        ((2, 1), (2, 2), True),
+        ((3, 1), (2, 1), True),
+    ],
 )
 def test_residuals_go_on_with_other_nodes_and_shards_with_the_same_sum(
     gloo: ProcessPool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], single_file: bool
@@ -324,3 +331,45 @@ def _saved_weights(package: str, checkpoint: str) -> dict[str, Tensor]:
     fitter = trainer(pl)
     fitter.validate(model, loader(), ckpt_path=checkpoint, verbose=False)
     return full_weights(model)
+
+
+def _summed(package: str, nodes: int) -> dict[str, Tensor]:
+    """Each rank sums over other numbers of tokens. All components travel, so nodes compute what one would."""
+    pl = load(package)
+    model = language_model(pl, configure=None)
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        num_tokens = 1 + dist.get_rank()
+        self.trainer.strategy.report_tokens(num_tokens)
+        return num_tokens * loss_of(self(batch[0]), batch[1])
+
+    type(model).training_step = training_step
+    del type(model).on_train_batch_end
+    config = FlexDeMoConfig(
+        lr=0.05, sign=False, replicator=Full(), value_format="fp32", decay=0.0, merge="mean", check_every=1
+    )
+    chosen = strategy_class(package)(replicate_size=nodes, optimizer=config, loss_scaling="tokens")
+    trainer(pl, strategy=chosen, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1e9).fit(model, loader())
+    return full_weights(model)
+
+
+def test_gradients_by_tokens_do_not_depend_on_the_number_of_nodes(gloo: ProcessPool) -> None:
+    one = gloo.run(_summed, PACKAGES[1], 1)[0]
+    # The same numbers are added up in another order.
+    assert max_difference(gloo.run(_summed, PACKAGES[1], 2)[0], one) < 1e-5
+    assert max_difference(gloo.run(_summed, PACKAGES[1], 4)[0], one) < 1e-5
+
+
+def _refused(package: str, configure: Any) -> None:
+    pl = load(package)
+    trainer(pl, strategy="flexdemo").fit(language_model(pl, configure=configure), loader())
+
+
+def _adagrad(module: nn.Module) -> Any:
+    return torch.optim.Adagrad(module.parameters())
+
+
+def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _refused, PACKAGES[1], _adagrad, world_size=2, match="cannot stand in for the Adagrad that configure_optimizers"
+    )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon import ParallelMuon
+from lightning_muon import DCTTopK, FlexDeMo, ParallelMuon
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,21 @@ def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
+
+
+@pytest.mark.timeout(120)
+def test_the_plain_loop_with_flexdemo_and_a_replicator_of_ones_own_run_under_torchrun(tmp_path: Path) -> None:
+    page = "docs/flexdemo.md"
+    loop = _block("init_process_group", page)
+    ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")
+    assert ours != loop
+    for name, program in (("loop", loop), ("own", _block("class Largest", page) + ours)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(program)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+        result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert "2 nodes" in result.stdout
 
 
 _AROUND_A_MODE = """
@@ -99,3 +114,10 @@ def test_the_example_of_parallel_muon_runs(capsys: pytest.CaptureFixture[str]) -
     example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", ParallelMuon.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
     exec(example, {"torch": torch, "nn": nn, "ParallelMuon": ParallelMuon})
     assert "1.weight" in capsys.readouterr().out
+
+
+def test_the_example_of_flexdemo_runs() -> None:
+    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", FlexDeMo.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
+    names = {"torch": torch, "nn": nn, "FlexDeMo": FlexDeMo, "DCTTopK": DCTTopK}
+    exec(example, names)
+    assert names["optimizer"].num_exchanges == 1

@@ -197,7 +197,7 @@ def test_a_file_that_is_edited_while_the_grid_runs_does_not_change_its_runs(
     monkeypatch.setattr(table1, "write_report", lambda grid: None)
 
     def train(run: Run, log: Path, *, arguments: list[str]) -> int:
-        config.write_text(config.read_text().replace("2.0e-3", "3.0e-3"))
+        config.write_text(config.read_text().replace("5.0e-3", "3.0e-3"))
         seen = load_grid(parse(arguments)).run(run.row, run.seed)
         append_result(tmp_path / RESULTS, result_of(seen, 4.0))
         return 0

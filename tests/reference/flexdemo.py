@@ -191,14 +191,14 @@ class ReferenceFlexDeMo:
         return merged
 
     def _encode(self, matrix: Tensor) -> Sent:
-        """The largest coefficients of each block of a shard, rounded."""
+        """The largest coefficients of each block of a shard, rounded; a zero is nothing that is sent."""
         sent: Sent = {}
         for place, block in blocks_of(matrix, self.rules.chunk_size):
             coefficients = (dct(block.shape[0]) @ block @ dct(block.shape[1]).T).flatten().tolist()
             largest = sorted(range(len(coefficients)), key=lambda i: -abs(coefficients[i]))[: self.rules.top_k]
             values = torch.tensor([coefficients[i] for i in largest], dtype=torch.float64)
             rounded = _rounded_rows(values, self.rules.value_format).tolist()
-            sent |= {(*place, i): value for i, value in zip(largest, rounded, strict=True)}
+            sent |= {(*place, i): value for i, value in zip(largest, rounded, strict=True) if value}
         return sent
 
     def _decode(self, sent: Sent, like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class Bucket:
         self._residuals = residuals
         device = next(iter(residuals.values())).device
         self._batches = [torch.zeros(part.batch_shape, device=device) for part in plan.parts]
+        self._pairs = [
+            [
+                (parameters[place.number], list(paired_views(part, place, batch, residuals[parameters[place.number]])))
+                for place in part.places
+            ]
+            for part, batch in zip(plan.parts, self._batches, strict=True)
+        ]
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]) -> None:
         """Blocks <- decay * residual + scale * gradient.
@@ -40,8 +47,11 @@ class Bucket:
             scales: Of the gradients, where they have one.
         """
         scaled = {t: gradients[t] * scales[t] if t in scales else gradients[t] for t in self.parameters}
-        self.load(self._residuals)
-        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+        for part, batch, pairs in zip(self.plan.parts, self._batches, self._pairs, strict=True):
+            if part.has_padding:
+                batch.zero_()
+            into, residuals = _flat(pair for _, of_parameter in pairs for pair in of_parameter)
+            _copy_(into, residuals)
             batch.mul_(decay)
             into, from_gradients = self._views(part, batch, scaled)
             torch._foreach_add_(into, from_gradients)
@@ -73,11 +83,11 @@ class Bucket:
             components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.positions))
         return components
 
-    def settle(self, sent: Sequence[Components], turn: Turn, taking_part: Mapping[Tensor, Tensor]) -> None:
+    def settle(self, sent: Sequence[Components], turn: Turn, taking_part: Collection[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
-        for part, batch, components in zip(self.plan.parts, self._batches, sent, strict=True):
+        for part, batch, pairs, components in zip(self.plan.parts, self._batches, self._pairs, sent, strict=True):
             batch.sub_(part.replicator.decode(components, part.batch_shape[1:], turn))
-            from_blocks, into = self._views(part, batch, self._residuals, taking_part)
+            from_blocks, into = _flat(pair for tensor, own in pairs if tensor in taking_part for pair in own)
             _copy_(into, from_blocks)
 
     def decode(self, merged: Sequence[Components], turn: Turn, updates: Mapping[Tensor, Tensor], *, sign: bool) -> None:
@@ -97,13 +107,18 @@ class Bucket:
         only: Mapping[Tensor, Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a batch, and of what is laid out like the shards of its parameters, in pairs."""
-        pairs = [
+        return _flat(
             pair
             for place in part.places
             if only is None or self._all[place.number] in only
             for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
-        ]
-        return [one for one, _ in pairs], [other for _, other in pairs]
+        )
+
+
+def _flat(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Pairs of tensors as a pair of lists."""
+    listed = list(pairs)
+    return [one for one, _ in listed], [other for _, other in listed]
 
 
 def _copy_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:

@@ -44,6 +44,27 @@ class InFlight:
     taking_part: frozenset[Tensor] = frozenset()
 
 
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """By what changed gradients are known without looking at them all over again.
+
+    Attributes:
+        versions: Where each of them is, and how often torch has written to it.
+        norms: Of them.
+        scales: Their factors.
+    """
+
+    versions: Sequence[tuple[int, int]]
+    norms: Tensor
+    scales: Mapping[Tensor, float]
+
+    @classmethod
+    def of(cls, gradients: Sequence[Tensor], scales: Mapping[Tensor, float]) -> _Seen:
+        tensors = [gradient for gradient in gradients if gradient.numel()]
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]) if tensors else torch.zeros(0)
+        return cls([(tensor.data_ptr(), tensor._version) for tensor in tensors], norms, scales)
+
+
 class Replication:
     """The buckets of one rank.
 
@@ -60,6 +81,7 @@ class Replication:
         self.buckets = {f"bucket {number}": bucket for number, bucket in enumerate(buckets)}
         self._nodes, self._rules = nodes, rules
         self._in_flight: dict[str, InFlight] = {}
+        self._seen: dict[str, _Seen] = {}
         self._scales = scales
         # Number of the next step, equal on all nodes.
         self.step = 0
@@ -71,6 +93,7 @@ class Replication:
         """
         bucket, turn = self.buckets[key], Turn(self.step, list(self.buckets).index(key))
         self._nodes.bring_forward()
+        self._seen[key] = _Seen.of([gradients[tensor] for tensor in bucket.parameters], self._scales())
         bucket.accumulate(gradients, self._rules.decay, self._scales())
         sent = bucket.encode(turn)
         self._in_flight[key] = InFlight(bucket, Exchange(bucket.plan, sent, self._nodes), sent, turn)
@@ -81,6 +104,11 @@ class Replication:
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`start` would send something else now; a bool on the device."""
+        parameters = self.buckets[key].parameters
+        before, now = self._seen[key], _Seen.of([gradients[tensor] for tensor in parameters], self._scales())
+        if before.versions == now.versions and before.scales == now.scales:
+            # Memory that is written to behind torch's back, by ``grad.data.mul_(2)``, keeps its version.
+            return (before.norms != now.norms).any()
         return self.buckets[key].is_accumulated(gradients, self._rules.decay, self._scales()).logical_not()
 
     def run(self, gradients: Gradients, sent: Collection[str]) -> list[InFlight]:

@@ -137,6 +137,11 @@ def train(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return ranks.weights(), ranks.residuals()
 
 
+def train_all(plans: Sequence[Plan]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights and residuals of several runs, one after the other."""
+    return [train(plan) for plan in plans]
+
+
 def node_gradients(model: nn.Module, plan: Plan, step: int, node: int) -> dict[str, Tensor]:
     """Mean over the ranks of a node of the gradients of their batches, clipped; unused weights have none."""
     twin = deepcopy(model)

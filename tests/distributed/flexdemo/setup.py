@@ -148,6 +148,11 @@ def train(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return ranks.weights(), ranks.residuals()
 
 
+def train_all(cases: Sequence[Case]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights and residuals of several runs, one after the other."""
+    return [train(case) for case in cases]
+
+
 def reference(case: Case, rules: Rules, **options: Any) -> ReferenceFlexDeMo:
     """The reference after the steps of ``case``."""
     replicated = [name for name, shape in case.shapes.items() if not shape]

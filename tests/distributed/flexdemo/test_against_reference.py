@@ -145,7 +145,7 @@ def test_frozen_weights_and_those_that_no_node_uses_stay_as_they_are(
     _check(gloo, case, _reference(case))
 
 
-@pytest.mark.parametrize(("merge", "missing_from"), [("mean", 0), ("contributors", 1)])
+@pytest.mark.parametrize(("merge", "missing_from"), [("mean", 0), ("contributors", 0), ("contributors", 1)])
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
 def test_a_weight_that_one_node_uses_has_zero_gradients_on_the_others(
     gloo: ProcessPool, mesh_shape: tuple[int, int], merge: str, missing_from: int

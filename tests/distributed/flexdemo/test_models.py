@@ -6,12 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Random
 from lightning_muon.optim.flexdemo.replication import Replication
-from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train
+from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
 from tests.distributed.flexdemo.setup import assert_close, assert_equal
 from tests.reference.flexdemo import Rules
 from tests.support.processes import ProcessPool
@@ -71,12 +70,9 @@ REPLICATORS = [DCTTopK(**TOP_K), Random(rate=0.25)]
 def test_an_exchange_from_the_hooks_gives_the_same_bits(
     gloo: ProcessPool, mesh_shape: tuple[int, int], fields: dict[str, Any], replicator: Any
 ) -> None:
-    results: list[list[Any]] = []
-    for overlap in ("backward", "step"):
-        options = OPTIONS | {"overlap": overlap, "replicator": replicator}
-        plan = Plan(mesh_shape=mesh_shape, options=options, num_steps=5, **fields)
-        results.append(gloo.run(train, plan, world_size=plan.world_size))
-    for early, late in zip(*results, strict=True):
+    options = [OPTIONS | {"overlap": overlap, "replicator": replicator} for overlap in ("backward", "step")]
+    plans = [Plan(mesh_shape=mesh_shape, options=each, num_steps=5, **fields) for each in options]
+    for early, late in gloo.run(train_all, plans, world_size=plans[0].world_size):
         assert_equal(early[0], late[0])
         assert_equal(early[1], late[1])
 
@@ -113,8 +109,12 @@ def test_every_buffer_is_sent_during_the_last_backward_pass(gloo: ProcessPool) -
         assert early == 0 and late >= 3
 
 
-def _with_one_gradient_changed(overlap: str) -> dict[str, Tensor]:
+def _with_one_gradient_changed() -> list[dict[str, Tensor]]:
     """Some buffers are void, and others are not: messages of all kinds are under way at once."""
+    return [_changing(overlap) for overlap in ("backward", "step")]
+
+
+def _changing(overlap: str) -> dict[str, Tensor]:
     options = OPTIONS | {"overlap": overlap, "replicator": Random(rate=0.25)}
     ranks = ShardedNet(Plan(mesh_shape=(3, 1), options=options))
     for step in range(8):
@@ -129,10 +129,8 @@ def _with_one_gradient_changed(overlap: str) -> dict[str, Tensor]:
 
 
 def test_a_gradient_changed_after_backward_counts_as_changed(gloo: ProcessPool) -> None:
-    early = gloo.run(_with_one_gradient_changed, "backward", world_size=3)
-    late = gloo.run(_with_one_gradient_changed, "step", world_size=3)
-    for one, other in zip(early, late, strict=True):
-        assert_equal(one, other)
+    for early, late in gloo.run(_with_one_gradient_changed, world_size=3):
+        assert_equal(early, late)
 
 
 def _drift(name: str | None) -> int:

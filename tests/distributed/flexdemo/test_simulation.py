@@ -17,7 +17,7 @@ from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes
 from lightning_muon.optim.flexdemo.parts import Shape, plan_buckets
 from lightning_muon.replicators.replicator import Turn
-from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train
+from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train_all
 from tests.support.processes import ProcessPool
 
 MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]
@@ -127,10 +127,11 @@ def test_one_process_gives_the_bits_of_many(
     gloo: ProcessPool, monkeypatch: pytest.MonkeyPatch, mesh_shape: tuple[int, int], replicator: Any
 ) -> None:
     monkeypatch.setattr(exchange, "start_messages", PostOffice().start_messages)
-    for value_format in ("fp32", "bf16", "int8", "sign"):
-        options = SMALL | {"replicator": replicator, "value_format": value_format, "chunk_bytes": 4000}
-        case = Case(mesh_shape=mesh_shape, options=options)
-        weights, residuals = _simulate(case)
-        for found in gloo.run(train, case, world_size=case.world_size):
+    options = SMALL | {"replicator": replicator, "chunk_bytes": 4000}
+    formats = ("fp32", "bf16", "int8", "sign")
+    cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in formats]
+    expected = [_simulate(case) for case in cases]
+    for results in gloo.run(train_all, cases, world_size=cases[0].world_size):
+        for found, (weights, residuals) in zip(results, expected, strict=True):
             assert_equal(found[0], weights)
             assert_equal(found[1], residuals)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import DCTTopK, Random
 from tests.distributed.flexdemo.models import Plan, ShardedNet
-from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, assert_equal, local, train
+from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, assert_equal, local, train, train_all
 from tests.support.processes import ProcessPool
 
 OPTIONS: dict[str, Any] = SMALL | {"replicator": DCTTopK(chunk_size=8, top_k=5), "chunk_bytes": 2000}
@@ -65,14 +65,11 @@ def test_late_updates_are_the_same_updates(
 ) -> None:
     case = Case(mesh_shape=mesh_shape, options=OPTIONS | options)
     late = replace(case, options=case.options | {"delay": 1}, num_steps=case.num_steps + 1)
-    on_time = gloo.run(train, case, world_size=case.world_size)
-    for one, other in zip(on_time, gloo.run(train, late, world_size=case.world_size), strict=True):
-        assert_equal(one[0], other[0])
-    residuals = [one[1] for one in gloo.run(train, replace(late, num_steps=case.num_steps), world_size=case.world_size)]
-    for one, other in zip(on_time, residuals, strict=True):
-        assert_equal(one[1], other)
-    for weights, _ in gloo.run(train, replace(late, num_steps=1), world_size=case.world_size):
-        assert_equal(weights, case.weights())
+    cases = [case, late, replace(late, num_steps=case.num_steps), replace(late, num_steps=1)]
+    for on_time, one_step_more, as_many_steps, first_step in gloo.run(train_all, cases, world_size=case.world_size):
+        assert_equal(one_step_more[0], on_time[0])
+        assert_equal(as_many_steps[1], on_time[1])
+        assert_equal(first_step[0], case.weights())
 
 
 def _layouts(mesh_shape: tuple[int, int]) -> list[str]:
@@ -139,7 +136,7 @@ def test_another_number_of_nodes_keeps_the_sum_of_the_residuals(
 
 
 def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights and residuals before a step with a broken gradient on one rank, after it, and two steps later."""
+    """Weights and residuals before a step with a broken gradient, after it, and two steps later; and without it."""
     ranks = Ranks(case)
     ranks.train([0])
     results = [(ranks.weights(), ranks.residuals())]
@@ -152,7 +149,7 @@ def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor
     results.append((ranks.weights(), ranks.residuals()))
     assert ranks.optimizer.skipped_steps == 1
     ranks.train([1, 2])
-    return [*results, (ranks.weights(), ranks.residuals())]
+    return [*results, (ranks.weights(), ranks.residuals()), train(case)]
 
 
 @pytest.mark.parametrize("replicator", [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25)], ids=["dct", "random"])
@@ -162,14 +159,10 @@ def test_all_ranks_of_all_nodes_skip_a_step_with_a_nan_on_one(
     gloo: ProcessPool, mesh_shape: tuple[int, int], spoiled: int, value: float, replicator: Any
 ) -> None:
     case = Case(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
-    undisturbed = gloo.run(train, case, world_size=case.world_size)
-    for results, expected in zip(
-        gloo.run(_skip, case, spoiled, value, world_size=case.world_size), undisturbed, strict=True
-    ):
-        before, after, end = results
+    for before, after, end, undisturbed in gloo.run(_skip, case, spoiled, value, world_size=case.world_size):
         for index in range(2):
             assert_equal(after[index], before[index])
-            assert_equal(end[index], expected[index])
+            assert_equal(end[index], undisturbed[index])
 
 
 def _skip_after_backward(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:

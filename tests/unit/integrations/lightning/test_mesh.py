@@ -158,3 +158,20 @@ def test_replicas_of_context_ranks_have_a_replicate_axis(gloo: ProcessPool) -> N
         assert found["data"] == (("replicate", "shard"), TWO_BY_TWO)
         assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
         assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def _nodes(**sizes: int) -> Any:
+    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    return _describe(meshes.nodes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({}, FOUR), ({"replicate_size": 2}, TWO_BY_TWO), ({"replicate_size": 2, "context_size": 2}, TWO_BY_TWO)],
+)
+def test_nodes_have_two_axes_also_if_there_is_one(gloo: ProcessPool, sizes: Any, ranks: Any) -> None:
+    assert gloo.run(_nodes, **sizes) == [(("replicate", "shard"), ranks)] * 4
+
+
+def test_the_axes_of_lightning_have_no_nodes(gloo: ProcessPool) -> None:
+    assert gloo.run(_nodes, data_parallel_size=4) == [None] * 4
