@@ -8,7 +8,7 @@ the inverse is the transpose and no energy is lost or gained.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -71,13 +71,31 @@ def sparse_inverse_dct(
         ``(num, *block_shape)``.
     """
     blocks = values.new_empty((values.size(0), *block_shape))
-    if values.size(1) > sum(block_shape):
-        inverse = _dense_inverse
-    else:
-        inverse = _sum_of_columns if len(block_shape) == 1 else _sum_of_products
+    inverse = _inverse_for(values.size(1), block_shape)
     for group in groups(blocks):
-        inverse(values[group], positions[group], out=blocks[group])
+        inverse(values[group], positions[group], blocks[group])
     return blocks
+
+
+def subtract_sparse_inverse_dct_(
+    blocks: Float[Tensor, "num ..."], values: Float[Tensor, "num few"], positions: Int[Tensor, "num few"]
+) -> None:
+    """``blocks -= sparse_inverse_dct(values, positions, blocks.shape[1:])``, in one pass where that is possible."""
+    inverse = _inverse_for(values.size(1), tuple(blocks.shape[1:]))
+    for group in groups(blocks):
+        if inverse is _sum_of_products:
+            _sum_of_products(values[group], positions[group], blocks[group], beta=1, alpha=-1)
+        else:
+            taken = torch.empty_like(blocks[group])
+            inverse(values[group], positions[group], taken)
+            blocks[group].sub_(taken)
+
+
+def _inverse_for(few: int, block_shape: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """The cheapest of three ways for so many coefficients of a block."""
+    if few > sum(block_shape):
+        return _dense_inverse
+    return _sum_of_columns if len(block_shape) == 1 else _sum_of_products
 
 
 def _transform(blocks: Tensor, *, inverse: bool, out: Tensor) -> None:
@@ -91,7 +109,7 @@ def _transform(blocks: Tensor, *, inverse: bool, out: Tensor) -> None:
     torch.matmul(_operand(blocks.size(1), blocks.device, transposed=inverse), along_last, out=out)
 
 
-def _dense_inverse(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
+def _dense_inverse(values: Tensor, positions: Tensor, out: Tensor) -> None:
     """Write the coefficients into zeros and transform all."""
     block_numel = math.prod(out.shape[1:])
     starts = torch.arange(0, out.numel(), block_numel, device=out.device)[:, None]
@@ -100,19 +118,19 @@ def _dense_inverse(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
     _transform(coefficients, inverse=True, out=out)
 
 
-def _sum_of_columns(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
+def _sum_of_columns(values: Tensor, positions: Tensor, out: Tensor) -> None:
     """``sum v C[r]`` for blocks of one dimension."""
     basis = dct_basis(out.size(1), out.device)
     out.copy_(F.embedding_bag(positions, basis, mode="sum", per_sample_weights=values))
 
 
-def _sum_of_products(values: Tensor, positions: Tensor, *, out: Tensor) -> None:
-    """``sum v C_a[r]^T C_b[c]`` for blocks of two dimensions."""
+def _sum_of_products(values: Tensor, positions: Tensor, out: Tensor, *, beta: int = 0, alpha: int = 1) -> None:
+    """``beta out + alpha sum v C_a[r]^T C_b[c]`` for blocks of two dimensions."""
     num, rows, cols = out.shape
     flat = positions.reshape(-1)
     left = dct_basis(rows, out.device).index_select(0, flat // cols).mul_(values.reshape(-1, 1)).view(num, -1, rows)
     right = dct_basis(cols, out.device).index_select(0, flat % cols).view(num, -1, cols)
-    torch.bmm(left.mT, right, out=out)
+    torch.baddbmm(out, left.mT, right, beta=beta, alpha=alpha, out=out)
 
 
 @cache

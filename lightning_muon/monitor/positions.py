@@ -24,6 +24,7 @@ class Position:
     Attributes:
         step: Steps and evaluations that this rank has ended.
         shard: The lowest rank with which it shares the weights.
+        mesh: The lowest rank with which it shares gradients.
         skipped: Number of notes of this step that are left out, the first ones; ranks further apart prove nothing.
         notes: The other notes of :class:`~lightning_muon.sharding.unit_order.UnitOrder`.
         crossing_skipped: As ``skipped``, of the notes that all ranks have in common.
@@ -38,6 +39,7 @@ class Position:
 
     step: int
     shard: int
+    mesh: int
     skipped: int
     notes: list[int]
     crossing_skipped: int
@@ -59,6 +61,7 @@ class Position:
         return cls(
             step=order.step,
             shard=order.shard_ranks[0],
+            mesh=order.ranks[0],
             skipped=skipped,
             notes=notes,
             crossing_skipped=crossing_skipped,
@@ -115,15 +118,15 @@ def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | 
 
 
 def _different_notes(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
-    """Compare the notes of ranks in the same step: all of them inside each shard group, others over all ranks."""
-    compared: dict[tuple[int, int | None], dict[int, tuple[int, list[int]]]] = {}
+    """Compare the notes of ranks in the same step: all of them inside each shard group, others over each mesh."""
+    compared: dict[tuple[int, bool, int], dict[int, tuple[int, list[int]]]] = {}
     for rank, position in positions.items():
-        own = compared.setdefault((position.step, position.shard), {})
+        own = compared.setdefault((position.step, False, position.shard), {})
         own[rank] = position.skipped, position.notes
-        everyone = compared.setdefault((position.step, None), {})
+        everyone = compared.setdefault((position.step, True, position.mesh), {})
         everyone[rank] = position.crossing_skipped, position.crossing
     # The notes of a shard group say more.
-    for _, tails in sorted(compared.items(), key=lambda item: item[0][1] is None):
+    for _, tails in sorted(compared.items(), key=lambda item: item[0][1]):
         found = order.describe_tails(tails, complete=False)
         if found is not None:
             return found
@@ -149,6 +152,8 @@ def _ends_differ(a: Position, b: Position) -> bool:
     """Whether the ranks have noted differently much of what they must have in common."""
     if a.shard == b.shard:
         return a.skipped + len(a.notes) != b.skipped + len(b.notes)
+    if a.mesh != b.mesh:
+        return False
     return a.crossing_skipped + len(a.crossing) != b.crossing_skipped + len(b.crossing)
 
 

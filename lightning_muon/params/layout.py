@@ -165,9 +165,7 @@ def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int],
         if not isinstance(placement, Shard | OwnedBy | _COPIES) and not hasattr(placement, "split_factor"):
             raise ValueError(f"{name} has the placement {placement}: ParallelMuon takes Shard and Replicate only")
     return tuple(
-        axis
-        for axis, placement in enumerate(placements)
-        if not isinstance(placement, _COPIES) and mesh_shape[axis] > 1
+        axis for axis, placement in enumerate(placements) if not isinstance(placement, _COPIES) and mesh_shape[axis] > 1
     )
 
 

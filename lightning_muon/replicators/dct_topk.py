@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_muon.math.dct import dct, groups, sparse_inverse_dct
+from lightning_muon.math.dct import dct, groups, sparse_inverse_dct, subtract_sparse_inverse_dct_
 from lightning_muon.replicators.checks import require_count
 from lightning_muon.replicators.replicator import Components, Replicator, Turn
 
@@ -66,6 +66,12 @@ class DCTTopK(Replicator):
         del turn
         assert components.positions is not None
         return sparse_inverse_dct(components.values, components.positions, block_shape)
+
+    def subtract_(self, blocks: Tensor, components: Components, turn: Turn) -> None:
+        """Without blocks in between."""
+        del turn
+        assert components.positions is not None
+        subtract_sparse_inverse_dct_(blocks, components.values, components.positions)
 
 
 def largest(rows: Tensor, count: int) -> Tensor:

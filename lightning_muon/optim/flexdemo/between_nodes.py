@@ -74,7 +74,8 @@ class BetweenNodes(ABC):
 
     Attributes:
         keeps_weights_equal: Whether the nodes have equal weights after every step.
-        own_state: Keys of the state of a parameter that are kept in float32, and saved for each node where they differ.
+        own_state: Keys of the state of a parameter that :meth:`load` takes: mostly float32, and saved for each node
+            where they differ.
     """
 
     keeps_weights_equal: ClassVar[bool] = True

@@ -86,7 +86,7 @@ class Bucket:
     def settle(self, sent: Sequence[Components], turn: Turn, taking_part: Collection[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
         for part, batch, pairs, components in zip(self.plan.parts, self._batches, self._pairs, sent, strict=True):
-            batch.sub_(part.replicator.decode(components, part.batch_shape[1:], turn))
+            part.replicator.subtract_(batch, components, turn)
             from_blocks, into = _flat(pair for tensor, own in pairs if tensor in taking_part for pair in own)
             _copy_(into, from_blocks)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
@@ -156,6 +157,11 @@ class FlexDeMo(PlannedOptimizer):
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
         """Take the nodes from ``mesh``, before anything else is asked of the optimizer; local."""
+        if self._mesh is not None and self._mesh != mesh:
+            raise ValueError(
+                f"FlexDeMo was made for {self._mesh}, but the model is trained on {mesh}; leave out mesh=, or set the "
+                "replicate_size and shard_size of the strategy to it"
+            )
         self._mesh, self._between = node_mesh(mesh), None
         self._layout = self._own_layout()
 
@@ -209,6 +215,7 @@ class FlexDeMo(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. What differs from node to node may come from another number of nodes; see the docs."""
         between = self._nodes()
+        self._abandon()
         # torch would round it to the dtype of the parameter.
         extra = between.own_state | between.saved(self._all_parameters()[0]).keys()
         others = {
@@ -220,8 +227,23 @@ class FlexDeMo(PlannedOptimizer):
         with torch.no_grad():
             for number, parameter in zip(numbers, self._all_parameters(), strict=True):
                 between.load(parameter, state_dict["state"].get(number, {}))
-        if self._bound is not None and self._bound.early is not None:
-            self._bound.early.close()
+
+    def _abandon(self) -> None:
+        """Receive all that is on its way, so that it is not taken for something later, and forget the plan.
+
+        Collective over all ranks of all nodes; every rank must call it.
+        """
+        self._nodes().keep()
+        early = None if self._bound is None else self._bound.early
+        if early is not None and self._mesh is not None:
+            keys = early.keys(set(self._all_parameters()))
+            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32)
+            everyone = host_group(axis_group(self._mesh, (0, 1)))
+            if everyone.group is not None and keys:
+                start_all_reduce_sum(counts, everyone).wait()
+            sent = [key for key, count in zip(keys, counts.tolist(), strict=True) if count]
+            early.settle(sent, sent, {})
+            early.close()
         self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class OuterStep(OwnWay):
         options: Of the algorithm.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({"outer_momentum", "launched", "mean_drift"})
+    own_state: ClassVar[frozenset[str]] = frozenset({"anchor", "outer_momentum", "launched", "mean_drift"})
 
     def __init__(self, around: Surroundings, options: DiLoCo) -> None:
         super().__init__(around)
@@ -89,7 +89,8 @@ class OuterStep(OwnWay):
         """As in :class:`BetweenNodes`; the first step begins with what all nodes have in common."""
         del names
         if num_steps == 0:
-            for parameter in self._around.parameters():
+            # Frozen ones, too: they may be trained later.
+            for parameter in self._around.states:
                 self._anchor(parameter).copy_(local_tensor(parameter))
 
     def finish(self, num_steps: int) -> None:
@@ -124,9 +125,9 @@ class OuterStep(OwnWay):
         super().load(parameter, saved)
         self._on_their_way.clear()
         state = self._around.states[parameter]
-        for key in ("outer_momentum", "mean_drift"):
+        for key in ("anchor", "outer_momentum", "mean_drift"):
             if key in saved:
-                state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+                state[key] = torch.zeros_like(parameter, dtype=parameter.dtype if key == "anchor" else torch.float32)
                 local_tensor(state[key]).copy_(part_of(saved[key], parameter))
         if "launched" in saved:
             local = local_of_nodes(saved["launched"], parameter, self._around.layout, rule="mean")

@@ -49,20 +49,24 @@ class _Seen:
     """By what changed gradients are known without looking at them all over again.
 
     Attributes:
-        versions: Where each of them is, and how often torch has written to it.
+        versions: Where each of them is, and how often torch has written to it, as a DTensor and to the local part.
         norms: Of them.
         scales: Their factors.
     """
 
-    versions: Sequence[tuple[int, int]]
+    versions: Sequence[tuple[int, int, int]]
     norms: Tensor
     scales: Mapping[Tensor, float]
 
     @classmethod
-    def of(cls, gradients: Sequence[Tensor], scales: Mapping[Tensor, float]) -> _Seen:
-        tensors = [gradient for gradient in gradients if gradient.numel()]
+    def of(cls, parameters: Sequence[Tensor], gradients: Gradients, scales: Mapping[Tensor, float]) -> _Seen:
+        tensors = [gradients[parameter] for parameter in parameters if gradients[parameter].numel()]
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]) if tensors else torch.zeros(0)
-        return cls([(tensor.data_ptr(), tensor._version) for tensor in tensors], norms, scales)
+        versions = [
+            (gradients[p].data_ptr(), gradients[p]._version, -1 if p.grad is None else p.grad._version)
+            for p in parameters
+        ]
+        return cls(versions, norms, scales)
 
 
 class Replication:
@@ -93,7 +97,7 @@ class Replication:
         """
         bucket, turn = self.buckets[key], Turn(self.step, list(self.buckets).index(key))
         self._nodes.bring_forward()
-        self._seen[key] = _Seen.of([gradients[tensor] for tensor in bucket.parameters], self._scales())
+        self._seen[key] = _Seen.of(bucket.parameters, gradients, self._scales())
         bucket.accumulate(gradients, self._rules.decay, self._scales())
         sent = bucket.encode(turn)
         self._in_flight[key] = InFlight(bucket, Exchange(bucket.plan, sent, self._nodes), sent, turn)
@@ -105,7 +109,7 @@ class Replication:
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`start` would send something else now; a bool on the device."""
         parameters = self.buckets[key].parameters
-        before, now = self._seen[key], _Seen.of([gradients[tensor] for tensor in parameters], self._scales())
+        before, now = self._seen[key], _Seen.of(parameters, gradients, self._scales())
         if before.versions == now.versions and before.scales == now.scales:
             # Memory that is written to behind torch's back, by ``grad.data.mul_(2)``, keeps its version.
             return (before.norms != now.norms).any()

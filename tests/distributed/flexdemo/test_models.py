@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, Random
 from lightning_muon.optim.flexdemo.replication import Replication
 from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
-from tests.distributed.flexdemo.setup import assert_close, assert_equal
+from tests.distributed.flexdemo.setup import assert_close, assert_equal, local
 from tests.reference.flexdemo import Rules
 from tests.support.processes import ProcessPool
 
@@ -109,27 +110,38 @@ def test_every_buffer_is_sent_during_the_last_backward_pass(gloo: ProcessPool) -
         assert early == 0 and late >= 3
 
 
-def _with_one_gradient_changed() -> list[dict[str, Tensor]]:
+# Ways to change a gradient, most of which keep its norm.
+CHANGES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
+    "in place": lambda parameter, gradient: gradient.mul_(3.0),
+    "negated": lambda parameter, gradient: gradient.neg_(),
+    "replaced": lambda parameter, gradient: setattr(parameter, "grad", -gradient),
+    "local part": lambda parameter, gradient: local(gradient).neg_(),
+    "data": lambda parameter, gradient: gradient.data.mul_(3.0),
+}
+
+
+def _with_gradients_changed(change: str) -> list[dict[str, Tensor]]:
     """Some buffers are void, and others are not: messages of all kinds are under way at once."""
-    return [_changing(overlap) for overlap in ("backward", "step")]
+    return [_changing(overlap, change) for overlap in ("backward", "step")]
 
 
-def _changing(overlap: str) -> dict[str, Tensor]:
+def _changing(overlap: str, change: str) -> dict[str, Tensor]:
     options = OPTIONS | {"overlap": overlap, "replicator": Random(rate=0.25)}
     ranks = ShardedNet(Plan(mesh_shape=(3, 1), options=options))
-    for step in range(8):
+    for step in range(6):
         ranks.backward(step)
         if ranks.node == step % 3:
             for parameter in (ranks.model.second.weight, ranks.model.norm.bias):
                 assert parameter.grad is not None
-                parameter.grad.mul_(1 + step)
+                CHANGES[change](parameter, parameter.grad)
         ranks.optimizer.step()
         ranks.check_nodes_agree()
     return ranks.weights()
 
 
-def test_a_gradient_changed_after_backward_counts_as_changed(gloo: ProcessPool) -> None:
-    for early, late in gloo.run(_with_one_gradient_changed, world_size=3):
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_changed_after_backward_counts_as_changed(gloo: ProcessPool, change: str) -> None:
+    for early, late in gloo.run(_with_gradients_changed, change, world_size=3):
         assert_equal(early, late)
 
 

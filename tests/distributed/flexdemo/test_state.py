@@ -193,3 +193,10 @@ def test_what_was_sent_early_in_a_skipped_step_leaves_no_trace(
         for index in range(2):
             assert_equal(after[index], before[index])
             assert_equal(end[index], undisturbed[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_comparing_the_nodes_changes_no_weight(gloo: ProcessPool, dtype: torch.dtype) -> None:
+    cases = [Case(mesh_shape=(2, 2), options=OPTIONS | {"check_every": every}, dtype=dtype) for every in (0, 1)]
+    for (unchecked, _), (checked, _) in gloo.run(train_all, cases, world_size=4):
+        assert_equal(checked, unchecked)

@@ -91,6 +91,4 @@ def test_all_ranks_hear_which_parameter_differs_on_which_node(
     gloo: ProcessPool, mesh_shape: tuple[int, int], changed: dict[int, str], match: str
 ) -> None:
     size = mesh_shape[0] * mesh_shape[1]
-    gloo.expect_error_on_all_ranks(
-        _check, mesh_shape, changed, match=match, exception=RuntimeError, world_size=size
-    )
+    gloo.expect_error_on_all_ranks(_check, mesh_shape, changed, match=match, exception=RuntimeError, world_size=size)

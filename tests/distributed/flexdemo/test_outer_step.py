@@ -1,0 +1,230 @@
+"""DiLoCo on several nodes against a naive run of all nodes in one process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import DiLoCo, NoReplication
+from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, full, local
+from tests.support.processes import ProcessPool
+
+LR = 0.05
+MESHES = [(2, 1), (2, 2), (3, 1)]
+LOCAL_SGD = DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+OPTIONS = [
+    DiLoCo(period=3),
+    DiLoCo(period=2, nesterov=False, outer_lr=0.5, outer_momentum=0.6),
+    LOCAL_SGD,
+    replace(LOCAL_SGD, period=1),
+    DiLoCo(period=2, overlap=True),
+    DiLoCo(period=3, nesterov=False, outer_lr=0.9, outer_momentum=0.3, overlap=True),
+    DiLoCo(period=1, overlap=True),
+]
+
+
+def _case(mesh_shape: tuple[int, int], replicator: Any, num_steps: int = 8) -> Case:
+    # Several messages for each average.
+    options = {"lr": LR, "replicator": replicator, "sign": False, "chunk_bytes": 3000}
+    return Case(mesh_shape=mesh_shape, options=options, num_steps=num_steps)
+
+
+def _naive(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Weights of each node at the end, and the common ones, in float64."""
+    options, num_nodes = case.options["replicator"], case.mesh_shape[0]
+    common = {name: weight.double() for name, weight in case.weights().items()}
+    nodes = [dict(common) for _ in range(num_nodes)]
+    momentum = {name: torch.zeros_like(weight) for name, weight in common.items()}
+    launched: list[dict[str, Tensor]] | None = None
+    for step in range(case.num_steps):
+        for node, weights in enumerate(nodes):
+            for name, gradient in case.gradients(step, node).items():
+                weights[name] = weights[name] - LR * gradient.double()
+        if (step + 1) % options.period:
+            continue
+        source = launched if options.overlap else nodes
+        before = common
+        if source is not None:
+            common = {}
+            for name, weight in before.items():
+                drift = sum((weight - node[name] for node in source), torch.zeros(())) / num_nodes
+                momentum[name] = options.outer_momentum * momentum[name] + drift
+                moved = drift + options.outer_momentum * momentum[name] if options.nesterov else momentum[name]
+                common[name] = weight - options.outer_lr * moved
+        if not options.overlap:
+            nodes = [dict(common) for _ in nodes]
+            continue
+        if launched is not None:
+            # Each node keeps what it has moved while the mean was on its way.
+            nodes = [
+                {name: common[name] + (node[name] - begun[name]) for name in common}
+                for node, begun in zip(nodes, launched, strict=True)
+            ]
+        # The drift of the next mean is measured from the common weights of now.
+        launched = [dict(node) for node in nodes]
+    return nodes, common
+
+
+def _weights(ranks: Ranks) -> dict[str, Tensor]:
+    """Whole weights of the node, as they are now: with one rank, a full tensor shares memory."""
+    return {name: weight.clone() for name, weight in ranks.weights().items()}
+
+
+def _train(case: Case) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """Node of the calling rank, its weights at the end, and the common ones."""
+    ranks = Ranks(case)
+    options = case.options["replicator"]
+    for step in range(case.num_steps):
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+        if (step + 1) % options.period == 0 and not options.overlap:
+            ranks.check_nodes_agree()
+    weights = _weights(ranks)
+    with ranks.optimizer.common_weights():
+        ranks.check_nodes_agree()
+        common = _weights(ranks)
+    assert_equal(_weights(ranks), weights)
+    return ranks.node, weights, common
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_nodes_follow_a_naive_run_of_all_of_them(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], options: DiLoCo
+) -> None:
+    case = _case(mesh_shape, options)
+    nodes, common = _naive(case)
+    for node, weights, found in gloo.run(_train, case, world_size=case.world_size):
+        # float32 against float64: some roundings of weights of size 5.
+        assert_close(weights, nodes[node], 1e-5)
+        assert_close(found, common, 1e-5)
+
+
+def test_plain_means_are_local_sgd(gloo: ProcessPool) -> None:
+    case = _case((3, 1), LOCAL_SGD, num_steps=2)
+    moved = [
+        {name: sum(case.gradients(step, node)[name].double() for step in range(2)) for name in case.shapes}
+        for node in range(3)
+    ]
+    expected = {
+        name: weight.double() - LR * sum(node[name] for node in moved) / 3 for name, weight in case.weights().items()
+    }
+    for _, weights, _ in gloo.run(_train, case, world_size=3):
+        assert_close(weights, expected, 1e-5)
+
+
+def _by_themselves(case: Case) -> tuple[int, dict[str, Tensor]]:
+    ranks = Ranks(case)
+    for step in range(case.num_steps):
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+    return ranks.node, _weights(ranks)
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+def test_without_replication_every_node_is_alone(gloo: ProcessPool, base: str) -> None:
+    case = _case((2, 2), NoReplication(), num_steps=3)
+    case = replace(case, options=case.options | {"base": base, "check_every": 1})
+    for node, weights in gloo.run(_by_themselves, case, world_size=4):
+        expected = case.weights()
+        tensors = {name: torch.nn.Parameter(weight) for name, weight in expected.items()}
+        kind = torch.optim.SGD if base == "sgd" else torch.optim.AdamW
+        optimizer = kind(tensors.values(), lr=LR, weight_decay=0.0)
+        for step in range(3):
+            for name, gradient in case.gradients(step, node).items():
+                tensors[name].grad = gradient
+            optimizer.step()
+        assert_close(weights, {name: tensor.detach() for name, tensor in tensors.items()}, 1e-6)
+
+
+def _resume(case: Case, stop: int) -> tuple[dict[str, Tensor], ...]:
+    """Local weights of a run, of one that is stopped in between and looked at, and of one that goes on from there."""
+    whole, first, second = Ranks(case), Ranks(case), Ranks(case)
+    for step in range(case.num_steps):
+        whole.set_gradients(step)
+        whole.optimizer.step()
+    for step in range(stop):
+        first.set_gradients(step)
+        first.optimizer.step()
+    state = deepcopy(first.optimizer.state_dict())
+    with torch.no_grad():
+        for name, parameter in second.parameters.items():
+            # What a checkpoint of the model has: equal on all nodes, and not what each node had.
+            local(parameter).copy_(local(second.place(case.weights()[name])) + 1)
+    second.optimizer.load_state_dict(state)
+    for ranks in (first, second):
+        for step in range(stop, case.num_steps):
+            ranks.set_gradients(step)
+            ranks.optimizer.step()
+    return tuple(
+        {name: local(parameter.detach()).clone() for name, parameter in ranks.parameters.items()}
+        for ranks in (whole, first, second)
+    )
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_a_run_that_is_resumed_within_a_period_has_equal_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], overlap: bool, base: str
+) -> None:
+    case = _case(mesh_shape, DiLoCo(period=3, overlap=overlap))
+    case = replace(case, options=case.options | {"base": base})
+    for stop in (1, 4, 6):
+        for whole, looked_at, resumed in gloo.run(_resume, case, stop, world_size=case.world_size):
+            assert_equal(looked_at, whole)
+            assert_equal(resumed, whole)
+
+
+def _saved_whole(case: Case) -> dict[str, Any]:
+    ranks = Ranks(case)
+    for step in range(case.num_steps):
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+    state = ranks.optimizer.state_dict()
+    tensors = {
+        number: {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {"state": tensors, "param_groups": state["param_groups"]}
+
+
+def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after loading, and the outer momentum; then it trains on."""
+    ranks = Ranks(case)
+    ranks.optimizer.load_state_dict(deepcopy(state))
+    states = ranks.optimizer.state
+    weights = _weights(ranks)
+    momentum = {name: full(states[parameter]["outer_momentum"]).clone() for name, parameter in ranks.parameters.items()}
+    for step in range(case.num_steps, case.num_steps + 3):
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+    assert ranks.optimizer.num_exchanges == case.num_steps + 3
+    return weights, momentum
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 1))], ids=str)
+def test_another_number_of_nodes_goes_on_from_the_mean(
+    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int], overlap: bool
+) -> None:
+    case = _case(before, DiLoCo(period=3, overlap=overlap), num_steps=4)
+    state = gloo.run(_saved_whole, case, world_size=case.world_size)[0]
+    case = replace(case, mesh_shape=after)
+    results = gloo.run(_loaded, case, state, world_size=case.world_size)
+    for rank, (weights, momentum) in enumerate(results):
+        for number, name in enumerate(case.shapes):
+            saved = state["state"][number]
+            of_nodes = saved["node_weights"]
+            assert of_nodes.shape[0] == before[0]
+            assert not torch.equal(of_nodes[0], of_nodes[1])
+            node = rank // after[1]
+            expected = of_nodes[node] if after[0] == before[0] else of_nodes.double().mean(0)
+            assert_close({name: weights[name]}, {name: expected}, 0 if after[0] == before[0] else 1e-6)
+            assert torch.equal(momentum[name], saved["outer_momentum"])

@@ -1,0 +1,316 @@
+"""FlexDeMo in one process: arguments, groups, copies, and the base optimizers bit for bit; refused meshes on several."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, ParallelMuon, Random
+from lightning_muon.params.layout import TensorLayout
+from tests.support.processes import ProcessPool
+
+SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
+FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
+
+
+def _parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def _set_grads(parameters: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        _set_grads(parameters, step)
+        optimizer.step()
+
+
+def _assert_equal(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other), one.shape
+
+
+def test_arguments_are_the_fields_of_the_config() -> None:
+    arguments = inspect.signature(FlexDeMo.__init__).parameters
+    config = FlexDeMoConfig()
+    assert list(arguments)[:3] == ["self", "params", "lr"]
+    assert set(arguments) - {"self", "params", "mesh"} == {field.name for field in fields(FlexDeMoConfig)}
+    for name, value in vars(config).items():
+        assert arguments[name].default == value, name
+    assert arguments["mesh"].default is None
+    assert all(arguments[name].kind is inspect.Parameter.KEYWORD_ONLY for name in vars(config) if name != "lr")
+
+
+def test_a_config_is_another_way_to_say_the_same() -> None:
+    config = FlexDeMoConfig(lr=0.5, base="adamw", replicator=Random(rate=0.1), weight_decay=0.2, betas=(0.5, 0.6))
+    optimizer = FlexDeMo.from_config(_parameters(), config, weight_decay=0.3)
+    assert vars(optimizer.config) == vars(config) | {"weight_decay": 0.3}
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.3, (0.5, 0.6))
+
+
+def test_options_are_checked_when_the_optimizer_is_made() -> None:
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\], got 2"):
+        FlexDeMo(_parameters(), decay=2)
+    with pytest.raises(TypeError, match="replicator must be a Replicator"):
+        FlexDeMo(_parameters(), replicator="dct")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr must be finite"):
+        FlexDeMo([{"params": _parameters(), "lr": -1.0}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alone_it_is_sgd_bit_for_bit(dtype: torch.dtype) -> None:
+    mine, theirs = _parameters(dtype=dtype), _parameters(dtype=dtype)
+    _train(FlexDeMo(mine, lr=0.03, sign=False), mine, range(5))
+    _train(torch.optim.SGD(theirs, lr=0.03), theirs, range(5))
+    _assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.25])
+def test_alone_it_is_sign_sgd_bit_for_bit(weight_decay: float) -> None:
+    mine, theirs = _parameters(), _parameters()
+    _train(FlexDeMo(mine, lr=0.03, weight_decay=weight_decay), mine, range(5))
+    for step in range(5):
+        _set_grads(theirs, step)
+        for parameter in theirs:
+            assert parameter.grad is not None
+            parameter.data.mul_(1 - 0.03 * weight_decay).add_(parameter.grad.sign(), alpha=-0.03)
+    _assert_equal(mine, theirs)
+
+
+def test_alone_it_is_adamw_bit_for_bit() -> None:
+    options: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    mine, theirs = _parameters(), _parameters()
+    _train(FlexDeMo(mine, base="adamw", adamw_eps=1e-6, **options), mine, range(5))
+    _train(torch.optim.AdamW(theirs, eps=1e-6, fused=True, **options), theirs, range(5))
+    _assert_equal(mine, theirs)
+
+
+def test_alone_it_is_muon_without_momentum_bit_for_bit() -> None:
+    models = []
+    for kind in (FlexDeMo, ParallelMuon):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 13), nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 20))
+        extra: dict[str, Any] = {"base": "muon"} if kind is FlexDeMo else {"momentum": 0.0, "nesterov": False}
+        optimizer = kind(model, lr=0.02, weight_decay=0.1, **extra, **FLOAT32)
+        _train(optimizer, list(model.parameters()), range(3))
+        assert not any("momentum_buffer" in state for state in optimizer.state.values()) or kind is ParallelMuon
+        models.append(list(model.parameters()))
+    _assert_equal(*models)
+
+
+def test_the_way_nodes_exchange_means_nothing_alone() -> None:
+    expected = _parameters()
+    _train(FlexDeMo(expected, lr=0.03, sign=False), expected, range(3))
+    for options in (
+        {"delay": 1},
+        {"replicator": Full(), "value_format": "int8"},
+        {"decay": 0.0, "merge": "mean", "overlap": "step", "dense_below": 0},
+    ):
+        mine = _parameters()
+        _train(FlexDeMo(mine, lr=0.03, sign=False, **options), mine, range(3))  # type: ignore[arg-type]
+        _assert_equal(mine, expected)
+
+
+def test_groups_have_their_own_learning_rate_and_can_be_added() -> None:
+    mine, theirs = _parameters(), _parameters()
+    optimizer = FlexDeMo([{"params": mine[:2], "lr": 0.5}, {"params": mine[2:4]}], lr=0.1, sign=False)
+    reference = torch.optim.SGD([{"params": theirs[:2], "lr": 0.5}, {"params": theirs[2:4]}], lr=0.1)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": mine[4:], "lr": 0.3})
+            reference.add_param_group({"params": theirs[4:], "lr": 0.3})
+        _set_grads(mine, step)
+        _set_grads(theirs, step)
+        optimizer.step()
+        reference.step()
+    _assert_equal(mine, theirs)
+    assert optimizer.num_exchanges == 4
+    assert {group["num_exchanges"] for group in optimizer.param_groups} == {4}
+
+
+def test_schedulers_set_the_learning_rate() -> None:
+    mine, theirs = _parameters(), _parameters()
+    optimizers = FlexDeMo(mine, lr=0.1, sign=False), torch.optim.SGD(theirs, lr=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(each, 0.2, total_steps=6, cycle_momentum=False) for each in optimizers
+    ]
+    for step in range(5):
+        for parameters, optimizer, scheduler in zip((mine, theirs), optimizers, schedulers, strict=True):
+            _set_grads(parameters, step)
+            optimizer.step()
+            scheduler.step()
+    _assert_equal(mine, theirs)
+
+
+def test_parameters_without_gradients_and_frozen_ones_stay() -> None:
+    mine = _parameters()
+    optimizer = FlexDeMo(mine, lr=0.1)
+    mine[1].requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in mine]
+    _set_grads([mine[0], mine[2]], 0)
+    optimizer.step()
+    changed = [not torch.equal(one, other) for one, other in zip(mine, before, strict=True)]
+    assert changed == [True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=2)], ids=lambda r: type(r).__name__)
+def test_a_copy_goes_on_with_equal_bits(base: Any, replicator: Any) -> None:
+    model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7))
+    optimizer = FlexDeMo(model, lr=0.05, base=base, replicator=replicator, weight_decay=0.1, **FLOAT32)
+    _train(optimizer, list(model.parameters()), range(3))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    _train(optimizer, list(model.parameters()), range(3, 6))
+    for other_model, other in copies:
+        assert other.config == optimizer.config
+        assert other.num_exchanges == 3
+        assert other.param_groups[0]["params"][0] is next(other_model.parameters())
+        _train(other, list(other_model.parameters()), range(3, 6))
+        _assert_equal(list(other_model.parameters()), list(model.parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, {"base": "adamw"}, {"base": "muon"}, {"delay": 1}], ids=str)
+def test_state_is_complete_before_the_first_step_and_loads(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7)).bfloat16()
+    optimizer = FlexDeMo(model, **options, **FLOAT32)
+    state = optimizer.state_dict()
+    assert [entry["residual"].shape for entry in state["state"].values()] == [(1, 7, 13), (1, 7), (1, 7), (1, 7)]
+    assert all(entry["residual"].dtype == torch.float32 for entry in state["state"].values())
+    _train(optimizer, list(model.parameters()), range(2))
+    after = optimizer.state_dict()
+    assert [set(entry) for entry in after["state"].values()] == [set(entry) for entry in state["state"].values()]
+    residuals = [torch.randn(entry["residual"].shape) for entry in after["state"].values()]
+    for entry, residual in zip(after["state"].values(), residuals, strict=True):
+        entry["residual"] = residual
+    other = FlexDeMo(copy.deepcopy(model), **options, **FLOAT32)
+    other.load_state_dict(copy.deepcopy(after))
+    assert other.num_exchanges == 2
+    for entry, residual in zip(other.state_dict()["state"].values(), residuals, strict=True):
+        assert entry["residual"].dtype == torch.float32
+        assert torch.equal(entry["residual"], residual)
+
+
+def test_what_was_saved_for_other_shapes_is_refused() -> None:
+    optimizer = FlexDeMo(nn.Linear(4, 3))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["residual"] = torch.zeros(2, 4, 3)
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) has the shape \(2, 4, 3\)"):
+        optimizer.load_state_dict(state)
+
+
+def test_routes_are_those_of_the_base() -> None:
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6))
+    assert [route.algorithm for route in FlexDeMo(model, base="muon").routes] == ["adamw", "muon", "adamw"]
+    assert {route.algorithm for route in FlexDeMo(model, base="sgd").routes} == {"adamw"}
+    patterns = FlexDeMo(model, base="muon", adamw_patterns=("1.*",), muon_patterns=("0.weight",)).routes
+    assert [route.algorithm for route in patterns] == ["muon", "adamw", "adamw"]
+    optimizer = FlexDeMo(model.parameters(), base="muon")
+    optimizer.attach(model)
+    assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", "adamw"]
+    assert all("residual" in optimizer.state[parameter] for parameter in model.parameters())
+
+
+def test_another_layout_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="takes gradients that FSDP2 has averaged inside of a node"):
+        FlexDeMo(model).attach(model, TensorLayout())
+
+
+def test_the_summary_says_what_runs_and_what_travels() -> None:
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6))
+    summary = FlexDeMo(model, base="muon", replicator=Random(rate=0.5), value_format="int8").summary()
+    assert summary.startswith("FlexDeMo: base muon, Random(rate=0.5, seed=0), int8, 1 nodes, 0 bytes")
+    assert "1.weight" in summary
+    assert FlexDeMo(model).summary().count("\n") == 0
+
+
+def test_one_process_needs_no_mesh_but_several_do(gloo: ProcessPool) -> None:
+    gloo.run(_first_call, "step", world_size=1)
+    for call in ("step", "attach", "state_dict"):
+        gloo.expect_error_on_all_ranks(
+            _first_call, call, match=r"FlexDeMo\(\.\.\., mesh=init_device_mesh", world_size=2
+        )
+
+
+def _first_call(call: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = FlexDeMo(model)
+    _set_grads(list(model.parameters()), 0)
+    {"step": optimizer.step, "state_dict": optimizer.state_dict, "attach": lambda: optimizer.attach(model)}[call]()
+
+
+def _on_two_axes(call: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(4, 3)
+    fully_shard(model, mesh=mesh)
+    optimizer = FlexDeMo(model, mesh=mesh)
+    model(torch.randn(2, 4)).sum().backward()
+    {"step": optimizer.step, "state_dict": optimizer.state_dict, "attach": lambda: optimizer.attach(model)}[call]()
+
+
+@pytest.mark.parametrize("call", ["step", "attach", "state_dict"])
+def test_a_model_that_is_replicated_by_fsdp_is_refused(gloo: ProcessPool, call: str) -> None:
+    gloo.expect_error_on_all_ranks(
+        _on_two_axes, call, match=r"averages between the nodes .*fully_shard\(module, mesh=mesh\['shard'\]\)"
+    )
+
+
+def _with_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    FlexDeMo(nn.Linear(4, 3), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [(("shard", "replicate"), (2, 1)), (("replicate",), (2,)), (("dp", "fsdp"), (1, 2))]
+)
+def test_other_meshes_are_refused(gloo: ProcessPool, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    gloo.expect_error_on_all_ranks(_with_axes, names, shape, match="takes a mesh with the axes", world_size=2)
+
+
+def _add_and_freeze() -> list[list[torch.Tensor]]:
+    """Weights of two nodes whose parameters change between steps, which must be those of the mean gradient."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mine, theirs = _parameters(), _parameters()
+    options: dict[str, Any] = {"replicator": Full(), "decay": 0.0, "merge": "mean", "value_format": "fp32"}
+    optimizer = FlexDeMo(mine[:4], lr=0.1, sign=False, mesh=mesh, **options)
+    reference = torch.optim.SGD(theirs[:4], lr=0.1)
+    for step in range(6):
+        if step == 2:
+            optimizer.add_param_group({"params": mine[4:], "lr": 0.3})
+            reference.add_param_group({"params": theirs[4:], "lr": 0.3})
+        for parameters in (mine, theirs):
+            parameters[0].requires_grad_(step != 3)
+        active = [number for number, parameter in enumerate(mine) if parameter.requires_grad]
+        of_nodes = [[torch.randn(SHAPES[n], generator=torch.Generator().manual_seed(10 * step + node)) for n in active]
+                    for node in range(2)]  # fmt: skip
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for index, number in enumerate(active):
+            mine[number].grad = of_nodes[mesh.get_local_rank("replicate")][index]
+            theirs[number].grad = (of_nodes[0][index] + of_nodes[1][index]) / 2
+        optimizer.step()
+        reference.step()
+    return [[parameter.detach() for parameter in parameters] for parameters in (mine, theirs)]
+
+
+def test_parameters_may_be_added_and_frozen_between_steps(gloo: ProcessPool) -> None:
+    results = gloo.run(_add_and_freeze, world_size=2)
+    for mine, theirs in results:
+        for one, other in zip(mine, theirs, strict=True):
+            # (a + b) / 2 on both sides; the product with lr may be rounded otherwise.
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert all(torch.equal(one, other) for one, other in zip(results[0][0], results[1][0], strict=True))
