@@ -39,8 +39,8 @@ def test_the_grid_has_the_rows_of_the_paper_and_two_seeds() -> None:
         assert row["replicator"] == {"name": "DCTTopK", "chunk_size": 64, "top_k": top_k}
         assert row["options"]["decay"] == 0.999
         assert f"k = {top_k} of 64 x 64" in grid.labels[f"k{top_k}"]
-    wanted = {"adamw", *(f"k{top_k}" for top_k in (1, 2, 4, 8, 16, 32)), "diloco"}
-    wanted |= {"k8_fp32", "k8_int8", "k8_sign", "k8_muon"}
+    wanted = {"adamw", *(f"strip{top_k}" for top_k in (1, 2, 4, 8, 16, 32)), "diloco"}
+    wanted |= {"k32", "k32_fp32", "k32_int8", "k32_sign", "k32_muon"}
     assert wanted <= set(grid.rows)
     assert {run.seed for run in grid.runs()[: len(grid.rows)]} == {0}, "one seed of every row comes first"
     assert len({run.fingerprint for run in grid.runs()}) == 2 * len(grid.rows)
@@ -49,11 +49,11 @@ def test_the_grid_has_the_rows_of_the_paper_and_two_seeds() -> None:
 def test_rows_that_differ_in_one_thing_say_so_in_their_settings() -> None:
     rows = {name: settings["row"] for name, settings in grid_of().settings.items()}
     for value_format in ("fp32", "int8", "sign"):
-        row = rows[f"k8_{value_format}"]
-        assert row["options"] == {**rows["k8"]["options"], "value_format": value_format}
-        assert row["replicator"] == rows["k8"]["replicator"]
+        row = rows[f"k32_{value_format}"]
+        assert row["options"] == {**rows["k32"]["options"], "value_format": value_format}
+        assert row["replicator"] == rows["k32"]["replicator"]
     assert rows["strip4"]["options"] == {**rows["k4"]["options"], "compat": "detonation"}
-    assert rows["k8_muon"]["options"]["base"] == "muon" and rows["k8_muon"]["options"]["sign"] is False
+    assert rows["k32_muon"]["options"]["base"] == "muon" and rows["k32_muon"]["options"]["sign"] is False
     assert rows["adamw"]["options"] == {}, "options of FlexDeMo are no options of AdamW"
 
 

@@ -1,4 +1,4 @@
-"""FlexDeMo in one process: arguments, groups, copies, and the base optimizers bit for bit; refused meshes on several."""
+"""FlexDeMo in one process: arguments, groups, copies, and base optimizers bit for bit; meshes that are refused."""
 
 from __future__ import annotations
 

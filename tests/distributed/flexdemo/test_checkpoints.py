@@ -1,0 +1,294 @@
+"""Checkpoints of torch (DCP) without Lightning: residuals of every node, other numbers of ranks, whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
+from tests.distributed.flexdemo.setup import assert_equal, full, local
+from tests.support.processes import ProcessPool
+
+STOP, END = 3, 5
+SPARSE: dict[str, Any] = {"dense_below": 16, "chunk_bytes": 700, "replicator": DCTTopK(chunk_size=8, top_k=5)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What all ranks do; see :class:`Run`."""
+
+    mesh_shape: tuple[int, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh_shape[0] * self.mesh_shape[1]
+
+
+class Run:
+    """A model of FSDP2 whose ranks of all nodes see data of their own, and FlexDeMo."""
+
+    def __init__(self, plan: Plan, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.plan = plan
+        self.mesh = init_device_mesh("cpu", plan.mesh_shape, mesh_dim_names=("replicate", "shard"))
+        self.node = self.mesh.get_local_rank("replicate")
+        # One row for more ranks, rows that do not divide.
+        self.model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 1))
+        self.model.to(plan.dtype)
+        fully_shard(self.model[0], mesh=self.mesh["shard"])
+        fully_shard(self.model, mesh=self.mesh["shard"])
+        self.optimizer = FlexDeMo(self.model, **({"lr": 0.01, "mesh": self.mesh} | SPARSE | dict(plan.options)))
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            seed = 100 * step + 10 * self.node + self.mesh.get_local_rank("shard")
+            data = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed)).to(self.plan.dtype)
+            self.optimizer.zero_grad()
+            self.model(data).square().mean().backward()
+            self.optimizer.step()
+        self.model.reshard()  # type: ignore[operator]
+
+    def everything(self) -> dict[str, Tensor]:
+        """Weights and optimizer state of this node, as they are now."""
+        self.model.reshard()  # type: ignore[operator]
+        found = {name: full(parameter.detach()).clone() for name, parameter in self.model.named_parameters()}
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for parameter, state in self.optimizer.state.items():
+            found |= {f"{names[parameter]}.{key}": full(value).clone() for key, value in state.items()}  # type: ignore[index]
+        return found
+
+    def state(self, **options: bool) -> dict[str, Any]:
+        chosen = StateDictOptions(**options)
+        return {
+            "model": get_model_state_dict(self.model, options=chosen),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=chosen),
+        }
+
+    def set_state(self, state: dict[str, Any], **options: bool) -> None:
+        chosen = StateDictOptions(**options)
+        set_model_state_dict(self.model, state["model"], options=chosen)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=chosen)
+
+
+Results = list[tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def _save(plan: Plan, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State when it was saved, and at the end of the run that went on."""
+    run = Run(plan)
+    run.train(range(STOP))
+    dcp.save(run.state(), checkpoint_id=path)
+    saved = run.everything()
+    run.train(range(STOP, END))
+    return saved, run.everything()
+
+
+def _resume(plan: Plan, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State when it was loaded, and at the end."""
+    run = Run(plan, seed=1)
+    run.train([7])
+    state = run.state()
+    dcp.load(state, checkpoint_id=path)
+    run.set_state(state)
+    assert run.optimizer.num_exchanges == STOP
+    loaded = run.everything()
+    run.train(range(STOP, END))
+    return loaded, run.everything()
+
+
+def _residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name.endswith(".residual")}
+
+
+def _assert_nodes_differ(state: Mapping[str, Tensor]) -> None:
+    """No test of residuals means anything where they are zero or equal."""
+    of_weights = {name: value for name, value in _residuals(state).items() if value.ndim == 3 and value.numel() > 90}
+    assert len(of_weights) == 2
+    for value in of_weights.values():
+        assert not torch.equal(value[0], value[1])
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"base": "adamw", "weight_decay": 0.1},
+    {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"},
+    {"delay": 1},
+    {"replicator": Random(rate=0.25), "value_format": "int8"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_a_run_that_is_loaded_from_disk_goes_on_with_equal_bits(
+    gloo: ProcessPool, tmp_path: Path, mesh_shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    plan = Plan(mesh_shape=mesh_shape, options=options)
+    before: Results = gloo.run(_save, plan, str(tmp_path), world_size=plan.world_size)
+    after: Results = gloo.run(_resume, plan, str(tmp_path), world_size=plan.world_size)
+    _assert_nodes_differ(before[0][0])
+    for (saved, end), (loaded, resumed_end) in zip(before, after, strict=True):
+        assert_equal(_residuals(loaded), _residuals(saved))
+        assert_equal(resumed_end, end)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nodes_that_train_by_themselves_keep_their_own_weights(
+    gloo: ProcessPool, tmp_path: Path, overlap: bool
+) -> None:
+    plan = Plan(mesh_shape=(2, 2), options={"replicator": DiLoCo(period=2, overlap=overlap), "base": "adamw"})
+    before: Results = gloo.run(_save, plan, str(tmp_path), world_size=4)
+    after: Results = gloo.run(_resume, plan, str(tmp_path), world_size=4)
+    assert not torch.equal(before[0][0]["0.weight"], before[2][0]["0.weight"])
+    for (saved, end), (loaded, resumed_end) in zip(before, after, strict=True):
+        assert_equal(loaded, saved)
+        assert_equal(resumed_end, end)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (2, 1)), ((2, 1), (2, 2))], ids=str)
+def test_the_ranks_of_a_node_may_change(
+    gloo: ProcessPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    plan = Plan(mesh_shape=before, options={"base": "adamw"})
+    saved: Results = gloo.run(_save, plan, str(tmp_path), world_size=plan.world_size)
+    plan = Plan(mesh_shape=after, options=plan.options)
+    _assert_nodes_differ(saved[0][0])
+    for loaded, end in gloo.run(_resume, plan, str(tmp_path), world_size=plan.world_size):
+        assert_equal(loaded, saved[0][0])
+        assert all(value.isfinite().all() for value in end.values())
+
+
+def _save_whole(plan: Plan) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    run = Run(plan)
+    run.train(range(STOP))
+    # Only rank 0 gets it.
+    state = run.state(full_state_dict=True, cpu_offload=True)
+    saved = run.everything()
+    run.train(range(STOP, END))
+    return state, saved, run.everything()
+
+
+def _resume_whole(plan: Plan, state: dict[str, Any], broadcast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    run = Run(plan, seed=1)
+    state = deepcopy(state)
+    if broadcast and torch.distributed.get_rank():
+        state = {"model": {}, "optimizer": {}}
+    run.set_state(state, full_state_dict=True, broadcast_from_rank0=broadcast)
+    loaded = run.everything()
+    run.train(range(STOP, END))
+    return loaded, run.everything()
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("options", [{"base": "adamw"}, {"delay": 1}], ids=str)
+def test_whole_tensors_have_one_entry_for_each_node(
+    gloo: ProcessPool, options: dict[str, Any], broadcast: bool
+) -> None:
+    plan = Plan(mesh_shape=(2, 2), options=options)
+    results = gloo.run(_save_whole, plan, world_size=4)
+    state, saved, _ = results[0]
+    _assert_nodes_differ(saved)
+    for name, residual in _residuals(saved).items():
+        assert torch.equal(state["optimizer"]["state"][name.removesuffix(".residual")]["residual"], residual)
+    loaded = gloo.run(_resume_whole, plan, state, broadcast, world_size=4)
+    for (_, saved, end), (found, resumed_end) in zip(results, loaded, strict=True):
+        assert_equal(found, saved)
+        assert_equal(resumed_end, end)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (4, 1)), ((2, 1), (3, 1))], ids=str)
+def test_whole_tensors_of_another_number_of_nodes_are_never_mixed_up(
+    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int], broadcast: bool
+) -> None:
+    state, saved, _ = gloo.run(_save_whole, Plan(mesh_shape=before), world_size=before[0])[0]
+    loaded = gloo.run(_resume_whole, Plan(mesh_shape=after), state, broadcast, world_size=after[0])
+    for found, _ in loaded:
+        for name, residual in _residuals(saved).items():
+            share = residual.double().sum(0) / after[0]
+            torch.testing.assert_close(found[name].double(), share.expand(found[name].shape), rtol=0, atol=1e-6)
+
+
+def _load_plainly(plan: Plan, state: dict[str, Any]) -> dict[str, Tensor]:
+    run = Run(plan, seed=1)
+    own = run.optimizer.state_dict()
+    names = [name for name, _ in run.model.named_parameters()]
+    entries = [state["optimizer"]["state"][name] for name in names]
+    own["state"] = {number: {"residual": entry["residual"].clone()} for number, entry in enumerate(entries)}
+    run.optimizer.load_state_dict(own)
+    return run.everything()
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (3, 1)), ((3, 1), (1, 2))], ids=str)
+def test_another_number_of_nodes_shares_the_sum(
+    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    plan = Plan(mesh_shape=before)
+    state, saved, _ = gloo.run(_save_whole, plan, world_size=plan.world_size)[0]
+    plan = Plan(mesh_shape=after)
+    for found in gloo.run(_load_plainly, plan, state, world_size=plan.world_size):
+        for name, residual in _residuals(saved).items():
+            assert found[name].shape[0] == after[0]
+            torch.testing.assert_close(found[name].double().sum(0), residual.double().sum(0), rtol=0, atol=1e-5)
+            assert all(torch.equal(node, found[name][0]) for node in found[name])
+
+
+def _half_precision(plan: Plan, path: str) -> list[str]:
+    """What is not right after a run in bfloat16 was saved and loaded."""
+    first = Run(plan)
+    first.train(range(STOP))
+    dcp.save(first.state(), checkpoint_id=path)
+    second = Run(plan, seed=1)
+    state = second.state()
+    dcp.load(state, checkpoint_id=path)
+    second.set_state(state)
+    wrong: list[str] = []
+    for (name, one), two in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+        mine, theirs = first.optimizer.state[one], second.optimizer.state[two]
+        for key in ("residual", "delayed_update"):
+            is_right = mine[key].dtype == theirs[key].dtype == torch.float32 and one.dtype == torch.bfloat16
+            wrong += [] if is_right and torch.equal(local(mine[key]), local(theirs[key])) else [f"{name} {key}"]
+        residual = local(mine["residual"])
+        is_rounded = torch.equal(residual, residual.bfloat16().float())
+        wrong += [f"{name} {key} has no more than 8 bits"] if one.numel() > 50 and is_rounded else []
+        placed = mine["residual"]
+        is_placed = isinstance(placed, DTensor) and placed.placements == (Shard(0), Shard(1))
+        wrong += [] if is_placed and placed.device_mesh == first.mesh else [f"{name} is not where it should be"]
+    return wrong
+
+
+def test_residuals_of_half_precision_weights_are_not_rounded(gloo: ProcessPool, tmp_path: Path) -> None:
+    plan = Plan(mesh_shape=(2, 2), options={"delay": 1}, dtype=torch.bfloat16)
+    assert gloo.run(_half_precision, plan, str(tmp_path), world_size=4) == [[]] * 4
+
+
+def _other_nodes_from_disk(plan: Plan, path: str) -> None:
+    run = Run(plan)
+    dcp.load(run.state(), checkpoint_id=path)
+
+
+def test_torch_refuses_shards_of_another_number_of_nodes(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_save, Plan(mesh_shape=(2, 1)), str(tmp_path), world_size=2)
+    gloo.expect_error_on_all_ranks(
+        _other_nodes_from_disk, Plan(mesh_shape=(3, 1)), str(tmp_path), match="ize mismatch", exception=Exception,
+        world_size=3,
+    )  # fmt: skip
