@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon.comm.exchange import BufferPool, parts, start_all_to_all, start_messages
+from lightning_muon.comm.exchange import BufferPool, parts, start_all_to_all, start_messages, start_messages_together
 from lightning_muon.comm.mesh import axis_group
 from tests.support.processes import ProcessPool
 
@@ -33,19 +38,37 @@ def test_uneven_and_empty_parts_arrive_in_their_shape(gloo: ProcessPool) -> None
             assert (part == 10 * peer + rank).all()
 
 
-def _tell() -> list[list[float]]:
+def _tell(start: Callable[..., Any]) -> list[list[float]]:
     """Each rank tells all higher ranks its number, from one piece of memory; the last one has nothing to tell."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = axis_group(init_device_mesh("cpu", (size,)), (0,))
     news = torch.full((rank + 1,), float(rank))
     received = {peer: torch.full((peer + 1,), -1.0) for peer in range(rank)}
-    for work in start_messages(dict.fromkeys(range(rank + 1, size), news), received, group):
+    for work in start(dict.fromkeys(range(rank + 1, size), news), received, group):
         work.wait()
     return [buffer.tolist() for buffer in received.values()]
 
 
-def test_one_piece_of_memory_goes_to_several_ranks(gloo: ProcessPool) -> None:
-    assert gloo.run(_tell, world_size=3) == [[], [[0.0]], [[0.0], [1.0, 1.0]]]
+@pytest.mark.parametrize("start", [start_messages, start_messages_together])
+def test_one_piece_of_memory_goes_to_several_ranks(gloo: ProcessPool, start: Callable[..., Any]) -> None:
+    assert gloo.run(_tell, start, world_size=3) == [[], [[0.0]], [[0.0], [1.0, 1.0]]]
+
+
+def _is_completed_by_itself() -> bool:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = axis_group(init_device_mesh("cpu", (size,)), (0,))
+    received = torch.zeros(1)
+    (work,) = start_messages_together({1 - rank: torch.ones(1)}, {1 - rank: received}, group)
+    deadline = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    is_completed = work.is_completed()
+    work.wait()
+    return is_completed and received.item() == 1
+
+
+def test_messages_that_travel_together_are_completed_without_waiting(gloo: ProcessPool) -> None:
+    assert gloo.run(_is_completed_by_itself, world_size=2) == [True, True]
 
 
 def test_the_pool_keeps_its_memory() -> None:

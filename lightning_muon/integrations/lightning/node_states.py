@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.params.layout import local_tensor
 
-# Entries of the state of a parameter under FlexDeMo -> whether it is their sum that stays, else their mean.
-PER_NODE = {"residual": True, "node_weights": False, "launched": False}
+# Entries of the state of a parameter under FlexDeMo -> whether it is their sum that stays, else their mean. The moments of
+# AdamW are among them where nodes train by themselves; elsewhere they have the shape of the parameter.
+PER_NODE = {"residual": True, "node_weights": False, "launched": False, "exp_avg": False, "exp_avg_sq": False}
 
 
 def expect_saved_nodes(
@@ -38,7 +39,7 @@ def expect_saved_nodes(
     for name, state in states.items():
         for entry in PER_NODE:
             own = state.get(entry)
-            if own is None or saved_size(name, entry)[0] == own.shape[0]:
+            if own is None or own.ndim == 0 or saved_size(name, entry)[0] == own.shape[0]:
                 continue
             replaced.append((state, entry, own))
             state[entry] = _of_all_nodes(own, tuple(saved_size(name, entry)))
@@ -64,7 +65,7 @@ def share_whole(
     for name, state in result.items():
         for entry in PER_NODE:
             now = own.get(name, {}).get(entry)
-            if now is not None and entry in state and state[entry].shape[0] != now.shape[0]:
+            if now is not None and now.ndim and entry in state and state[entry].shape[0] != now.shape[0]:
                 state[entry] = _shared(state[entry], now.shape[0], keep_sum=PER_NODE[entry])
     return result
 

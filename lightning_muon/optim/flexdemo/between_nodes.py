@@ -128,7 +128,7 @@ class BetweenNodes(ABC):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Inside, the weights are equal on all nodes; local."""
+        """Inside, the weights are equal on all nodes, if there are such weights; local."""
         yield
 
     @abstractmethod

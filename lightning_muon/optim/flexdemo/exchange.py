@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.exchange import start_messages
+from lightning_muon.comm.exchange import start_messages, start_messages_together
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.optim.flexdemo.bucket import merged, pack, unpack
 from lightning_muon.optim.flexdemo.parts import (
@@ -22,6 +22,18 @@ from lightning_muon.optim.flexdemo.parts import (
     segment_bytes,
 )
 from lightning_muon.replicators.replicator import Components
+
+
+class Handle(Protocol):
+    """A handle of a communication."""
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would not wait; ``False`` if that is not known."""
+        ...
+
+    def wait(self) -> object:
+        """Go on when what was to be received is there."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +74,7 @@ class Exchange:
     plan: BucketPlan
     own: Sequence[Components]
     nodes: Nodes
-    _works: list[dist.Work] = field(default_factory=list[dist.Work])
+    _works: Sequence[Handle] = ()
     _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _kept: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -73,11 +85,13 @@ class Exchange:
             return
         if is_summed(self.plan, group.size):
             sends = {node: pack_segment(self.plan, self.own, node, group.size) for node in others}
-            self._send(sends, dict.fromkeys(others, segment_bytes(self.plan, group.rank, group.size)), group)
+            sizes = dict.fromkeys(others, segment_bytes(self.plan, group.rank, group.size))
+            self._send(sends, sizes, group, start_messages_together)
             self.nodes.waiting.append(self)
         else:
             message = pack(self.plan, self.own)
-            self._send(dict.fromkeys(others, message), dict.fromkeys(others, message.numel()), group)
+            sizes = dict.fromkeys(others, message.numel())
+            self._send(dict.fromkeys(others, message), sizes, group, start_messages)
 
     def start_last_leg(self, *, wait: bool) -> bool:
         """Add up what has arrived and send the sums; ``False`` if it has not arrived, which ``wait`` waits for."""
@@ -87,7 +101,8 @@ class Exchange:
         total = sum_of_segments(self.plan, self.own, self._messages(), group.rank, group.size)
         self._kept = [total]
         sizes = {node: total.element_size() * sum(self._lengths(node)) for node in self._others()}
-        self._send(dict.fromkeys(self._others(), total.view(torch.uint8)), sizes, group)
+        sends = dict.fromkeys(self._others(), total.view(torch.uint8))
+        self._send(sends, sizes, group, start_messages_together)
         return True
 
     def result(self, rule: str) -> list[Components]:
@@ -118,11 +133,13 @@ class Exchange:
         ranges = [segment(part, node, self.nodes.there.size) for part in self.plan.parts]
         return [stop - start for start, stop in ranges]
 
-    def _send(self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup) -> None:
+    def _send(
+        self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup, start: Callable[..., Sequence[Handle]]
+    ) -> None:
         device = self.own[0].values.device
         self._received = {node: torch.empty(size, dtype=torch.uint8, device=device) for node, size in sizes.items()}
         self._kept += sends.values()
-        self._works = start_messages(
+        self._works = start(
             {node: message for node, message in sends.items() if message.numel()},
             {node: message for node, message in self._received.items() if message.numel()},
             group,
@@ -131,7 +148,7 @@ class Exchange:
     def _messages(self) -> dict[int, Tensor]:
         for work in self._works:
             work.wait()
-        self._works = []
+        self._works = ()
         return self._received
 
 

@@ -136,7 +136,11 @@ class MomentumExchange(BetweenNodes):
                 updates[tensor] = gradient + (self._around.config.decay * residual).to(gradient.dtype)
                 residual.zero_()
         if self._rules.sign:
-            return {tensor: update.sign() for tensor, update in updates.items()}
+            updates = {tensor: update.sign() for tensor, update in updates.items()}
+        if self._has_loaded and self._around.config.delay:
+            # Saved when there were more nodes.
+            kept = self._take_kept()
+            updates |= {tensor: updates[tensor] + late if tensor in updates else late for tensor, late in kept.items()}
         return updates
 
     def _take_kept(self) -> dict[Tensor, Tensor]:

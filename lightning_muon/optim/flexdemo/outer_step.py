@@ -20,11 +20,15 @@ from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.full import Full
 from lightning_muon.replicators.replicator import Turn
 
+# Of AdamW; where nodes train by themselves each has its own.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class OwnWay(BetweenNodes):
-    """Nodes do not follow each other. Saved are the weights of each node."""
+    """Nodes do not follow each other. Saved are the weights of each node, and the moments of AdamW, if it has any."""
 
     keeps_weights_equal: ClassVar[bool] = False
+    own_state: ClassVar[frozenset[str]] = frozenset(_MOMENTS)
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`: a mark, since torch takes an optimizer without state for a new one."""
@@ -40,13 +44,24 @@ class OwnWay(BetweenNodes):
 
     def saved(self, parameter: Tensor) -> dict[str, Tensor]:
         """As in :class:`BetweenNodes`."""
-        return {"node_weights": self._around.of_all_nodes(parameter, local_tensor(parameter.detach()).clone())}
+        state = self._around.states[parameter]
+        own = {"node_weights": parameter.detach()} | {key: state[key] for key in _MOMENTS if key in state}
+        return {key: self._around.of_all_nodes(parameter, local_tensor(value).clone()) for key, value in own.items()}
 
     def load(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
         """As in :class:`BetweenNodes`. With another number of nodes each goes on from the mean of the saved ones."""
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self._around.layout, rule="mean")
             local_tensor(parameter.detach()).copy_(weights)
+        for key in _MOMENTS:
+            if key in saved:
+                self._around.states[parameter][key] = moment = torch.zeros_like(parameter)
+                is_of_nodes = saved[key].ndim > parameter.ndim
+                local_tensor(moment).copy_(
+                    local_of_nodes(saved[key], parameter, self._around.layout, rule="mean")
+                    if is_of_nodes
+                    else part_of(saved[key], parameter)
+                )
 
     def sent_bytes(self) -> int:
         """Nothing."""
@@ -65,7 +80,7 @@ class OuterStep(OwnWay):
         options: Of the algorithm.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({"anchor", "outer_momentum", "launched", "mean_drift"})
+    own_state: ClassVar[frozenset[str]] = frozenset({*_MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
 
     def __init__(self, around: Surroundings, options: DiLoCo) -> None:
         super().__init__(around)

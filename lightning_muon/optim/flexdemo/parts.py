@@ -125,7 +125,7 @@ def matrix_view(shape: Shape) -> tuple[int, int]:
     """Rows and columns of the shard, read as a matrix in row-major order.
 
     More than two dimensions are divided into the leading and the rest where the matrix comes nearest to a square: a
-    convolution (out, in, k, k) becomes out x (in k k), a stack of 8 x 512 x 2048 becomes 4096 x 2048.
+    convolution of 256 x 128 x 3 x 3 becomes 256 x 1152, a stack of 8 x 512 x 2048 becomes 4096 x 2048.
     """
     splits = range(1, max(2, len(shape.whole)))
     best = min(splits, key=lambda dim: _elongation(math.prod(shape.whole[:dim]), math.prod(shape.whole[dim:])))

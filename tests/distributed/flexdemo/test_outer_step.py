@@ -176,7 +176,7 @@ def test_a_run_that_is_resumed_within_a_period_has_equal_bits(
 ) -> None:
     case = _case(mesh_shape, DiLoCo(period=3, overlap=overlap))
     case = replace(case, options=case.options | {"base": base})
-    for stop in (1, 4, 6):
+    for stop in (4, 6):
         for whole, looked_at, resumed in gloo.run(_resume, case, stop, world_size=case.world_size):
             assert_equal(looked_at, whole)
             assert_equal(resumed, whole)

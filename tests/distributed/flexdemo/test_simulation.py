@@ -126,7 +126,9 @@ def _step(
 def test_one_process_gives_the_bits_of_many(
     gloo: ProcessPool, monkeypatch: pytest.MonkeyPatch, mesh_shape: tuple[int, int], replicator: Any
 ) -> None:
-    monkeypatch.setattr(exchange, "start_messages", PostOffice().start_messages)
+    office = PostOffice()
+    for name in ("start_messages", "start_messages_together"):
+        monkeypatch.setattr(exchange, name, office.start_messages)
     options = SMALL | {"replicator": replicator, "chunk_bytes": 4000}
     formats = ("fp32", "bf16", "int8", "sign")
     cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in formats]

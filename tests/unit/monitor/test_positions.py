@@ -35,7 +35,13 @@ def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
 def _position(
     notes: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
 ) -> Position:
-    defaults: dict[str, Any] = {"step": 3, "shard": 0, "mesh": 0, "skipped": 0, "crossing_skipped": 0, "crossing": [], "beat": 2}
+    defaults: dict[str, Any] = {
+        **{"step": 3, "shard": 0, "mesh": 0},
+        "skipped": 0,
+        "crossing_skipped": 0,
+        "crossing": [],
+        "beat": 2,
+    }
     return Position(**{**defaults, **more}, notes=notes, group=group, counts=counts or {})
 
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
 from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.optim.flexdemo import exchange
 from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.exchange import Nodes
 from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets
@@ -96,6 +98,12 @@ class PostOffice:
             self.boxes.setdefault((group.group, group.rank, receiver), []).append(tensor.clone())
             self.sent_bytes[group.rank] = self.sent_bytes.get(group.rank, 0) + tensor.numel()
         return [Delivery(self, dict(receive), group.rank, group.group)] if receive else []
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> PostOffice:
+        """Carry the messages of all exchanges of the test."""
+        for name in ("start_messages", "start_messages_together"):
+            monkeypatch.setattr(exchange, name, self.start_messages)
+        return self
 
 
 def nodes_of(num_nodes: int) -> list[Nodes]:

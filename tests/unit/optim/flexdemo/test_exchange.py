@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
 from lightning_muon.comm.mesh import ALONE
-from lightning_muon.optim.flexdemo import exchange
 from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes, pack_segment, sum_of_segments
 from lightning_muon.optim.flexdemo.parts import BucketPlan, segment
@@ -32,9 +31,7 @@ TURN = Turn(2, 0)
 
 @pytest.fixture
 def post(monkeypatch: pytest.MonkeyPatch) -> PostOffice:
-    office = PostOffice()
-    monkeypatch.setattr(exchange, "start_messages", office.start_messages)
-    return office
+    return PostOffice().take_over(monkeypatch)
 
 
 def _components(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
-from lightning_muon.optim.flexdemo import exchange
 from lightning_muon.optim.flexdemo.bucket import pack
 from lightning_muon.optim.flexdemo.exchange import Exchange, pack_segment
 from lightning_muon.optim.flexdemo.parts import (
@@ -177,8 +176,7 @@ def test_sums_travel_exactly_only_where_values_do(value_format: str) -> None:
 def test_sent_bytes_are_those_that_leave_a_node(
     monkeypatch: pytest.MonkeyPatch, replicator: Replicator, num_nodes: int, value_format: str
 ) -> None:
-    post = PostOffice()
-    monkeypatch.setattr(exchange, "start_messages", post.start_messages)
+    post = PostOffice().take_over(monkeypatch)
     plan, components = _sent(LARGE, replicator, value_format)
     exchanges = [Exchange(plan, components, nodes) for nodes in nodes_of(num_nodes)]
     for each in exchanges:

@@ -128,7 +128,7 @@ def test_signs_are_those_of_the_merged_update() -> None:
 def test_nodes_get_the_mean_also_where_only_one_has_sent_early(
     monkeypatch: pytest.MonkeyPatch, replicator: Replicator, num_nodes: int
 ) -> None:
-    monkeypatch.setattr(exchange, "start_messages", PostOffice().start_messages)
+    PostOffice().take_over(monkeypatch)
     of_nodes = nodes_of(num_nodes)
     tensors = drawn(SHAPES, 0)
     replications = [_replication(tensors, replicator=replicator, nodes=each)[0] for each in of_nodes]

@@ -1,0 +1,259 @@
+"""What ParallelMuon and FlexDeMo have in common: routes, state, plans that are made anew, copies, skipped steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon import FlexDeMo, MuonConfig, NonFiniteGradientError, ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
+from lightning_muon.params.layout import TensorLayout
+
+KINDS: list[Any] = [ParallelMuon, FlexDeMo]
+FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 13), nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 20, bias=False))
+
+
+def _make(kind: Any, params: Any, **options: Any) -> Any:
+    return kind(params, lr=0.05, **({"base": "muon"} if kind is FlexDeMo else {}), **FLOAT32, **options)
+
+
+def _set_grads(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        optimizer.zero_grad()
+        _set_grads(model, step)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _options(**changed: Any) -> PlannedOptions:
+    config = vars(MuonConfig())
+    return PlannedOptions(**{name: config.get(name) for name in PlannedOptions.__dataclass_fields__} | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"compute_dtype": "float8"}, "compute_dtype"),
+        ({"wire_dtype": "int8"}, "wire_dtype"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be at least 1, got 0"),
+        ({"look_ahead": 0}, "look_ahead must be at least 1, got 0"),
+        ({"assignment": "first"}, "assignment must be one of .* got 'first'"),
+        ({"dedupe": True}, "dedupe must be one of .* got True"),
+        ({"overlap": "always"}, "overlap must be one of .* got 'always'"),
+    ],
+    ids=str,
+)
+def test_options_of_the_plan_are_checked(changed: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        _options(**changed)
+
+
+def test_the_planner_gets_what_the_options_say() -> None:
+    options = _options(chunk_bytes=123, assignment="redundant", dedupe="never", look_ahead=7, overlap="off")
+    found = options.plan_options(torch.bfloat16, torch.device("cpu"))
+    assert (found.itemsize, found.device_type, found.chunk_bytes) == (2, "cpu", 123)
+    assert (found.assignment, found.dedupe, found.look_ahead, found.overlap) == ("redundant", "never", 7, "off")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model.parameters())
+    assert isinstance(optimizer, PlannedOptimizer)
+    assert not optimizer.state
+    optimizer.attach(model)
+    assert [route.name for route in optimizer.routes] == [name for name, _ in model.named_parameters()]
+    assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", *["adamw"] * 4], "the last is the head"
+    assert set(optimizer.state) == set(model.parameters())
+    before = {key: set(state) for key, state in optimizer.state.items()}
+    _train(model, optimizer, range(1))
+    assert {key: set(state) for key, state in optimizer.state.items()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_and_modules_that_are_attached_train_alike(kind: Any) -> None:
+    results = []
+    for is_attached in (False, True):
+        model = _model()
+        optimizer = _make(kind, model.parameters() if is_attached else model)
+        if is_attached:
+            optimizer.route(model)
+            optimizer.attach(model)
+        results.append(_train(model, optimizer, range(3)))
+    assert _equal(*results)
+
+
+def test_state_that_is_there_cannot_be_laid_out_anew() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    optimizer.attach(model)
+    optimizer.attach(model, TensorLayout())
+    assert len(optimizer.state) == 6, "zeros can be made again"
+    _train(model, optimizer, range(1))
+    with pytest.raises(RuntimeError, match=r"ParallelMuon has state already.*before its first step"):
+        optimizer.attach(model, TensorLayout())
+    loaded = _make(ParallelMuon, model)
+    loaded.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="has state already"):
+        loaded.attach(model, TensorLayout())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_freezing_thawing_and_new_groups_make_a_new_plan(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, [{"params": list(model[:2].named_parameters())}])
+    _train(model, optimizer, range(1))
+    first = optimizer._bound
+    _train(model, optimizer, range(1, 2))
+    assert optimizer._bound is first
+    frozen = model[1].weight
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    _train(model, optimizer, range(2, 3))
+    assert optimizer._bound is not first
+    assert torch.equal(frozen, before)
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[3].named_parameters(prefix="3"))})
+    later = model[3].weight.detach().clone()
+    _train(model, optimizer, range(3, 4))
+    assert not torch.equal(frozen, before)
+    assert not torch.equal(model[3].weight, later)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, [{"params": [model[1].weight], "adjust_lr_fn": None}])
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    with pytest.raises(ValueError, match="weight_decay must be finite and >= 0, got -1"):
+        optimizer.add_param_group({"params": [model[3].weight], "weight_decay": -1})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_closure_is_evaluated_with_gradients_before_the_step(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model)
+    before = model[3].weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        assert torch.equal(model[3].weight, before)
+        loss = model(torch.arange(4)).square().mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.requires_grad
+    assert not torch.equal(model[3].weight, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_with_a_nan_are_skipped_and_counted_until_there_are_too_many(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model, max_skipped_steps=2)
+    before = _train(model, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    for count in (1, 2):
+        _set_grads(model, count)
+        model[3].weight.grad[3, 3] = float("nan")
+        optimizer.step()
+        assert optimizer.skipped_steps == count
+    assert _equal([p.detach() for p in model.parameters()], before)
+    for number, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][number][key]) for key, value in entry.items())
+    with pytest.raises(NonFiniteGradientError, match=r"3\.weight"):
+        optimizer.step()
+    _train(model, optimizer, range(3, 4))
+    assert not _equal([p.detach() for p in model.parameters()], before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_train_on_with_equal_bits(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model)
+    _train(model, optimizer, range(2))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    expected = _train(model, optimizer, range(2, 4))
+    for other_model, other in copies:
+        assert other._bound is None
+        assert _equal(_train(other_model, other, range(2, 4)), expected)
+        assert [route.name for route in other.routes] == [route.name for route in optimizer.routes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hyper_parameters_that_an_old_state_lacks_have_their_defaults(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model, weight_decay=0.125)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][0]["weight_decay"]
+    other = _make(kind, _model(), weight_decay=0.125)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["weight_decay"] == 0.125
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_state_is_no_part_of_the_optimizer(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model)
+    saved = optimizer.state_dict()
+    saved["state"][0]["own"] = 1
+    assert all("own" not in state for state in optimizer.state.values())
+    assert set(optimizer.state_dict()["state"][0]) == set(saved["state"][0]) - {"own"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_a_framework_has_swapped_keep_their_place(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model)
+    new = nn.Parameter(torch.zeros(7, 13))
+    model[1].weight = new
+    optimizer.param_groups[0]["params"][1] = new
+    assert optimizer.routes[1].name == "1.weight"
+    assert optimizer.routes[1].algorithm == "muon"
+    _train(model, optimizer, range(1))
+    assert not torch.equal(new, torch.zeros(7, 13))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_summary_lists_every_parameter(kind: Any) -> None:
+    model = _model()
+    model[1].bias.requires_grad_(False)
+    summary = _make(kind, model).summary()
+    assert all(name in summary for name in ("1.weight", "3.weight", "0.weight"))
+    assert "frozen" in summary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_forgotten_with_zero_grad(kind: Any) -> None:
+    model = _model()
+    optimizer = _make(kind, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    _set_grads(model, 0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert _equal([parameter.detach() for parameter in model.parameters()], before)
+    _set_grads(model, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
