@@ -96,7 +96,12 @@ def waiting_place(thread: int) -> tuple[str, int] | None:
     if "group" not in known and "pg" not in known:
         return None
     group = known.get("group") or known.get("pg") or dist.group.WORLD
-    return (group.group_name, id(frame)) if isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        return group.group_name, id(frame)
+    except RuntimeError:  # It is being made, and has no name yet.
+        return None
 
 
 def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | None:

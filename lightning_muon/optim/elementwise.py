@@ -34,7 +34,8 @@ def adamw_step_(
     beta1, beta2 = group["betas"]
     adamw(
         list(params),
-        list(grads),
+        # The fused kernel of CPUs takes the memory order of all tensors for that of the first.
+        [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)],
         [local_tensor(state["exp_avg"]) for state in states],
         [local_tensor(state["exp_avg_sq"]) for state in states],
         [],

@@ -254,6 +254,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Where the parts of the parameters lie as long as nobody else says so."""
         return TensorLayout(self._options.mesh)
 
+    def _settings(self) -> str:
+        """What else must be the same on all ranks."""
+        return ""
+
     def _early(self, binding: Binding, step: MatrixStep) -> SentEarly | None:
         """What is sent while backward still runs, for a new plan.
 
@@ -328,7 +332,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
         plan_options = options.plan_options(wire_dtype, device)
-        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype}"
+        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()}"
         binding = bind(parameters, meshes, self._private_groups, options=plan_options, settings=settings)
         step = MatrixStep(
             binding.exchange_groups,

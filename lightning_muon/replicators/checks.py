@@ -2,6 +2,62 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
+from lightning_muon.replicators.replicator import Components, Replicator, Turn
+
+# How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
+_ROUNDED = 0.02
+
+
+def check_replicator(replicator: Replicator) -> None:
+    """Raise unless the replicator does what :class:`~lightning_muon.replicators.replicator.Replicator` says.
+
+    Tried on a small batch, since mistakes would change the training in silence.
+    """
+    name, turn = type(replicator).__name__, Turn(1, 0)
+    rows, cols = 48, 40
+    shape = replicator.block_shape(rows, cols) or (rows * cols,)
+    numel = math.prod(shape)
+    blocks = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    given = blocks.clone()
+    sent = replicator.encode(blocks, turn)
+    again = replicator.encode(blocks, turn)
+    _require(torch.equal(blocks, given), f"{name}.encode changes the blocks that it is given")
+    num_sent = replicator.num_sent(numel)
+    _require(
+        tuple(sent.values.shape) == (2, num_sent),
+        f"{name}.encode gives values of shape {tuple(sent.values.shape)} for (2, {', '.join(map(str, shape))}) blocks; "
+        f"num_sent({numel}) says (2, {num_sent})",
+    )
+    _require(sent.values.dtype == torch.float32, f"{name}.encode gives values of {sent.values.dtype}, not float32")
+    _require(torch.equal(sent.values, again.values), f"{name}.encode gives other values when it is called again")
+    _require(
+        (sent.positions is not None) == replicator.sends_positions,
+        f"{name}.sends_positions is {replicator.sends_positions}, but encode gives positions "
+        f"{None if sent.positions is None else tuple(sent.positions.shape)}",
+    )
+    decoded = replicator.decode(sent, shape, turn)
+    _require(decoded.shape == blocks.shape, f"{name}.decode gives {tuple(decoded.shape)}, not {tuple(blocks.shape)}")
+    twice = replicator.decode(Components(2 * sent.values, sent.positions), shape, turn)
+    _require(torch.allclose(twice, 2 * decoded, atol=1e-4), f"{name}.decode is not linear in the values")
+    if sent.positions is not None:
+        inside = bool(((sent.positions >= 0) & (sent.positions < numel)).all())
+        _require(
+            inside and sent.positions.dtype == torch.int64, f"{name}.encode: positions are no int64 in [0, {numel})"
+        )
+        both = Components(torch.cat([sent.values] * 2, 1), torch.cat([sent.positions] * 2, 1))
+        added = replicator.decode(both, shape, turn)
+        message = f"{name}.decode does not add up values at the same position (scatter_add_, index_add_)"
+        _require(torch.allclose(added, 2 * decoded, atol=1e-4), message)
+
+
+def _require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ValueError(message)
+
 
 def require_count(options: object, name: str) -> None:
     """Raise unless the option is a whole number of at least 1."""
@@ -20,6 +76,13 @@ def require_rate(options: object) -> None:
     if not 0 < rate <= 1:
         raise ValueError(
             f"{type(options).__name__}: rate must be in (0, 1], the part of the elements that is sent, got {rate}"
+        )
+    every = period(rate)
+    if abs(rate * every - 1) > _ROUNDED:
+        fewer, more = math.ceil(1 / rate), math.floor(1 / rate)
+        raise ValueError(
+            f"{type(options).__name__}: rate must be 1 / n for a whole number n, since one of n elements is sent; got "
+            f"{rate}, use 1/{fewer} = {1 / fewer:.4g} or 1/{more} = {1 / more:.4g}"
         )
 
 

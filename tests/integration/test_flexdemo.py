@@ -78,6 +78,12 @@ def _fit(
         optimizer=FlexDeMoConfig(**(_SPARSE | (config or {}))),
         save_distributed_checkpoint=not single_file,
     )
+    shards: dict[str, Tensor] = {}
+
+    def on_train_end(module: Any) -> None:
+        shards.update({name: _local(parameter.detach()).clone() for name, parameter in module.named_parameters()})
+
+    type(model).on_train_end = on_train_end
     fitter = trainer(pl, strategy=chosen, **({"max_epochs": 2} | options))
     fitter.fit(model, loader(), loader() if options.get("limit_val_batches") else None, ckpt_path=resume)
     optimizer = fitter.optimizers[0]
@@ -86,7 +92,6 @@ def _fit(
         names[p]: _local(state["residual"]).clone() for p, state in optimizer.state.items() if "residual" in state
     }
     if drifting:
-        shards = {name: _local(parameter.detach()).clone() for name, parameter in model.named_parameters()}
         return model.losses, shards, residuals
     _require_equal_nodes(model)
     return model.losses, full_weights(model), residuals

@@ -30,7 +30,7 @@ def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> Non
         for name, (reason, instead) in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):
                 raise ValueError(
-                    f"the callback {type(callback).__name__} does not work with the strategy 'parallel_muon': "
+                    f"the callback {type(callback).__name__} does not work with ParallelMuonStrategy: "
                     f"{reason}. Instead, {instead}; or use another strategy."
                 )
 

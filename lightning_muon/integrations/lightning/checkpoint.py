@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.integrations.lightning.node_states import expect_saved_nodes, share_whole
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.optim.flexdemo.layout import Rule
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.full_weights import full_state_dict
 
@@ -80,8 +82,9 @@ class Checkpoint:
         except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
             error = RuntimeError(
                 f"the state of optimizer {index} in {self.path} does not fit {type(optimizer).__name__}: it was saved "
-                "with another optimizer, other param groups or another model. To go on with the weights alone, load "
-                f"them into the model and call Trainer.fit without ckpt_path. ({type(problem).__name__}: {problem})"
+                "with another optimizer, other options, other param groups or another model. To go on with the "
+                "weights alone, load them into the model and call Trainer.fit without ckpt_path. "
+                f"({type(problem).__name__}: {problem})"
             )
             error.__cause__ = problem
         fail_together(error, None)
@@ -89,9 +92,11 @@ class Checkpoint:
     def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
         state = {key: get_optimizer_state_dict(module, optimizer)}
         saved = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
-        _check_shards(saved, state)
+        _check_shards(saved, state[key], key)
         share_among_nodes = expect_saved_nodes(
-            state[key]["state"], lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size
+            state[key]["state"],
+            lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size,
+            _rules(optimizer),
         )
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -102,7 +107,7 @@ class Checkpoint:
         named = named_optimizer_state(self.content["optimizer_states"][index], module, optimizer)
         own = _state_by_name(module, optimizer)
         _check_state(named["state"], own)
-        named["state"] = share_whole(named["state"], own)
+        named["state"] = share_whole(named["state"], own, _rules(optimizer))
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(module, optimizer, named, options=options)
 
@@ -148,28 +153,39 @@ def named_optimizer_state(
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _check_shards(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless ``saved`` has every tensor of ``state``, and as many param groups."""
-    for key, optimizer in state.items():
-        wanted = (f"{key}.state.{name}.{entry}" for name, own in optimizer["state"].items() for entry in own)
-        missing = [name for name in wanted if name not in saved]
-        if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing[:8])}")
-        prefix = f"{key}.param_groups."
-        num_saved = len({name.removeprefix(prefix).split(".")[0] for name in saved if name.startswith(prefix)})
-        if num_saved != len(optimizer["param_groups"]):
-            raise ValueError(f"{num_saved} param groups in the checkpoint, {len(optimizer['param_groups'])} here")
+def _check_shards(saved: Iterable[str], state: Mapping[str, Any], key: str) -> None:
+    """Raise ``ValueError`` unless the names in ``saved`` are those of ``state``, as in :func:`_check_state`."""
+    prefix = f"{key}.param_groups."
+    num_saved = len({name.removeprefix(prefix).split(".")[0] for name in saved if name.startswith(prefix)})
+    if num_saved != len(state["param_groups"]):
+        raise ValueError(f"{num_saved} param groups in the checkpoint, {len(state['param_groups'])} here")
+    entries: dict[str, set[str]] = {}
+    prefix = f"{key}.state."
+    for name in saved:
+        if name.startswith(prefix):
+            parameter, entry = name.removeprefix(prefix).rsplit(".", 1)
+            entries.setdefault(parameter, set()).add(entry)
+    _check_state(entries, state["state"])
 
 
-def _check_state(saved: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` unless the saved state has the tensors that the optimizer has.
+def _check_state(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless the saved state has the entries that the optimizer has, and no others.
 
-    torch leaves out what is missing in a full state dict. Optimizers that create state at their first step are not
-    checked.
+    torch leaves out what is missing, and drops what is too much. Optimizers that create state at their first step are
+    not checked, nor is what a checkpoint has of parameters that are frozen now.
     """
     for name, state in own.items():
-        if state and set(state) != set(saved.get(name, ())):
-            raise ValueError(f"{name} has {sorted(state)} here, but {sorted(saved.get(name, ()))} in the checkpoint")
+        there = set(saved.get(name, ()))
+        if state and set(state) != there:
+            raise ValueError(
+                f"{name} has {sorted(state)} here, but {sorted(there)} in the checkpoint: only here "
+                f"{sorted(state.keys() - there) or 'nothing'}, only there {sorted(there - state.keys()) or 'nothing'}"
+            )
+
+
+def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Rule]:
+    """What becomes of the state of each node where their number has changed."""
+    return optimizer.per_node if isinstance(optimizer, FlexDeMo) else {}
 
 
 def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from lightning_muon.compat.lightning import LightningPackage, is_placeholder_opt
 from lightning_muon.compat.torch import default_store
 from lightning_muon.integrations.lightning.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
-from lightning_muon.integrations.lightning.node_weights import common_weights, copied, of_first_node
+from lightning_muon.integrations.lightning.node_weights import NodeWeights, copied, of_first_node
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
 
@@ -37,6 +37,7 @@ class CheckpointStrategy:
     def __init__(self, *, save_distributed_checkpoint: bool, **kwargs: Any) -> None:
         self._is_sharded_checkpoint = save_distributed_checkpoint
         self._checkpoint: Checkpoint | None = None
+        self._node_weights = NodeWeights()
         self._has_pending_weights = False
         self._ready_module: weakref.ref[nn.Module] | None = None
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
@@ -56,7 +57,7 @@ class CheckpointStrategy:
         _require_all_ranks(self.lightning_module.trainer)
         module: nn.Module = self.lightning_module
         broadcast_buffers(module)
-        with common_weights(self.optimizers) as differ:  # type: ignore[attr-defined]
+        with self._node_weights.common(self._training_optimizers()) as differ:
             if not self._is_sharded_checkpoint:
                 return copied(full_weights(module)) if differ else full_weights(module)
             state = get_model_state_dict(module, options=self._state_dict_options())
@@ -67,7 +68,8 @@ class CheckpointStrategy:
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        state = get_optimizer_state_dict(self.lightning_module, plain, options=self._state_dict_options())
+        with self._node_weights.own():
+            state = get_optimizer_state_dict(self.lightning_module, plain, options=self._state_dict_options())
         if self._is_sharded_checkpoint or not state:
             return state
         return numbered_optimizer_state(state, self.lightning_module, plain)
@@ -102,6 +104,7 @@ class CheckpointStrategy:
         self._ready_module = weakref.ref(self.lightning_module)
         if self._has_pending_weights:
             assert self._checkpoint is not None
+            self._node_weights.forget()
             self._checkpoint.load_weights(self.lightning_module)
             self._has_pending_weights = False
 
@@ -118,6 +121,10 @@ class CheckpointStrategy:
             if not is_placeholder_optimizer(self.package, optimizer):
                 self._checkpoint.load_optimizer(self.lightning_module, optimizer, index)
         self._checkpoint = None
+
+    def _training_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that know more of the weights than the module does: none if a ``validate`` came after their ``fit``."""
+        return self.optimizers if self.lightning_module.trainer.state.fn == "fit" else []  # type: ignore[attr-defined]
 
     def _state_dict_options(self) -> StateDictOptions:
         return StateDictOptions(full_state_dict=not self._is_sharded_checkpoint, cpu_offload=True)

@@ -1,8 +1,8 @@
 """State of which each node has its own, in a checkpoint that another number of nodes loads.
 
 Such a state is a tensor (nodes, *shape of the parameter). With the same number of nodes each gets its own back, bit for
-bit. With another number all nodes get the same: of what was not sent yet sum(of the saved nodes) / number of nodes now,
-so that the sum over the nodes is what it was; of weights the mean of the saved nodes.
+bit. With another number all nodes get the same, by the rules of ``FlexDeMo.per_node``: see
+:func:`~lightning_muon.optim.flexdemo.layout.shared_among`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_muon.optim.flexdemo.layout import Rule, shared_among
 from lightning_muon.params.layout import local_tensor
-
-# Entries of the state of a parameter under FlexDeMo -> whether it is their sum that stays, else their mean. The moments of
-# AdamW are among them where nodes train by themselves; elsewhere they have the shape of the parameter.
-PER_NODE = {"residual": True, "node_weights": False, "launched": False, "exp_avg": False, "exp_avg_sq": False}
 
 
 def expect_saved_nodes(
-    states: Mapping[str, MutableMapping[str, Any]], saved_size: Callable[[str, str], Sequence[int]]
+    states: Mapping[str, MutableMapping[str, Any]],
+    saved_size: Callable[[str, str], Sequence[int]],
+    rules: Mapping[str, Rule],
 ) -> Callable[[], None]:
     """Put tensors for all saved nodes in the place of states of another number of nodes; local.
 
@@ -31,49 +30,45 @@ def expect_saved_nodes(
     Args:
         states: Name of a parameter -> its state, which is changed.
         saved_size: (name, entry) -> size in the checkpoint.
+        rules: Of the entries that each node has.
 
     Returns:
         To be called when the tensors are loaded: makes them states of the nodes of now.
     """
     replaced: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     for name, state in states.items():
-        for entry in PER_NODE:
+        for entry in rules:
             own = state.get(entry)
-            if own is None or own.ndim == 0 or saved_size(name, entry)[0] == own.shape[0]:
+            if own is None or saved_size(name, entry)[0] == own.shape[0]:
                 continue
             replaced.append((state, entry, own))
             state[entry] = _of_all_nodes(own, tuple(saved_size(name, entry)))
 
     def share() -> None:
         for state, entry, own in replaced:
-            shares = _shared(local_tensor(state[entry]), own.shape[0], keep_sum=PER_NODE[entry])
+            shares = shared_among(local_tensor(state[entry]), own.shape[0], rules[entry])
             state[entry] = _like(own, shares[: local_tensor(own).shape[0]])
 
     return share
 
 
 def share_whole(
-    states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]
+    states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], rules: Mapping[str, Rule]
 ) -> dict[str, dict[str, Any]]:
     """Whole states in which those of other numbers of nodes are shared by the nodes of now; local.
 
     Args:
         states: Name of a parameter -> its state, as it was saved.
         own: The same of the optimizer that is to have them.
+        rules: Of the entries that each node has.
     """
     result = {name: dict(state) for name, state in states.items()}
     for name, state in result.items():
-        for entry in PER_NODE:
+        for entry, rule in rules.items():
             now = own.get(name, {}).get(entry)
-            if now is not None and now.ndim and entry in state and state[entry].shape[0] != now.shape[0]:
-                state[entry] = _shared(state[entry], now.shape[0], keep_sum=PER_NODE[entry])
+            if now is not None and entry in state and state[entry].shape[0] != now.shape[0]:
+                state[entry] = shared_among(state[entry], now.shape[0], rule)
     return result
-
-
-def _shared(saved: Tensor, num_nodes: int, *, keep_sum: bool) -> Tensor:
-    """(saved nodes, *shape) -> (num_nodes, *shape), equal for all of these nodes."""
-    share = saved.float().sum(dim=0, keepdim=True) / (num_nodes if keep_sum else saved.shape[0])
-    return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
 
 
 def _of_all_nodes(own: Tensor, size: tuple[int, ...]) -> Tensor:

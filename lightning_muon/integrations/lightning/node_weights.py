@@ -1,4 +1,4 @@
-"""Weights to save where each node has its own for a while: one set of them, never a mixture."""
+"""Weights to evaluate and to save where each node has its own for a while: one set of them, never a mixture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,77 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
 from lightning_muon.sharding.broadcast import mesh_device
+
+
+class NodeWeights:
+    """Whose weights a module has while nodes train by themselves: those of its node, or those that all have in common.
+
+    While it has the common ones (DiLoCo: the last average), this keeps the others. All of it is local; every rank must
+    make the same calls.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, Tensor] = {}
+        self._is_for_a_while = True
+
+    def show_common(self, optimizers: Sequence[Any]) -> bool:
+        """Put the common weights into the module until :meth:`show_own`; whether they differ from those in it."""
+        averaging = [each for each in _training_alone(optimizers) if _is_averaging(each)]
+        if self._kept or not averaging:
+            return False
+        with common_weights(averaging):
+            groups = [group["params"] for optimizer in averaging for group in optimizer.param_groups]
+            self._kept = {p: local_tensor(p.detach()).clone() for params in groups for p in params}
+        self._exchange()
+        self._is_for_a_while = True
+        return True
+
+    def show_own(self) -> bool:
+        """Undo :meth:`show_common`, unless :meth:`stay_common` came after it; whether there was something to undo."""
+        if not self._kept or not self._is_for_a_while:
+            return False
+        self._exchange()
+        self.forget()
+        return True
+
+    def stay_common(self, optimizers: Sequence[Any]) -> bool:
+        """As :meth:`show_common`, for good. A checkpoint of the optimizer still has the weights of the node."""
+        has_changed = self.show_common(optimizers)
+        self._is_for_a_while = False
+        self._kept = {parameter: weights.cpu() for parameter, weights in self._kept.items()}
+        return has_changed
+
+    def forget(self) -> None:
+        """The weights in the module are those to go on with."""
+        self._kept = {}
+
+    @contextmanager
+    def common(self, optimizers: Sequence[Any]) -> Iterator[bool]:
+        """As :func:`common_weights`, also where the module has them already."""
+        optimizers = [each for each in optimizers if not self._kept or not _is_averaging(each)]
+        with common_weights(optimizers) as must_copy:
+            yield must_copy
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Inside, the weights are those of the node."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, kept in self._kept.items():
+            local = local_tensor(parameter)
+            shown = local.to(kept.device, copy=True)
+            local.copy_(kept)
+            self._kept[parameter] = shown
 
 
 @contextmanager
@@ -25,11 +94,21 @@ def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
     Yields:
         Whether the nodes train by themselves, so that weights must be copied before this ends.
     """
-    own = [each for each in optimizers if isinstance(each, FlexDeMo) and isinstance(each.config.replicator, LocalSteps)]
+    alone = _training_alone(optimizers)
     with ExitStack() as stack:
-        for optimizer in own:
+        for optimizer in alone:
             stack.enter_context(optimizer.common_weights())
-        yield bool(own)
+        yield bool(alone)
+
+
+def _training_alone(optimizers: Sequence[Any]) -> list[FlexDeMo]:
+    """Those whose nodes have been going their own ways; before the first step they have equal weights."""
+    flexdemo = [each for each in optimizers if isinstance(each, FlexDeMo) and each.num_exchanges]
+    return [each for each in flexdemo if isinstance(each.config.replicator, LocalSteps)]
+
+
+def _is_averaging(optimizer: Any) -> bool:
+    return isinstance(optimizer, FlexDeMo) and isinstance(optimizer.config.replicator, DiLoCo)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,12 +62,12 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         return _with_rules(plugins.Precision)()
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
-            f"precision={precision!r} is not supported by the strategy 'parallel_muon': float16 needs loss scaling, "
+            f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
             "whose skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of "
             f"{SUPPORTED}"
         )
     raise ValueError(
-        f"the strategy 'parallel_muon' supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
+        f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
         f"(precision {precision!r}); set Trainer(precision=...) to one of these and pass no precision plugin"
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.lightning.gradient_rules import GradientRules
+from lightning_muon.integrations.lightning.node_weights import NodeWeights
 from lightning_muon.integrations.lightning.steps import explain_shards
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
@@ -31,6 +32,9 @@ class RunningStrategy:
 
     lightning_module: Any
     root_device: torch.device
+    # Of the part that reads and writes checkpoints.
+    _node_weights: NodeWeights
+    _training_optimizers: Callable[[], list[torch.optim.Optimizer]]
 
     def __init__(self, *, loss_scaling: LossScaling, **kwargs: Any) -> None:
         self._loss_scaling = loss_scaling
@@ -164,13 +168,16 @@ class RunningStrategy:
             self._is_explaining = False
 
     def on_validation_start(self) -> None:
-        """Evaluate with the running statistics of rank 0, as DDP does."""
+        """Evaluate with the running statistics of rank 0, as DDP does, and with weights that all nodes have."""
         self.finish_parameters()
         broadcast_buffers(self.lightning_module)
+        if self._node_weights.show_common(self._training_optimizers()):
+            self._weights_have_changed()
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         """The ranks have run the same units. Collective over all ranks; every rank must call it."""
+        self._show_own_weights()
         self._finish_evaluation()
         super().on_validation_end()
 
@@ -189,10 +196,23 @@ class RunningStrategy:
             self._mode.finish_evaluation()
 
     def on_train_end(self) -> None:
-        """Leave equal running statistics on all ranks."""
+        """Leave equal running statistics on all ranks, and weights that all nodes have."""
         self.finish_parameters()
         broadcast_buffers(self.lightning_module)
+        if self._node_weights.stay_common(self._training_optimizers()):
+            self._weights_have_changed()
         super().on_train_end()
+
+    def _show_own_weights(self) -> None:
+        """End what :meth:`on_validation_start` has begun; local."""
+        if self._node_weights.show_own():
+            self._weights_have_changed()
+
+    def _weights_have_changed(self) -> None:
+        """Let the next forward gather the weights of now; local."""
+        free_unsharded(self.lightning_module)
+        if self._mode is not None:
+            self._mode.end_step()  # Gathers must not start where the last step ended.
 
     def finish_parameters(self) -> None:
         """Go on when every weight has its new value.

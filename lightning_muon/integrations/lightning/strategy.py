@@ -1,4 +1,4 @@
-"""The strategy ``"parallel_muon"``, written once for both Lightning packages."""
+"""The strategy ``"parallel_muon"``, with nodes ``"flexdemo"``, written once for both Lightning packages."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ from lightning_muon.integrations.lightning.optimizers import (
 from lightning_muon.integrations.lightning.options import check_decoupled_nodes, check_options
 from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
+from lightning_muon.integrations.lightning.registry import STRATEGIES
 from lightning_muon.integrations.lightning.running_strategy import LossScaling, RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
@@ -161,9 +162,10 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def __repr__(self) -> str:
         """Also what a Trainer of the other package quotes when it refuses the strategy."""
+        names = " and ".join(repr(name) for name in STRATEGIES)
         return (
-            f"<{type(self).__name__} for Trainers of {self.package.name}; strategy='parallel_muon' finds the right "
-            "class for each package>"
+            f"<{type(self).__name__} for Trainers of {self.package.name}; the names {names} find the right class for "
+            "each package>"
         )
 
     @property
@@ -262,6 +264,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
         super().setup_optimizers(trainer)
+        self._node_weights.forget()
         module: Any = self.lightning_module
         for optimizer in self.optimizers:
             self._replaced.rebind(optimizer, module)  # type: ignore[union-attr]
@@ -303,11 +306,13 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         """Tell the other ranks why they will wait in vain; local."""
         if self._watchdog is not None:
             self._watchdog.failed(exception)
+        self._show_own_weights()
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
         remove_default_optimizer(self.lightning_module)
+        self._show_own_weights()
         if self._watchdog is not None:
             self._watchdog.close()
         if self._first_callback in self.lightning_module.trainer.callbacks:

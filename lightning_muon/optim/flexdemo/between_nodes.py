@@ -16,26 +16,26 @@ from lightning_muon.comm.mesh import ALONE, PrivateGroups, axis_group
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.exchange import Nodes
-from lightning_muon.optim.flexdemo.layout import NodeLayout
+from lightning_muon.optim.flexdemo.layout import NodeLayout, Rule
 from lightning_muon.optim.matrix_step import Gradients, States
 
 
 @dataclass(frozen=True, eq=False)
-class Surroundings:
+class OptimizerView:
     """What a way needs of the optimizer.
 
     Attributes:
         config: Options.
         mesh: Nodes, and the ranks of each; ``None`` for a process alone.
         current_states: Of the optimizer, which torch replaces when it loads.
-        parameters: All that may change now, in the order of the param groups.
+        all_parameters: In the order of the param groups.
         learning_rates: Of them.
     """
 
     config: FlexDeMoConfig
     mesh: DeviceMesh | None
     current_states: Callable[[], States]
-    parameters: Callable[[], Sequence[Tensor]]
+    all_parameters: Callable[[], Sequence[Tensor]]
     learning_rates: Callable[[], Mapping[Tensor, float]]
 
     @property
@@ -57,12 +57,19 @@ class Surroundings:
         return Nodes(*PrivateGroups().of([group, group]))
 
     @property
-    def position(self) -> tuple[int, int]:
-        """Number of this node, and how many there are; local."""
-        if self.mesh is None:
-            return 0, 1
-        group = axis_group(self.mesh, (0,))
-        return group.rank, group.size
+    def trainable(self) -> Sequence[Tensor]:
+        """The parameters that may change now."""
+        return [parameter for parameter in self.all_parameters() if parameter.requires_grad]
+
+    @property
+    def node(self) -> int:
+        """Number of this node; local."""
+        return 0 if self.mesh is None else axis_group(self.mesh, (0,)).rank
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are; local."""
+        return 1 if self.mesh is None else self.mesh.size(0)
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
         """(R, *parameter.shape) of the local parts of all nodes; shares memory."""
@@ -73,20 +80,25 @@ class BetweenNodes(ABC):
     """One way in which nodes follow each other.
 
     Attributes:
-        keeps_weights_equal: Whether the nodes have equal weights after every step.
-        own_state: Keys of the state of a parameter that :meth:`load` takes: mostly float32, and saved for each node
-            where they differ.
+        own_state: Keys of the state of a parameter that :meth:`load` takes.
+        per_node: Those of them, and of :meth:`saved`, that have an entry for each node, (R, *shape) -> what another
+            number of nodes gets: the ``"sum"`` over the saved nodes divided by the number of nodes now, so that the sum
+            over the nodes stays what it was, or the ``"mean"`` over the saved nodes.
     """
 
-    keeps_weights_equal: ClassVar[bool] = True
     own_state: ClassVar[frozenset[str]] = frozenset()
+    per_node: ClassVar[Mapping[str, Rule]] = {}
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+    def __init__(self, optimizer: OptimizerView) -> None:
+        self._optimizer = optimizer
 
     @abstractmethod
     def init_state(self, parameter: Tensor) -> None:
-        """State of a parameter that has none; local."""
+        """What the state of a parameter lacks; local."""
+
+    def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What must have the same bits on all nodes, one for each of ``parameters``, or nothing; local."""
+        return parameters
 
     def plan(self, names: Mapping[Tensor, str], num_steps: int) -> SentEarly | None:
         """Make ready for the parameters that there are now, after so many steps; what is sent early.
@@ -111,7 +123,7 @@ class BetweenNodes(ABC):
     def finish(self, num_steps: int) -> None:  # noqa: B027 - most need not
         """A step has been taken, the so many-th. Collective over the nodes; every rank must call it."""
 
-    def keep(self) -> None:  # noqa: B027
+    def finish_in_flight(self) -> None:  # noqa: B027
         """Put all that is on its way into the state. Collective over the nodes; every rank must call it."""
 
     def saved(self, parameter: Tensor) -> dict[str, Tensor]:

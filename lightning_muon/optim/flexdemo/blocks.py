@@ -18,14 +18,14 @@ def paired_views(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iter
         part: The batch.
         place: The parameter.
         batch: (num_blocks, *block_shape).
-        local: The parameter's shard, or something laid out like it.
+        local: The parameter's shard, or something of its shape, in row-major order.
     """
     if len(part.block_shape) == 2:
         yield from _squares(part, place, batch, local)
     else:
         size = part.block_numel if part.block_shape else 1
         first = place.first * size
-        yield batch.view(-1)[first : first + place.rows * place.cols], local.reshape(-1)
+        yield batch.view(-1)[first : first + place.rows * place.cols], local.view(-1)
 
 
 def _squares(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -35,7 +35,7 @@ def _squares(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator
     down, right = -(-rows // height), -(-cols // width)
     whole_down, whole_right = rows // height, cols // width
     own = batch[place.first : place.first + place.count].view(down, right, height, width)
-    matrix = local.reshape(rows, cols)
+    matrix = local.view(rows, cols)
     inner_rows, inner_cols = whole_down * height, whole_right * width
     if whole_down and whole_right:
         inner = matrix[:inner_rows, :inner_cols].unflatten(0, (whole_down, height)).unflatten(2, (whole_right, width))

@@ -29,7 +29,7 @@ class Bucket:
         self._all = parameters
         self._residuals = residuals
         device = next(iter(residuals.values())).device
-        self._batches = [torch.zeros(part.batch_shape, device=device) for part in plan.parts]
+        self._batches = [torch.zeros(part.batch_shape, dtype=torch.float32, device=device) for part in plan.parts]
         self._pairs = [
             [
                 (parameters[place.number], list(paired_views(part, place, batch, residuals[parameters[place.number]])))
@@ -46,22 +46,22 @@ class Bucket:
             decay: Of the residual.
             scales: Of the gradients, where they have one.
         """
-        scaled = {t: gradients[t] * scales[t] if t in scales else gradients[t] for t in self.parameters}
+        scaled = {t: (gradients[t] * scales[t] if t in scales else gradients[t]).contiguous() for t in self.parameters}
         for part, batch, pairs in zip(self.plan.parts, self._batches, self._pairs, strict=True):
             if part.has_padding:
                 batch.zero_()
             into, residuals = _flat(pair for _, of_parameter in pairs for pair in of_parameter)
             _copy_(into, residuals)
             batch.mul_(decay)
-            into, from_gradients = self._views(part, batch, scaled)
-            torch._foreach_add_(into, from_gradients)
+            torch._foreach_add_(*self._views(part, batch, scaled))
 
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Blocks <- values, laid out like the shards of the parameters."""
+        """Blocks <- values, of the shapes of the shards of the parameters."""
+        in_order = {tensor: values[tensor].contiguous() for tensor in self.parameters}
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
             if part.has_padding:
                 batch.zero_()
-            _copy_(*self._views(part, batch, values))
+            _copy_(*self._views(part, batch, in_order))
 
     def is_accumulated(
         self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]

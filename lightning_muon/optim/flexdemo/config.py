@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, check_hyperparameters
+from lightning_muon.replicators.checks import check_replicator
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.local_steps import LocalSteps
 from lightning_muon.replicators.replicator import Replicator
@@ -112,6 +113,8 @@ class FlexDeMoConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if isinstance(self.replicator, Replicator):
+            check_replicator(self.replicator)
         if isinstance(self.replicator, LocalSteps):
             for key in ("delay", "value_format", "compat"):
                 if getattr(self, key) != getattr(type(self), key):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.comm.mesh import AxisGroup
@@ -15,36 +16,45 @@ from lightning_muon.params.layout import local_tensor
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_equal_on_nodes(
-    parameters: Sequence[Tensor], names: Mapping[Tensor, str], *, nodes: AxisGroup, everyone: AxisGroup
-) -> None:
-    """Raise on all ranks if a parameter has other bits on one node than on the first.
+def check_equal(tensors: Sequence[tuple[str, Tensor]], *, nodes: AxisGroup, everyone: AxisGroup) -> None:
+    """Raise on all ranks if a tensor has other bits on one node, or a plain one on any rank, than on the first.
 
     Collective over ``everyone``; every rank must call it.
 
     Args:
-        parameters: In the same order on all ranks.
-        names: Of them.
+        tensors: By name, in the same order on all ranks.
         nodes: The ranks that hold the same shards; for tensors in the memory of the host.
         everyone: All ranks of all nodes; likewise.
     """
+    sharded = [(name, tensor) for name, tensor in tensors if isinstance(tensor, DTensor)]
+    plain = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]
+    drifted = [f"{name} (node {ranks})" for name, ranks in _differing(sharded, nodes)]
+    drifted += [f"{name} (rank {ranks} of all nodes)" for name, ranks in _differing(plain, everyone)]
     error: RuntimeError | None = None
-    if nodes.group is not None:
-        mine = checksums(parameters).cpu()
-        of_nodes = [torch.empty_like(mine) for _ in range(nodes.size)]
-        dist.all_gather(of_nodes, mine, group=nodes.group)
-        differing = [
-            (names[parameter], [node for node, sums in enumerate(of_nodes) if sums[index] != of_nodes[0][index]])
-            for index, parameter in enumerate(parameters)
-        ]
-        drifted = [f"{name} (node {', '.join(map(str, found))})" for name, found in differing if found]
-        if drifted:
-            error = RuntimeError(
-                f"{len(drifted)} parameters are not what they are on node 0: {', '.join(drifted[:5])}. Something has "
-                "changed weights on one node only, for example a callback that runs on rank 0; let it run on all "
-                "ranks, and load the last checkpoint"
-            )
+    if drifted:
+        error = RuntimeError(
+            f"{len(drifted)} parameters are not what they are on node 0: {', '.join(drifted[:5])}. The nodes have "
+            "begun with different weights, or something has changed weights on some of them only, such as a callback "
+            "that runs on rank 0; let it run on all ranks, and load the last checkpoint"
+        )
     fail_together(error, everyone.group)
+
+
+def _differing(tensors: Sequence[tuple[str, Tensor]], ranks: AxisGroup) -> list[tuple[str, str]]:
+    """Names of the tensors that differ from those of the first rank, and where.
+
+    Collective over ``ranks``; every rank must call it.
+    """
+    if ranks.group is None or not tensors:
+        return []
+    mine = checksums([tensor for _, tensor in tensors]).cpu()
+    of_ranks = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(of_ranks, mine, group=ranks.group)
+    found = [
+        (name, [rank for rank, sums in enumerate(of_ranks) if sums[index] != of_ranks[0][index]])
+        for index, (name, _) in enumerate(tensors)
+    ]
+    return [(name, ", ".join(map(str, where))) for name, where in found if where]
 
 
 def checksums(parameters: Sequence[Tensor]) -> Tensor:

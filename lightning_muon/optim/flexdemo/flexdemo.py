@@ -18,7 +18,7 @@ from lightning_muon.config import AdjustLr, DtypeName, MuonConfig
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import init_adamw_state, step_sgd_
-from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, Surroundings
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
     Base,
     Compat,
@@ -27,10 +27,10 @@ from lightning_muon.optim.flexdemo.config import (
     Merge,
     ValueFormatName,
 )
-from lightning_muon.optim.flexdemo.drift import check_equal_on_nodes
-from lightning_muon.optim.flexdemo.layout import NodeLayout, node_mesh
+from lightning_muon.optim.flexdemo.drift import check_equal
+from lightning_muon.optim.flexdemo.layout import NodeLayout, Rule, node_mesh
 from lightning_muon.optim.flexdemo.momentum_exchange import MomentumExchange
-from lightning_muon.optim.flexdemo.outer_step import OuterStep, OwnWay
+from lightning_muon.optim.flexdemo.outer_step import IndependentNodes, OuterStep
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
@@ -136,6 +136,7 @@ class FlexDeMo(PlannedOptimizer):
         self.config = FlexDeMoConfig(**{field.name: values[field.name] for field in fields(FlexDeMoConfig)})
         self._mesh = None if mesh is None else node_mesh(mesh)
         self._between: BetweenNodes | None = None
+        self._checked: Bound | None = None
         defaults = {key: values.get(key) for key in COMPARED} | {
             "momentum": 0.0,
             "nesterov": False,
@@ -185,6 +186,14 @@ class FlexDeMo(PlannedOptimizer):
         """Bytes that this rank sends to other nodes in a step; with DiLoCo on average."""
         return self._nodes().sent_bytes()
 
+    @property
+    def per_node(self) -> Mapping[str, Rule]:
+        """Entries of the saved state of a parameter that have the shape (R, *shape) -> what other nodes get of them.
+
+        See :func:`~lightning_muon.optim.flexdemo.layout.shared_among`.
+        """
+        return self._nodes().per_node
+
     def common_weights(self) -> AbstractContextManager[None]:
         """Inside, parameters are equal on all nodes also where nodes train by themselves for a while; local.
 
@@ -206,7 +215,7 @@ class FlexDeMo(PlannedOptimizer):
         """As in torch; what is on its way is waited for."""
         self._require_mesh()
         between = self._nodes()
-        between.keep()
+        between.finish_in_flight()
         packed = super().state_dict()
         for number, parameter in enumerate(self._all_parameters()):
             packed["state"][number] |= between.saved(parameter)
@@ -233,7 +242,7 @@ class FlexDeMo(PlannedOptimizer):
 
         Collective over all ranks of all nodes; every rank must call it.
         """
-        self._nodes().keep()
+        self._nodes().finish_in_flight()
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(self._all_parameters()))
@@ -248,8 +257,8 @@ class FlexDeMo(PlannedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds."""
-        self._nodes().keep()
-        return super().__getstate__() | {"config": self.config, "_mesh": self._mesh, "_between": None}
+        self._nodes().finish_in_flight()
+        return super().__getstate__() | {"config": self.config, "_mesh": self._mesh, "_between": None, "_checked": None}
 
     def _planned_options(self) -> PlannedOptions:
         config = self.config
@@ -282,20 +291,20 @@ class FlexDeMo(PlannedOptimizer):
     def _nodes(self) -> BetweenNodes:
         """How this node follows the others."""
         if self._between is None:
-            around = Surroundings(
+            view = OptimizerView(
                 self.config,
                 self._mesh,
                 lambda: self.state,
-                lambda: [parameter for parameter in self._all_parameters() if parameter.requires_grad],
+                self._all_parameters,
                 lambda: {p: float(group["lr"]) for group in self.param_groups for p in group["params"]},
             )
             replicator = self.config.replicator
             if isinstance(replicator, DiLoCo):
-                self._between = OuterStep(around, replicator)
+                self._between = OuterStep(view, replicator)
             elif isinstance(replicator, LocalSteps):
-                self._between = OwnWay(around)
+                self._between = IndependentNodes(view)
             else:
-                self._between = MomentumExchange(around)
+                self._between = MomentumExchange(view)
         return self._between
 
     def _all_parameters(self) -> list[nn.Parameter]:
@@ -317,7 +326,7 @@ class FlexDeMo(PlannedOptimizer):
         between = self._nodes()
         early = between.plan(binding.names, self.num_exchanges)
         if isinstance(self._layout, NodeLayout):
-            self._layout.expect_in(between.order)
+            self._layout.set_arrival_order(between.order)
         return early
 
     def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
@@ -338,17 +347,31 @@ class FlexDeMo(PlannedOptimizer):
         for group in self.param_groups:
             group["num_exchanges"] = count
         self._nodes().finish(count)
-        is_due = self.config.check_every > 0 and count % self.config.check_every == 0
-        if is_due and self._mesh is not None and self._nodes().keeps_weights_equal:
+        every = self.config.check_every
+        # Also right after a new plan: weights that were not equal from the beginning show at once.
+        is_due = every > 0 and (count % every == 0 or self._checked is not self._bound)
+        if is_due and self._mesh is not None:
             self._check_nodes(self._mesh)
+            self._checked = self._bound
 
     def _check_nodes(self, mesh: DeviceMesh) -> None:
         """Collective over all ranks of all nodes; every rank must call it."""
         assert self._bound is not None
-        binding = self._bound.binding
-        check_equal_on_nodes(
-            [parameter.tensor for parameter in binding.parameters],
-            binding.names,
+        names = self._bound.binding.names
+        parameters = self._all_parameters()
+        common = self._nodes().common(parameters)
+        everyone = host_group(axis_group(mesh, (0, 1)))
+        check_equal(
+            [(names[parameter], tensor) for parameter, tensor in zip(parameters, common, strict=False)],
             nodes=host_group(axis_group(mesh, (0,))),
-            everyone=host_group(axis_group(mesh, (0, 1))),
+            everyone=everyone,
         )
+
+    def _settings(self) -> str:
+        return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; most options of FlexDeMo are the same for all groups."""
+        for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
+            raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
+        super().add_param_group(param_group)

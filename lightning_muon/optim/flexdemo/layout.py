@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_muon.params.layout import AxisPlacement, Decoupled, TensorLayout, local_tensor
+from lightning_muon.sharding.broadcast import mesh_device
 
 AXES = ("replicate", "shard")
+Rule = Literal["sum", "mean"]
 
 
 class NodeLayout(TensorLayout):
@@ -35,7 +37,7 @@ class NodeLayout(TensorLayout):
         """
         return self._nodes, (Decoupled(), *self._inside(parameter))
 
-    def expect_in(self, order: Sequence[Sequence[Tensor]]) -> None:
+    def set_arrival_order(self, order: Sequence[Sequence[Tensor]]) -> None:
         """The parameters in the order in which their updates arrive, those together that arrive together."""
         self._in_order = order
 
@@ -67,6 +69,13 @@ class NodeLayout(TensorLayout):
     def _inside(self, parameter: Tensor) -> tuple[Placement, ...]:
         """Placement along the ranks of a node."""
         if not isinstance(parameter, DTensor):
+            # FSDP2 takes no 0-d parameters; their gradients are averaged by whoever trains the model.
+            if parameter.ndim and parameter.requires_grad and self._nodes.size(1) > 1:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not sharded, but a node has "
+                    f"{self._nodes.size(1)} ranks, which would train it apart from each other; call "
+                    "fully_shard(module, mesh=mesh['shard']) on the whole module, after its parts"
+                )
             return (Replicate(),)
         if parameter.device_mesh != self._nodes["shard"]:
             raise ValueError(
@@ -91,14 +100,11 @@ def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def local_of_nodes(
-    value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Literal["sum", "mean"]
-) -> Tensor:
+def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:
     """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the nodes that there are now.
 
-    The same number of nodes takes over what each had. With another number all nodes get the same: with ``"sum"`` the
-    sum over the saved nodes divided by the number of nodes now, so that the sum over the nodes stays what it was; with
-    ``"mean"`` the mean over the saved nodes. Collective over the mesh for a DTensor; every rank must call it.
+    The same number of nodes takes over what each had; see :func:`shared_among` for another number. Collective over the
+    mesh for a DTensor; every rank must call it.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
@@ -118,17 +124,25 @@ def local_of_nodes(
         own = whole.redistribute(mesh, (axis, *placements[1:])).to_local()
     if value.shape[0] == num_nodes:
         return own[0].float().clone()
-    return own.float().sum(0) / (num_nodes if rule == "sum" else value.shape[0])
+    return shared_among(own.float(), num_nodes, rule)[0]
+
+
+def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
+    """(saved nodes, *shape) -> (num_nodes, *shape), the same for all of these nodes, in the dtype of ``saved``.
+
+    Args:
+        saved: Of each node that there was.
+        num_nodes: That there are now.
+        rule: ``"sum"``: the sum over the saved nodes, divided by the number of nodes now: the sum over the nodes stays
+            what it was. ``"mean"``: the mean over the saved nodes.
+    """
+    share = saved.float().sum(0, keepdim=True) / (num_nodes if rule == "sum" else saved.shape[0])
+    return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
 
 
 def _everywhere(value: Tensor, mesh: DeviceMesh) -> DTensor:
     """A whole tensor that every rank has."""
-    device = (
-        torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-        if (mesh.device_type != "cpu")
-        else torch.device("cpu")
-    )
-    return DTensor.from_local(value.to(device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    return DTensor.from_local(value.to(mesh_device(mesh)), mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:

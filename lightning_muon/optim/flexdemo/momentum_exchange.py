@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes
 from lightning_muon.optim.flexdemo.bucket import Bucket
-from lightning_muon.optim.flexdemo.layout import local_of_nodes, part_of
+from lightning_muon.optim.flexdemo.layout import Rule, local_of_nodes, part_of
 from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets, sent_bytes
 from lightning_muon.optim.flexdemo.replication import EarlyExchanges, InFlight, Replication, Rules, Updates
 from lightning_muon.optim.matrix_step import Gradients
@@ -25,35 +25,38 @@ class MomentumExchange(BetweenNodes):
     ``delayed_update``, the update that the next step applies, and whether there is one.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update"})
+    own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update", "has_delayed_update"})
+    per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
 
     _replication: Replication | None = None
+    _updates: Updates | None = None
     # Exchanges of the last step whose updates are still to be applied.
     _delayed: Sequence[InFlight] = ()
-    # Whether there may be residuals although there is one node only.
+    # Whether there may be residuals although there is one node only, and updates of before in the state.
     _has_loaded: bool = False
+    _has_late: bool = False
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`."""
-        state, local = self._around.states[parameter], local_tensor(parameter)
-        if "residual" in state:
-            return
-        state["residual"] = self._around.of_all_nodes(parameter, torch.zeros(local.shape, device=local.device))
-        if self._around.config.delay:
+        state, local = self._optimizer.states[parameter], local_tensor(parameter)
+        if "residual" not in state:
+            zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+            state["residual"] = self._optimizer.of_all_nodes(parameter, zeros)
+        if self._optimizer.config.delay and "delayed_update" not in state:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["has_delayed_update"] = torch.zeros((), dtype=torch.float32)
+            state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def plan(self, names: Mapping[Tensor, str], num_steps: int) -> EarlyExchanges | None:
         """As in :class:`BetweenNodes`."""
-        around = self._around
+        optimizer = self._optimizer
         if self._num_nodes == 1:
             return None
-        parameters = around.parameters()
-        residuals = {tensor: local_tensor(around.states[tensor]["residual"])[0] for tensor in parameters}
+        parameters = optimizer.trainable
+        residuals = {tensor: local_tensor(optimizer.states[tensor]["residual"])[0] for tensor in parameters}
         buckets = [Bucket(plan, parameters, residuals) for plan in self._plans(parameters)]
-        self._replication = Replication(buckets, around.nodes, self._rules, self._scales)
+        self._replication = Replication(buckets, optimizer.nodes, self._rules, self._scales)
         self._replication.step = num_steps
-        return EarlyExchanges(self._replication, names) if around.config.overlap == "backward" else None
+        return EarlyExchanges(self._replication, names) if optimizer.config.overlap == "backward" else None
 
     @property
     def order(self) -> list[list[Tensor]]:
@@ -65,58 +68,66 @@ class MomentumExchange(BetweenNodes):
         if self._num_nodes == 1:
             return self._of_one_node(gradients)
         assert self._replication is not None, "plan comes first"
-        begun = self._replication.run(gradients, sent_early)
-        if not self._around.config.delay:
-            return Updates(begun, self._rules)
-        ready = self._take_kept()
-        due, self._delayed = self._delayed, begun
-        return Updates(due, self._rules, ready)
+        due: Sequence[InFlight] = self._replication.run(gradients, sent_early)
+        late = self._take_late()
+        if self._optimizer.config.delay:
+            # What has been frozen since is not moved any more.
+            due, self._delayed = [one.without_frozen() for one in self._delayed], due
+        self._updates = Updates(due, self._rules, late)
+        return self._updates
 
     def finish(self, num_steps: int) -> None:
         """As in :class:`BetweenNodes`."""
+        # What nobody has asked for must not be taken for a later message.
+        if self._updates is not None:
+            self._updates.receive_all()
+            self._updates = None
         if self._replication is not None:
             self._replication.step = num_steps
 
-    def keep(self) -> None:
+    def finish_in_flight(self) -> None:
         """As in :class:`BetweenNodes`."""
         delayed, self._delayed = self._delayed, ()
         updates = Updates(delayed, self._rules)
         for tensor in [tensor for one in delayed for tensor in one.bucket.parameters if tensor in one.taking_part]:
-            state = self._around.states[tensor]
+            state = self._optimizer.states[tensor]
             local_tensor(state["delayed_update"]).copy_(updates[tensor])
             state["has_delayed_update"].fill_(1)
+            self._has_late = True
 
     def load(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
-        """As in :class:`BetweenNodes`. Of another number of nodes the sum of the residuals is kept."""
-        around = self._around
-        self._delayed, self._has_loaded = (), True
-        state = around.states[parameter]
+        """As in :class:`BetweenNodes`."""
+        self._delayed, self._has_loaded, self._has_late = (), True, True
+        state = self._optimizer.states[parameter]
         if "residual" in saved:
-            local = local_of_nodes(saved["residual"], parameter, around.layout, rule="sum")
-            state["residual"] = around.of_all_nodes(parameter, local)
+            rule = self.per_node["residual"]
+            local = local_of_nodes(saved["residual"], parameter, self._optimizer.layout, rule=rule)
+            state["residual"] = self._optimizer.of_all_nodes(parameter, local)
         if "delayed_update" in saved:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
             local_tensor(state["delayed_update"]).copy_(part_of(saved["delayed_update"], parameter))
+            state["has_delayed_update"] = torch.tensor(float(saved["has_delayed_update"]), device="cpu")
 
     def sent_bytes(self) -> int:
         """As in :class:`BetweenNodes`."""
-        return sum(sent_bytes(plan, *self._around.position) for plan in self._plans(self._around.parameters()))
+        node, num_nodes = self._optimizer.node, self._optimizer.num_nodes
+        return sum(sent_bytes(plan, node, num_nodes) for plan in self._plans(self._optimizer.trainable))
 
     @property
     def _num_nodes(self) -> int:
-        return self._around.position[1]
+        return self._optimizer.num_nodes
 
     @property
     def _rules(self) -> Rules:
-        config = self._around.config
+        config = self._optimizer.config
         return Rules(decay=config.decay, merge=config.merge, sign=config.takes_sign)
 
     def _scales(self) -> Mapping[Tensor, float]:
         """Factors of the gradients of some parameters."""
-        return {} if self._around.config.compat == "none" else self._around.learning_rates()
+        return {} if self._optimizer.config.compat == "none" else self._optimizer.learning_rates()
 
     def _plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
-        config = self._around.config
+        config = self._optimizer.config
         replicator = config.effective_replicator
         assert isinstance(replicator, Replicator)
         return plan_buckets(
@@ -129,26 +140,28 @@ class MomentumExchange(BetweenNodes):
 
     def _of_one_node(self, gradients: Gradients) -> Gradients:
         """No other node has a part in the updates: all of the momentum, which is the gradient."""
-        updates = {tensor: gradients[tensor] for tensor in self._around.parameters() if tensor in gradients}
+        updates = {tensor: gradients[tensor] for tensor in self._optimizer.trainable if tensor in gradients}
         if self._has_loaded:
             for tensor, gradient in updates.items():
-                residual = local_tensor(self._around.states[tensor]["residual"])[0]
-                updates[tensor] = gradient + (self._around.config.decay * residual).to(gradient.dtype)
+                residual = local_tensor(self._optimizer.states[tensor]["residual"])[0]
+                updates[tensor] = gradient + (self._optimizer.config.decay * residual).to(gradient.dtype)
                 residual.zero_()
         if self._rules.sign:
             updates = {tensor: update.sign() for tensor, update in updates.items()}
-        if self._has_loaded and self._around.config.delay:
-            # Saved when there were more nodes.
-            kept = self._take_kept()
-            updates |= {tensor: updates[tensor] + late if tensor in updates else late for tensor, late in kept.items()}
+        for tensor, late in self._take_late().items():
+            updates[tensor] = updates[tensor] + late if tensor in updates else late
         return updates
 
-    def _take_kept(self) -> dict[Tensor, Tensor]:
-        """What :meth:`keep` has put into the state."""
-        kept: dict[Tensor, Tensor] = {}
-        for tensor in self._around.parameters():
-            state = self._around.states[tensor]
-            if state["has_delayed_update"]:
-                kept[tensor] = local_tensor(state["delayed_update"]).to(tensor.dtype, copy=True)
+    def _take_late(self) -> dict[Tensor, Tensor]:
+        """The updates that :meth:`finish_in_flight` has put into the state, or a checkpoint has brought."""
+        if not self._has_late:
+            return {}
+        late: dict[Tensor, Tensor] = {}
+        for tensor in self._optimizer.all_parameters():
+            state = self._optimizer.states[tensor]
+            if state.get("has_delayed_update"):
+                if tensor.requires_grad:
+                    late[tensor] = local_tensor(state["delayed_update"]).to(tensor.dtype, copy=True)
                 state["has_delayed_update"].zero_()
-        return kept
+        self._has_late = False
+        return late

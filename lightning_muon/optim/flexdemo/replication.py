@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,30 +44,48 @@ class InFlight:
     turn: Turn
     taking_part: frozenset[Tensor] = frozenset()
 
+    def without_frozen(self) -> InFlight:
+        """Without the parameters that may not change any more."""
+        return replace(self, taking_part=frozenset(tensor for tensor in self.taking_part if tensor.requires_grad))
+
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """By what changed gradients are known without looking at them all over again.
+    """By what changed gradients are known without computing all over again.
 
     Attributes:
         versions: Where each of them is, and how often torch has written to it, as a DTensor and to the local part.
-        norms: Of them.
+        prints: A number for each of them that depends on the value and the place of every element.
         scales: Their factors.
     """
 
     versions: Sequence[tuple[int, int, int]]
-    norms: Tensor
+    prints: Tensor
     scales: Mapping[Tensor, float]
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], gradients: Gradients, scales: Mapping[Tensor, float]) -> _Seen:
-        tensors = [gradients[parameter] for parameter in parameters if gradients[parameter].numel()]
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]) if tensors else torch.zeros(0)
         versions = [
             (gradients[p].data_ptr(), gradients[p]._version, -1 if p.grad is None else p.grad._version)
             for p in parameters
         ]
-        return cls(versions, norms, scales)
+        return cls(versions, torch.stack([_fingerprint(gradients[p]) for p in parameters]), scales)
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Dot product of a tensor with numbers drawn at random, some of which repeat; 0-d, float32."""
+    flat = tensor.detach().reshape(-1).float()
+    draws = _draws(tensor.device)
+    whole = flat.numel() // draws.numel()
+    rows = flat[: whole * draws.numel()].view(whole, draws.numel()) @ draws
+    rest = flat[whole * draws.numel() :]
+    # The places of the rows count, too.
+    return (rows * torch.arange(1, whole + 1, device=rows.device)).sum() + torch.dot(rest, draws[: rest.numel()])
+
+
+@cache
+def _draws(device: torch.device) -> Tensor:
+    return torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
 
 
 class Replication:
@@ -82,7 +101,7 @@ class Replication:
     def __init__(
         self, buckets: Sequence[Bucket], nodes: Nodes, rules: Rules, scales: Callable[[], Mapping[Tensor, float]]
     ) -> None:
-        self.buckets = {f"bucket {number}": bucket for number, bucket in enumerate(buckets)}
+        self.buckets = {str(number): bucket for number, bucket in enumerate(buckets)}
         self._nodes, self._rules = nodes, rules
         self._in_flight: dict[str, InFlight] = {}
         self._seen: dict[str, _Seen] = {}
@@ -95,7 +114,7 @@ class Replication:
 
         Collective over the nodes; every rank of them must call it, in the same order of buckets.
         """
-        bucket, turn = self.buckets[key], Turn(self.step, list(self.buckets).index(key))
+        bucket, turn = self.buckets[key], Turn(self.step, int(key))
         self._nodes.bring_forward()
         self._seen[key] = _Seen.of(bucket.parameters, gradients, self._scales())
         bucket.accumulate(gradients, self._rules.decay, self._scales())
@@ -112,7 +131,7 @@ class Replication:
         before, now = self._seen[key], _Seen.of(parameters, gradients, self._scales())
         if before.versions == now.versions and before.scales == now.scales:
             # Memory that is written to behind torch's back, by ``grad.data.mul_(2)``, keeps its version.
-            return (before.norms != now.norms).any()
+            return (before.prints != now.prints).any()
         return self.buckets[key].is_accumulated(gradients, self._rules.decay, self._scales()).logical_not()
 
     def run(self, gradients: Gradients, sent: Collection[str]) -> list[InFlight]:
@@ -145,16 +164,19 @@ class Updates(dict[Tensor, Tensor]):
     Args:
         in_flight: Buckets in their order.
         rules: How they are merged.
-        ready: Updates that are there.
+        late: Updates of before, which are added.
     """
 
     def __init__(
-        self, in_flight: Sequence[InFlight], rules: Rules, ready: Mapping[Tensor, Tensor] | None = None
+        self, in_flight: Sequence[InFlight], rules: Rules, late: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        super().__init__(ready or {})
+        super().__init__()
+        on_their_way = {tensor for one in in_flight for tensor in one.taking_part}
+        self._late = {tensor: update for tensor, update in (late or {}).items() if tensor in on_their_way}
+        self.update({tensor: update for tensor, update in (late or {}).items() if tensor not in on_their_way})
         self._rules = rules
         self._waiting = list(in_flight)
-        self._promised = {tensor for one in in_flight for tensor in one.taking_part} | self.keys()
+        self._promised = on_their_way | self.keys()
 
     def __contains__(self, tensor: object) -> bool:
         return tensor in self._promised
@@ -166,15 +188,29 @@ class Updates(dict[Tensor, Tensor]):
                 return self[tensor]
         raise KeyError(tensor)
 
+    def receive_all(self) -> None:
+        """Wait for all that is on its way."""
+        while self._waiting:
+            self._receive(self._waiting.pop(0))
+
     def _receive(self, one: InFlight) -> None:
         merged = one.exchange.result(self._rules.merge)
         updates = {
-            tensor: torch.empty(local_tensor(tensor).shape, device=local_tensor(tensor).device)
+            tensor: torch.empty(local_tensor(tensor).shape, dtype=torch.float32, device=local_tensor(tensor).device)
             for tensor in one.bucket.parameters
             if tensor in one.taking_part
         }
         one.bucket.decode(merged, one.turn, updates, sign=self._rules.sign)
-        self.update({tensor: update.to(tensor.dtype) for tensor, update in updates.items()})
+        for tensor, update in updates.items():
+            late = self._late.pop(tensor, None)
+            self[tensor] = like(local_tensor(tensor), update if late is None else update + late)
+
+
+def like(local: Tensor, update: Tensor) -> Tensor:
+    """``update`` in the dtype and the memory order of ``local``, which some of torch's kernels rely on."""
+    if update.stride() == local.stride() and update.dtype == local.dtype:
+        return update
+    return torch.empty_like(local).copy_(update)
 
 
 class EarlyExchanges(SentEarly):

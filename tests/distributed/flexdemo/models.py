@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import FlexDeMo
-from tests.distributed.flexdemo.setup import check_equal_on_nodes, full
+from tests.distributed.flexdemo.setup import check_equal, full
 from tests.reference.flexdemo import ReferenceFlexDeMo, Rules
 
 NUM_TOKENS = 11
@@ -113,7 +113,7 @@ class ShardedNet:
 
     def check_nodes_agree(self) -> None:
         self.model.reshard()
-        check_equal_on_nodes({name: p.detach() for name, p in self.model.named_parameters()}, self.mesh)
+        check_equal({name: p.detach() for name, p in self.model.named_parameters()}, self.mesh)
 
     def weights(self) -> dict[str, Tensor]:
         self.model.reshard()

@@ -106,7 +106,7 @@ class Ranks:
             self.check_nodes_agree()
 
     def check_nodes_agree(self) -> None:
-        check_equal_on_nodes({name: parameter.detach() for name, parameter in self.parameters.items()}, self.mesh)
+        check_equal({name: parameter.detach() for name, parameter in self.parameters.items()}, self.mesh)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: full(parameter.detach()) for name, parameter in self.parameters.items()}
@@ -121,7 +121,7 @@ class Ranks:
         }
 
 
-def check_equal_on_nodes(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+def check_equal(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """Fails on all nodes if a tensor differs between them. Collective over the nodes; every rank must call it."""
     group = mesh.get_group("replicate")
     shards = [local(tensor).flatten() for tensor in tensors.values()]

@@ -67,7 +67,7 @@ def test_weights_that_are_averaged_travel_in_float32_and_never_break_even() -> N
 
 @pytest.mark.parametrize(
     ("replicator", "name"),
-    [(DCTTopK(16, 4), "DCTTopK(16, 4)"), (Random(0.3), "Random(1/3)"), (NoReplication(), "NoReplication()")],
+    [(DCTTopK(16, 4), "DCTTopK(16, 4)"), (Random(1 / 3), "Random(1/3)"), (NoReplication(), "NoReplication()")],
 )
 def test_replicators_are_named_with_the_options_that_count(replicator: Any, name: str) -> None:
     assert exchange_name(_links(replicator).rows[0]) == name

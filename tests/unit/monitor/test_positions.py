@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -36,7 +38,9 @@ def _position(
     notes: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
 ) -> Position:
     defaults: dict[str, Any] = {
-        **{"step": 3, "shard": 0, "mesh": 0},
+        "step": 3,
+        "shard": 0,
+        "mesh": 0,
         "skipped": 0,
         "crossing_skipped": 0,
         "crossing": [],
@@ -109,3 +113,18 @@ def test_a_position_survives_the_store(order: UnitOrder) -> None:
 def test_a_thread_outside_of_collectives_waits_nowhere() -> None:
     assert waiting_place(threading.get_ident()) is None
     assert waiting_place(-1) is None
+
+
+def test_a_group_that_is_being_made_has_no_name_to_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frame:
+        f_code = SimpleNamespace(co_filename=dist.distributed_c10d.__file__)
+        f_locals: ClassVar[dict[str, Any]] = {"pg": dist.ProcessGroup(0, 1)}
+
+    monkeypatch.setattr(sys, "_current_frames", lambda: {7: Frame})
+    assert waiting_place(7) is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        Frame.f_locals["pg"] = dist.group.WORLD
+        assert waiting_place(7) == (dist.group.WORLD.group_name, id(Frame))
+    finally:
+        dist.destroy_process_group()

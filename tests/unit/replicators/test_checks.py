@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
-from lightning_muon.replicators.checks import period, require_count, require_rate
+from lightning_muon import Components, DCTTopK, Full, Random, Replicator, Slicing, Striding, Turn
+from lightning_muon.replicators.checks import check_replicator, period, require_count, require_rate
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(1.0, 1), (0.9, 1), (0.5, 2), (0.3, 3), (1 / 128, 128)])
+@pytest.mark.parametrize(("rate", "expected"), [(1.0, 1), (0.5, 2), (1 / 3, 3), (1 / 128, 128)])
 def test_the_period_is_the_inverse_of_the_rate(rate: float, expected: int) -> None:
     assert period(rate) == expected
 
@@ -23,3 +28,64 @@ def test_errors_name_the_class_the_option_and_the_value() -> None:
         require_rate(SimpleNamespace(rate="0.5"))
     require_count(SimpleNamespace(size=1), "size")
     require_rate(SimpleNamespace(rate=1))
+
+
+def test_a_rate_that_would_be_rounded_is_an_error_with_its_neighbours() -> None:
+    with pytest.raises(ValueError, match=r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"):
+        require_rate(SimpleNamespace(rate=0.7))
+    for rate in (0.33, 0.143, 0.1):  # decimals of 1/3, 1/7 and 1/10
+        require_rate(SimpleNamespace(rate=rate))
+
+
+@pytest.mark.parametrize(
+    "replicator", [DCTTopK(), DCTTopK(strips=True), Random(0.1), Striding(0.25), Slicing(0.5), Full()]
+)
+def test_the_replicators_that_come_with_the_package_keep_the_rules(replicator: Replicator) -> None:
+    check_replicator(replicator)
+
+
+@dataclass(frozen=True)
+class _Largest(Replicator):
+    """The two largest elements of each strip of 8, with one mistake."""
+
+    mistake: str = ""
+    sends_positions: ClassVar[bool] = True
+
+    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        return (8,)
+
+    def num_sent(self, block_numel: int) -> int:
+        return 3 if self.mistake == "count" else 2
+
+    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+        if self.mistake == "in place":
+            blocks.abs_()
+        positions = blocks.abs().topk(2, dim=1).indices
+        values = blocks.gather(1, positions)
+        if self.mistake == "random":
+            values = values * torch.rand(())
+        return Components(values, None if self.mistake == "positions" else positions)
+
+    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+        values = components.values.square() if self.mistake == "nonlinear" else components.values
+        blocks = torch.zeros(len(values), *block_shape)
+        if self.mistake == "scatter":
+            return blocks.scatter_(1, components.positions, values)
+        return blocks.scatter_add_(1, components.positions, values)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("in place", "encode changes the blocks"),
+        ("count", r"num_sent\(8\) says"),
+        ("random", "other values when it is called again"),
+        ("positions", "sends_positions is True, but encode gives positions None"),
+        ("nonlinear", "not linear"),
+        ("scatter", "does not add up values at the same position"),
+    ],
+)
+def test_a_replicator_that_would_change_the_training_in_silence_is_an_error(mistake: str, message: str) -> None:
+    check_replicator(_Largest())
+    with pytest.raises(ValueError, match=f"_Largest.*{message}"):
+        check_replicator(_Largest(mistake))

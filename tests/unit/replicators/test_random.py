@@ -42,7 +42,7 @@ def test_nodes_agree_and_turns_parts_and_seeds_differ() -> None:
 
 
 def test_decoding_puts_values_where_they_came_from() -> None:
-    replicator, turn = Random(rate=0.3), Turn(2, 1)
+    replicator, turn = Random(rate=1 / 3), Turn(2, 1)
     blocks = torch.randn(1, 127)
     components = replicator.encode(blocks, turn)
     elements = drawn(replicator, 127, turn)

@@ -24,7 +24,9 @@ def test_subclasses_are_refused_and_others_pass(name: Any) -> None:
     class Own(callbacks.StochasticWeightAveraging):
         pass
 
-    with pytest.raises(ValueError, match=r"Own does not work.*average their 'state_dict' entries"):
+    with pytest.raises(
+        ValueError, match=r"Own does not work with ParallelMuonStrategy.*average their 'state_dict' entries"
+    ):
         refuse_callbacks([callbacks.Timer(), Own(1e-3)], package)
     refuse_callbacks([callbacks.Timer(), callbacks.EarlyStopping("loss"), callbacks.ModelCheckpoint()], package)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_muon.integrations.lightning.node_weights import common_weights, copied, of_first_node
+from lightning_muon.integrations.lightning.node_weights import NodeWeights, common_weights, copied, of_first_node
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.none import NoReplication
 from tests.support.processes import ProcessPool
 
 
@@ -62,12 +63,70 @@ def test_only_nodes_that_train_by_themselves_have_weights_of_their_own() -> None
         assert not differ
 
 
-def test_the_weights_of_the_last_average_are_there_inside_only() -> None:
+def _after_one_step() -> tuple[Tensor, FlexDeMo]:
+    """A weight of 0.5 whose last average is 1."""
     weight, optimizer = _flexdemo(DiLoCo(period=10))
     weight.grad = torch.ones(4, 4)
     optimizer.step()
-    assert torch.equal(weight, torch.full((4, 4), 0.5))
+    assert weight.unique().tolist() == [0.5]
+    return weight, optimizer
+
+
+def test_the_weights_of_the_last_average_are_there_inside_only() -> None:
+    weight, optimizer = _after_one_step()
     with common_weights([optimizer]) as differ:
         assert differ
-        assert torch.equal(weight, torch.ones(4, 4))
-    assert torch.equal(weight, torch.full((4, 4), 0.5))
+        assert weight.unique().tolist() == [1.0]
+    assert weight.unique().tolist() == [0.5]
+
+
+def test_before_the_first_step_the_weights_are_those_of_all() -> None:
+    weight, optimizer = _flexdemo(DiLoCo(period=10))
+    with torch.no_grad():
+        weight.fill_(7.0)
+    with common_weights([optimizer]) as differ:
+        assert not differ
+        assert weight.unique().tolist() == [7.0]
+
+
+def test_an_average_is_shown_for_a_while() -> None:
+    weight, optimizer = _after_one_step()
+    shown = NodeWeights()
+    assert not shown.show_own(), "there is nothing to undo"
+    assert shown.show_common([optimizer]) and not shown.show_common([optimizer])
+    assert weight.unique().tolist() == [1.0]
+    with shown.common([optimizer]) as must_copy:
+        assert not must_copy and weight.unique().tolist() == [1.0]
+    with shown.own():
+        assert weight.unique().tolist() == [0.5]
+    assert weight.unique().tolist() == [1.0]
+    assert shown.show_own() and not shown.show_own()
+    assert weight.unique().tolist() == [0.5]
+
+
+def test_an_average_that_stays_keeps_what_is_changed_afterwards() -> None:
+    weight, optimizer = _after_one_step()
+    shown = NodeWeights()
+    assert shown.stay_common([optimizer]) and not shown.show_own()
+    assert weight.unique().tolist() == [1.0]
+    with torch.no_grad():
+        weight.fill_(7.0)
+    with shown.own():
+        assert weight.unique().tolist() == [0.5]
+    assert weight.unique().tolist() == [7.0]
+    with shown.common([optimizer]):
+        assert weight.unique().tolist() == [7.0]
+    shown.forget()
+    with shown.own():
+        assert weight.unique().tolist() == [7.0]
+
+
+def test_nodes_without_averages_keep_their_weights_but_share_those_of_the_first() -> None:
+    weight, optimizer = _flexdemo(NoReplication())
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    shown = NodeWeights()
+    assert not shown.show_common([optimizer]) and not shown.stay_common([optimizer])
+    assert weight.unique().tolist() == [0.5]
+    with shown.common([optimizer]) as must_copy:
+        assert must_copy

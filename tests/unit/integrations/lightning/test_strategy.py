@@ -44,6 +44,7 @@ def test_the_arguments_of_model_parallel_strategy_are_taken(cls: Any) -> None:
 
 def test_the_representation_names_the_package(cls: Any) -> None:
     assert f"for Trainers of {cls.package.name};" in repr(cls())
+    assert "'parallel_muon' and 'flexdemo'" in repr(cls())
 
 
 def test_every_rank_reads_its_own_samples(cls: Any) -> None:

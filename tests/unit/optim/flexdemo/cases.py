@@ -21,7 +21,7 @@ REPLICATORS: list[Replicator] = [
     DCTTopK(chunk_size=8, top_k=5),
     DCTTopK(chunk_size=16, top_k=3, strips=True),
     Random(rate=0.25, seed=3),
-    Striding(rate=0.3),
+    Striding(rate=1 / 3),
     Slicing(rate=0.25),
     Full(),
 ]

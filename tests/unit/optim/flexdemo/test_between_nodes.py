@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import FlexDeMoConfig
 from lightning_muon.comm.mesh import ALONE
-from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, Surroundings
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.exchange import Nodes
 from lightning_muon.optim.flexdemo.layout import NodeLayout
 from lightning_muon.optim.matrix_step import Gradients
 from tests.support.processes import ProcessPool
 
 
-def _around(mesh: Any = None) -> Surroundings:
-    return Surroundings(FlexDeMoConfig(), mesh, dict, list, dict)
+def _view(mesh: Any = None) -> OptimizerView:
+    return OptimizerView(FlexDeMoConfig(), mesh, dict, list, dict)
 
 
 class _Least(BetweenNodes):
@@ -40,50 +40,51 @@ class _Least(BetweenNodes):
 
 
 def test_a_process_without_a_mesh_is_the_only_node() -> None:
-    around = _around()
-    assert around.layout is None
-    assert around.position == (0, 1)
-    assert (around.nodes.there, around.nodes.back) == (ALONE, ALONE)
-    assert around.nodes is around.nodes, "exchanges that wait would be lost"
+    view = _view()
+    assert view.layout is None
+    assert (view.node, view.num_nodes) == (0, 1)
+    assert (view.nodes.there, view.nodes.back) == (ALONE, ALONE)
+    assert view.nodes is view.nodes, "exchanges that wait would be lost"
     local = torch.zeros(3, 2)
-    of_all = around.of_all_nodes(nn.Parameter(local), local)
+    of_all = view.of_all_nodes(nn.Parameter(local), local)
     assert of_all.shape == (1, 3, 2)
     of_all.fill_(1)
     assert (local == 1).all()
 
 
 def test_most_ways_need_to_do_nothing_beside_their_updates() -> None:
-    way = _Least(_around())
+    way = _Least(_view())
     parameter = nn.Parameter(torch.ones(2))
     assert way.plan({}, 3) is None
     assert list(way.order) == []
     assert way.saved(parameter) == {}
-    assert way.keeps_weights_equal
+    assert way.common([parameter]) == [parameter]
+    assert way.per_node == {}
     assert way.own_state == frozenset()
     way.finish(1)
-    way.keep()
+    way.finish_in_flight()
     with way.common_weights():
         assert (parameter == 1).all()
 
 
 def test_a_way_must_say_what_it_does() -> None:
     with pytest.raises(TypeError, match="abstract"):
-        BetweenNodes(_around())  # type: ignore[abstract]
+        BetweenNodes(_view())  # type: ignore[abstract]
 
 
 def _on_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    around = _around(mesh)
-    assert isinstance(around.layout, NodeLayout)
-    assert around.layout is around.layout
+    view = _view(mesh)
+    assert isinstance(view.layout, NodeLayout)
+    assert view.layout is view.layout
     rank = torch.distributed.get_rank()
-    assert around.position == (rank // 2, 2)
-    nodes: Nodes = around.nodes
+    assert (view.node, view.num_nodes) == (rank // 2, 2)
+    nodes: Nodes = view.nodes
     members = [torch.distributed.get_process_group_ranks(leg.group) for leg in (nodes.there, nodes.back)]
     assert members == [[rank % 2, rank % 2 + 2]] * 2
     assert nodes.there.group is not nodes.back.group, "sums would be mixed up with what is sent first"
     assert mesh.get_group("replicate") not in (nodes.there.group, nodes.back.group)
-    found = around.of_all_nodes(nn.Parameter(torch.zeros(3)), torch.full((3,), float(around.position[0])))
+    found = view.of_all_nodes(nn.Parameter(torch.zeros(3), requires_grad=False), torch.full((3,), float(view.node)))
     assert torch.equal(found.full_tensor(), torch.tensor([[0.0] * 3, [1.0] * 3]))  # type: ignore[attr-defined]
 
 

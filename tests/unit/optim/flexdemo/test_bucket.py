@@ -76,7 +76,7 @@ def test_the_largest_coefficients_of_each_block_are_sent() -> None:
             torch.testing.assert_close(of_update, expected * inside, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("replicator", [Striding(rate=0.3), Slicing(rate=0.25), Random(rate=0.25)], ids=short_name)
+@pytest.mark.parametrize("replicator", [Striding(rate=1 / 3), Slicing(rate=0.25), Random(rate=0.25)], ids=short_name)
 def test_shared_positions_run_through_all_parameters_of_a_bucket(replicator: Replicator) -> None:
     momenta, updates, residuals = _after_exchange_alone(replicator, "fp32")
     order = [number for number in reversed(range(len(SHAPES))) if len(SHAPES[number]) > 1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full
-from lightning_muon.optim.flexdemo.between_nodes import Surroundings
+from lightning_muon.optim.flexdemo.between_nodes import OptimizerView
 from lightning_muon.optim.flexdemo.momentum_exchange import MomentumExchange
 from lightning_muon.optim.flexdemo.replication import EarlyExchanges
 from tests.support.processes import ProcessPool
@@ -27,7 +27,7 @@ def _exchange(
     states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     config = FlexDeMoConfig(**({"sign": False, "dense_below": 10, "value_format": "fp32"} | options))
     rates = dict.fromkeys(parameters, LR)
-    exchange = MomentumExchange(Surroundings(config, mesh, lambda: states, lambda: parameters, lambda: rates))
+    exchange = MomentumExchange(OptimizerView(config, mesh, lambda: states, lambda: parameters, lambda: rates))
     for parameter in parameters:
         exchange.init_state(parameter)
     return exchange, parameters, states
@@ -106,7 +106,7 @@ def _late() -> None:
     updates = exchange.updates(of_nodes[1][rank], frozenset())
     for parameter in parameters:
         torch.testing.assert_close(updates[parameter], means[0][parameter])
-    exchange.keep()
+    exchange.finish_in_flight()
     for parameter in parameters:
         assert states[parameter]["has_delayed_update"] == 1
         torch.testing.assert_close(states[parameter]["delayed_update"], means[1][parameter])

@@ -158,9 +158,9 @@ def test_state_is_float32_but_for_the_anchor_which_is_weights(overlap: bool) -> 
     optimizer = FlexDeMo(model, replicator=DiLoCo(period=2, overlap=overlap))
     for state in optimizer.state_dict()["state"].values():
         dtypes = {key: value.dtype for key, value in state.items()}
-        extra = {"launched", "mean_drift"} if overlap else set()
+        extra = {"launched", "mean_drift", "is_launched"} if overlap else set()
         assert dtypes == {"anchor": torch.bfloat16, "node_weights": torch.bfloat16} | dict.fromkeys(
-            {"outer_momentum"} | extra, torch.float32
+            {"outer_momentum", "has_moved"} | extra, torch.float32
         )
 
 

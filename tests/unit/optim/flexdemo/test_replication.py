@@ -80,14 +80,14 @@ def test_what_is_on_its_way_is_not_sent_again_and_changes_no_momentum() -> None:
     replication, residuals = _replication(tensors)
     gradients = _gradients(tensors, 1)
     assert [_numbers(each.parameters, tensors) for each in replication.buckets.values()] == [[3, 2], [1], [0]]
-    replication.start("bucket 0", gradients)
-    replication.start("bucket 1", gradients)
+    replication.start("0", gradients)
+    replication.start("1", gradients)
     assert all((residual == 0).all() for residual in residuals.values())
-    assert not replication.differs("bucket 0", gradients)
+    assert not replication.differs("0", gradients)
     changed = {tensor: 2 * gradient for tensor, gradient in gradients.items()}
-    assert replication.differs("bucket 0", changed)
-    replication.drop("bucket 1")
-    updates = Updates(replication.run(changed, ("bucket 0",)), RULES)
+    assert replication.differs("0", changed)
+    replication.drop("1")
+    updates = Updates(replication.run(changed, ("0",)), RULES)
     for number, tensor in enumerate(tensors):
         # The caller answers for what it says is sent: bucket 0 has the gradients from before.
         expected = gradients[tensor] if number > 1 else changed[tensor]
@@ -133,8 +133,8 @@ def test_nodes_get_the_mean_also_where_only_one_has_sent_early(
     tensors = drawn(SHAPES, 0)
     replications = [_replication(tensors, replicator=replicator, nodes=each)[0] for each in of_nodes]
     gradients = [_gradients(tensors, 1 + node) for node in range(num_nodes)]
-    replications[0].start("bucket 0", gradients[0])
-    in_flight = [each.run(g, ("bucket 0",) if n == 0 else ()) for n, (each, g) in
+    replications[0].start("0", gradients[0])
+    in_flight = [each.run(g, ("0",) if n == 0 else ()) for n, (each, g) in
                  enumerate(zip(replications, gradients, strict=True))]  # fmt: skip
     for each in of_nodes:
         each.bring_forward(until=each.waiting[-1] if each.waiting else None)
@@ -173,9 +173,9 @@ def test_a_bucket_is_sent_when_backward_has_all_of_its_gradients() -> None:
     assert [early.is_sent(key) for key in replication.buckets] == [True, True, False]
     gradients = {tensor: torch.ones(tensor.shape) for tensor in tensors}
     gradients[second] *= 2
-    assert not early.differs("bucket 1", gradients)
-    assert early.differs("bucket 1", gradients | {second: gradients[first].new_ones(second.shape)})
-    early.settle(["bucket 0", "bucket 1"], ["bucket 1"], gradients)
-    updates = Updates(replication.run(gradients, ["bucket 0"]), RULES)
+    assert not early.differs("1", gradients)
+    assert early.differs("1", gradients | {second: gradients[first].new_ones(second.shape)})
+    early.settle(["0", "1"], ["1"], gradients)
+    updates = Updates(replication.run(gradients, ["0"]), RULES)
     for tensor in tensors:
         torch.testing.assert_close(updates[tensor], gradients[tensor], rtol=0, atol=1e-5)

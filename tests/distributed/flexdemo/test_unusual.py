@@ -1,0 +1,203 @@
+"""Weights in other memory orders, weights that are frozen on the way, ranks that differ in what must be equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full
+from tests.support.processes import ProcessPool
+
+SHAPES = [(6, 4, 3, 3), (13, 7), (5,)]
+
+
+def _mesh(ranks_per_node: int = 1) -> DeviceMesh:
+    shape = (dist.get_world_size() // ranks_per_node, ranks_per_node)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _parameters(*, channels_last: bool = False, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    if channels_last:
+        parameters[0].data = parameters[0].data.to(memory_format=torch.channels_last)
+    return parameters
+
+
+def _gradients(step: int, node: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + node)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _set_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    for parameter, gradient in zip(parameters, _gradients(step, dist.get_rank()), strict=True):
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _difference_from_mean_gradient(options: dict[str, Any], *, channels_last: bool) -> float:
+    """Largest difference of weights after 3 steps from those of one process with the mean gradient."""
+    parameters, alone = _parameters(channels_last=channels_last), _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), decay=0.0, merge="mean", **options)
+    base = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options["base"]](alone, lr=0.01, weight_decay=0.0)
+    for step in range(3):
+        _set_gradients(parameters, step)
+        optimizer.step()
+        for number, parameter in enumerate(alone):
+            of_nodes = [_gradients(step, node)[number] for node in range(dist.get_world_size())]
+            parameter.grad = torch.stack(of_nodes).mean(0)
+        base.step()
+    return max((one - other).abs().max().item() for one, other in zip(parameters, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base": "adamw", "replicator": Full(), "value_format": "fp32"},
+        {"base": "adamw", "replicator": DCTTopK(chunk_size=4, top_k=16), "value_format": "fp32", "dense_below": 8},
+        {"base": "sgd", "sign": False, "replicator": DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)},
+    ],
+    ids=["full", "dct", "diloco"],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_weights_may_lie_in_memory_in_any_order(
+    gloo: ProcessPool, options: dict[str, Any], channels_last: bool
+) -> None:
+    run = gloo.run(_difference_from_mean_gradient, options, channels_last=channels_last, world_size=2)
+    # AdamW divides by roots of squares: where those are small the rounding of the mean shows.
+    assert max(run) < 1e-5
+
+
+def _spread(tensor: Tensor) -> float:
+    of_nodes = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_nodes, tensor.detach().contiguous())
+    return max((one - of_nodes[0]).abs().max().item() for one in of_nodes)
+
+
+def _freeze_within_a_period(overlap: bool) -> list[float]:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), replicator=DiLoCo(period=4, overlap=overlap))
+    for step in range(12):
+        if step == 2:
+            parameters[1].requires_grad_(False)
+            parameters[1].grad = None
+        _set_gradients(parameters, step)
+        optimizer.step()
+    frozen = [] if overlap else [_spread(parameter) for parameter in parameters]
+    with optimizer.common_weights():
+        return frozen + [_spread(parameter) for parameter in parameters]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_frozen_within_a_period_of_diloco_is_averaged_once_more(gloo: ProcessPool, overlap: bool) -> None:
+    for spreads in gloo.run(_freeze_within_a_period, overlap, world_size=2):
+        assert spreads == [0.0] * len(spreads)
+
+
+def _freeze_with_delay() -> bool:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), delay=1, replicator=Full())
+    for step in range(2):
+        _set_gradients(parameters, step)
+        optimizer.step()
+    parameters[1].requires_grad_(False)
+    parameters[1].grad = None
+    before = parameters[1].detach().clone()
+    for step in range(2, 5):
+        _set_gradients(parameters, step)
+        optimizer.step()
+    return torch.equal(before, parameters[1]) and _spread(parameters[0]) == 0.0
+
+
+def test_a_late_update_does_not_move_what_has_been_frozen(gloo: ProcessPool) -> None:
+    assert gloo.run(_freeze_with_delay, world_size=2) == [True, True]
+
+
+def _step_with(options_of_ranks: list[dict[str, Any]]) -> None:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), **options_of_ranks[dist.get_rank()])
+    _set_gradients(parameters, 0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{"decay": 0.9}, {"merge": "mean"}, {"check_every": 7}, {"replicator": DCTTopK(top_k=3)}], ids=str
+)
+def test_options_that_differ_between_ranks_are_an_error(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    gloo.expect_error_on_all_ranks(
+        _step_with, [{}, options], match="differs between ranks", exception=RuntimeError, world_size=2
+    )
+
+
+def _unequal_weights(replicator: Any) -> None:
+    parameters = _parameters(seed=dist.get_rank())
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), replicator=replicator)
+    _set_gradients(parameters, 0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=4)], ids=["dct", "diloco"])
+def test_nodes_that_begin_with_different_weights_are_an_error_at_once(gloo: ProcessPool, replicator: Any) -> None:
+    gloo.expect_error_on_all_ranks(
+        _unequal_weights, replicator, match="begun with different weights", exception=RuntimeError, world_size=2
+    )
+
+
+def _forgotten_root() -> None:
+    mesh = _mesh(ranks_per_node=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh["shard"])
+    FlexDeMo(model, lr=0.01, mesh=mesh).attach(model)
+
+
+def test_a_weight_that_is_not_sharded_inside_of_a_node_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_forgotten_root, match=r"shape \(4, 4\) is not sharded", world_size=2)
+
+
+def _changed_behind_torch(overlap: str) -> list[Tensor]:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), overlap=overlap, base="adamw", replicator=Full())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = sum((p * g).sum() for p, g in zip(parameters, _gradients(step, dist.get_rank()), strict=True))
+        loss.backward()  # type: ignore[union-attr]
+        for parameter in parameters:
+            parameter.grad.data.neg_()  # type: ignore[union-attr]
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def test_gradients_that_are_negated_behind_torchs_back_are_noticed(gloo: ProcessPool) -> None:
+    early, late = (gloo.run(_changed_behind_torch, overlap, world_size=2) for overlap in ("backward", "step"))
+    for one, other in zip(early, late, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def _with_default_dtype() -> list[torch.dtype]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        parameters = [nn.Parameter(torch.ones(9, 8)), nn.Parameter(torch.ones(4))]
+        optimizer = FlexDeMo(
+            parameters, lr=0.01, mesh=_mesh(), dense_below=16, replicator=DCTTopK(chunk_size=4, top_k=2)
+        )
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [optimizer.state[parameter]["residual"].dtype for parameter in parameters]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_residuals_are_float32_whatever_torchs_default_is(gloo: ProcessPool) -> None:
+    assert gloo.run(_with_default_dtype, world_size=2) == [[torch.float32] * 2] * 2
+
+
+def test_options_that_are_the_same_for_all_groups_are_refused_in_a_group() -> None:
+    with pytest.raises(ValueError, match="decay is an option of FlexDeMo, not of a param group"):
+        FlexDeMo([{"params": _parameters(), "decay": 0.5}], lr=0.01)
