@@ -59,7 +59,8 @@ def _model(pl: Any, *, fails: bool = False) -> Any:
 def _scores(package: str, directory: str, replicator: Any, single_file: bool) -> dict[str, Any]:
     """Of the best checkpoint, of what is left after the training, and of a checkpoint of that."""
     pl = load(package)
-    best = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="best", monitor="val")
+    # The worst, so that it is not the one at the end.
+    best = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="best", monitor="val", mode="max")
     options = {"callbacks": [best], "enable_checkpointing": True, "val_check_interval": 2, "max_steps": 10}
     make = lambda: _strategy(package, replicator, single_file=single_file)  # noqa: E731
     fitter = trainer(pl, strategy=make(), max_epochs=-1, **options)

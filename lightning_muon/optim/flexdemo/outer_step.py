@@ -93,6 +93,8 @@ class OuterStep(IndependentNodes):
         super().__init__(optimizer)
         self._options = options
         self._in_flight: list[tuple[Bucket, Exchange]] = []
+        # Weights of this node while its parameters show the common ones.
+        self._own: dict[Tensor, Tensor] = {}
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`."""
@@ -180,15 +182,23 @@ class OuterStep(IndependentNodes):
     @contextmanager
     def common_weights(self) -> Iterator[None]:
         """As in :class:`BetweenNodes`: those of the last average."""
-        parameters = self._optimizer.all_parameters()
-        own = [local_tensor(parameter.detach()).clone() for parameter in parameters]
+        parameters = [p for p in self._optimizer.all_parameters() if "anchor" in self._optimizer.states[p]]
+        self._own = {parameter: local_tensor(parameter.detach()).clone() for parameter in parameters}
         for parameter in parameters:
             local_tensor(parameter.detach()).copy_(self._anchor(parameter))
         try:
             yield
         finally:
-            for parameter, weights in zip(parameters, own, strict=True):
+            for parameter, weights in self._own.items():
                 local_tensor(parameter.detach()).copy_(weights)
+            self._own = {}
+
+    def saved(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As in :class:`BetweenNodes`; weights of this node also inside of :meth:`common_weights`."""
+        saved = super().saved(parameter)
+        if parameter in self._own:
+            saved["node_weights"] = self._optimizer.of_all_nodes(parameter, self._own[parameter].clone())
+        return saved
 
     def sent_bytes(self) -> int:
         """As in :class:`BetweenNodes`: those of an average, divided by its period."""

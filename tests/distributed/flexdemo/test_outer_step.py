@@ -168,8 +168,7 @@ def _resume(case: Case, stop: int) -> tuple[dict[str, Tensor], ...]:
     )
 
 
-@pytest.mark.parametrize("base", ["sgd", "adamw"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("base", "overlap"), [("sgd", False), ("adamw", True)])
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_a_run_that_is_resumed_within_a_period_has_equal_bits(
     gloo: ProcessPool, mesh_shape: tuple[int, int], overlap: bool, base: str

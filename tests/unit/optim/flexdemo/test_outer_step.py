@@ -179,3 +179,16 @@ def test_saved_weights_of_several_nodes_become_their_mean() -> None:
     optimizer.load_state_dict(state)
     for parameter, weights in zip(parameters, of_nodes, strict=True):
         torch.testing.assert_close(parameter.detach(), weights.mean(0), rtol=0, atol=1e-6)
+
+
+def test_inside_of_common_weights_the_weights_of_the_node_are_saved() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=4))
+    _train(optimizer, parameters, range(2))
+    own = [parameter.detach().clone() for parameter in parameters]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with optimizer.common_weights():
+        assert not torch.equal(parameters[0], own[0])
+        state = optimizer.state_dict()["state"]
+    for number, weights in enumerate(own):
+        assert torch.equal(state[number]["node_weights"][0], weights)
+        assert torch.equal(parameters[number], weights)
