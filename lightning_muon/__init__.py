@@ -1,6 +1,6 @@
 """Distributed Muon for PyTorch, Lightning and Accelerate.
 
-``import lightning_muon`` registers the strategy ``"parallel_muon"`` with ``lightning.pytorch`` and
+``import lightning_muon`` registers the strategies ``"parallel_muon"`` and ``"flexdemo"`` with ``lightning.pytorch`` and
 ``pytorch_lightning``; neither is imported before the program itself does.
 """
 

@@ -12,11 +12,23 @@ import lightning_muon
 
 def test_the_public_names_are_these() -> None:
     assert sorted(lightning_muon.__all__) == [
+        "Components",
+        "DCTTopK",
+        "DiLoCo",
+        "FlexDeMo",
+        "FlexDeMoConfig",
+        "Full",
         "ModeOptions",
         "MuonConfig",
+        "NoReplication",
         "NonFiniteGradientError",
         "ParallelMuon",
         "ParallelMuonStrategy",
+        "Random",
+        "Replicator",
+        "Slicing",
+        "Striding",
+        "Turn",
         "context_attention",
         "full_state_dict",
         "gather_sequence",

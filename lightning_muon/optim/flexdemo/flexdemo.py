@@ -206,7 +206,7 @@ class FlexDeMo(PlannedOptimizer):
         config = self.config
         nodes = 1 if self._mesh is None else self._mesh.size(0)
         head = (
-            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
+            f"FlexDeMo: base {config.base}, {config.effective_replicator}, {config.value_format}, {nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
         return head if config.base == "sgd" else f"{head}\n{super().summary()}"
