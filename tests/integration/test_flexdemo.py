@@ -217,7 +217,6 @@ _EVERYTHING = {
 @pytest.mark.parametrize(
     ("world_size", "config", "options"),
     [
-        (4, {}, {}),
         (4, {"base": "adamw"}, {"single_file": True}),
         (2, {"base": "muon"}, _EVERYTHING | {"configure": "scheduled"}),
         (2, {}, {"precision": "bf16-true", "configure": "flexdemo", "single_file": True}),
@@ -303,8 +302,6 @@ def test_residuals_go_on_with_other_nodes_and_shards_with_the_same_sum(
     ("replicator", "options"),
     [
         (DiLoCo(period=5), {}),
-        (DiLoCo(period=5), {"single_file": True}),
-        (NoReplication(), {}),
         (NoReplication(), {"single_file": True}),
     ],
     ids=str,

@@ -199,8 +199,7 @@ def _resume_whole(plan: Plan, state: dict[str, Any], broadcast: bool) -> tuple[d
     return loaded, run.everything()
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("options", [{"base": "adamw"}, {"delay": 1}], ids=str)
+@pytest.mark.parametrize(("options", "broadcast"), [({"base": "adamw"}, False), ({"delay": 1}, True)], ids=str)
 def test_whole_tensors_have_one_entry_for_each_node(
     gloo: ProcessPool, options: dict[str, Any], broadcast: bool
 ) -> None:
@@ -217,7 +216,7 @@ def test_whole_tensors_have_one_entry_for_each_node(
 
 
 # With broadcast_from_rank0 torch itself takes the sizes of now for those of the checkpoint, and fails on some ranks.
-@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (4, 1)), ((2, 1), (3, 1))], ids=str)
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (3, 1))], ids=str)
 def test_whole_tensors_of_another_number_of_nodes_are_never_mixed_up(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
