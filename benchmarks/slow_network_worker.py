@@ -22,6 +22,8 @@ from namespaces import sent_bytes, set_rate
 from slow_network_contenders import CONTENDERS, Contender, Job, make_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+
 NUM_NODES = 2
 NUM_HELD_OUT = 8
 
@@ -32,6 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # FSDP2 warns of T5's blocks, FSDP1 of groups of one rank, torch of names that others call.
     warnings.simplefilter("ignore")
+    let_gloo_finish_at_exit()
     dist.init_process_group("gloo", timeout=timedelta(minutes=20))
     mesh = init_device_mesh("cpu", (NUM_NODES, job.ranks_per_node), mesh_dim_names=("replicate", "shard"))
     result = measure(job, mesh)
