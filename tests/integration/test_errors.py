@@ -29,7 +29,7 @@ def _fit(package: str, *, network: Any = Network, configure: Any = None, sizes: 
         ({"data_parallel_size": 2}, "there are 3"),
         ({"tensor_parallel_size": 3}, "tensor_size=3, but no layer of LanguageModel is divided"),
         ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1"),
-        ({"optimizer": "adam"}, "optimizer must be 'auto', 'keep' or a MuonConfig"),
+        ({"optimizer": "adam"}, "optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig"),
         ({"wrap_policy": ["Blok"]}, "wrap_policy: no module is a Blok"),
         ({"optimizer": MuonConfig(adamw_patterns=("*.hed.*",))}, "hed"),
     ],
@@ -119,7 +119,7 @@ def test_the_strategy_of_the_other_package_is_explained(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(
         _strategy_of_the_other_package,
         world_size=1,
-        match="Trainers of lightning.pytorch; strategy='parallel_muon' finds",
+        match="Trainers of lightning.pytorch; the names 'parallel_muon' and 'flexdemo' find",
     )
 
 
