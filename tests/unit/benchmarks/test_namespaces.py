@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROGRAM = """
 import os, signal, sys, time
 from namespaces import TwoNodes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background jobs without it.
 with TwoNodes() as nodes:
     inner = nodes.start(1, ["sleep", "600"])
     print(*nodes.names, inner.pid, flush=True)
