@@ -208,15 +208,14 @@ def _reason_against_flexdemo(optimizer: torch.optim.Optimizer, base: str) -> str
 
 def _caution(name: str, config: FlexDeMoConfig) -> str:
     """What the learning rate of an adopted optimizer may not have been meant for."""
-    is_signed = config.base == "sgd" if config.sign == "auto" else config.sign
-    if name == "SGD" and is_signed:
+    if name == "SGD" and config.takes_sign:
         return (
             "The learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): "
             "each step changes each weight by lr. Set sign=False, or a learning rate as for Adam"
         )
     if name in ("AdamW", "Adam") and config.base == "sgd":
         return (
-            f"{name} now runs as {'sign' if is_signed else 'plain'} SGD on the exchanged updates, because "
+            f"{name} now runs as {'sign' if config.takes_sign else 'plain'} SGD on the exchanged updates, because "
             "FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments"
         )
     return ""

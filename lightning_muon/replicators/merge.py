@@ -17,8 +17,7 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
 
     With ``rule="mean"`` values are divided by the number R of nodes, ``sum_r v_r / R``; with ``"contributors"`` by the
     number of nodes that sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024, arXiv:2411.19870).
-    Where positions are shared
-    all nodes sent all coefficients and both are the mean of the values.
+    Where positions are shared all nodes sent all coefficients, and both are the mean of the values.
 
     Args:
         components: What each node sent, in the order of the nodes; equal shapes.

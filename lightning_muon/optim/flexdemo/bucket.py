@@ -96,21 +96,15 @@ class Bucket:
             blocks = part.replicator.decode(components, part.batch_shape[1:], turn)
             if sign:
                 blocks = blocks.sign_()
-            from_blocks, into = self._views(part, blocks, updates, updates)
+            from_blocks, into = self._views(part, blocks, updates)
             _copy_(into, from_blocks)
 
-    def _views(
-        self,
-        part: Part,
-        batch: Tensor,
-        locals_: Mapping[Tensor, Tensor],
-        only: Mapping[Tensor, Tensor] | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a batch, and of what is laid out like the shards of its parameters, in pairs."""
+    def _views(self, part: Part, batch: Tensor, locals_: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a batch, and of what there is of its parameters in the shape of their shards, in pairs."""
         return _flat(
             pair
             for place in part.places
-            if only is None or self._all[place.number] in only
+            if self._all[place.number] in locals_
             for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
         )
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.layout import Rule, local_of_nodes, part_of
 from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets, sent_bytes
@@ -28,13 +28,15 @@ class MomentumExchange(BetweenNodes):
     own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update", "has_delayed_update"})
     per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
 
-    _replication: Replication | None = None
-    _updates: Updates | None = None
-    # Exchanges of the last step whose updates are still to be applied.
-    _delayed: Sequence[InFlight] = ()
-    # Whether there may be residuals although there is one node only, and updates of before in the state.
-    _has_loaded: bool = False
-    _has_late: bool = False
+    def __init__(self, optimizer: OptimizerView) -> None:
+        super().__init__(optimizer)
+        self._replication: Replication | None = None
+        self._updates: Updates | None = None
+        # Exchanges of the last step whose updates are still to be applied.
+        self._delayed: Sequence[InFlight] = ()
+        # Whether there may be residuals although there is one node only, and updates of before in the state.
+        self._has_loaded = False
+        self._has_late = False
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`."""

@@ -109,6 +109,11 @@ class Replication:
         # Number of the next step, equal on all nodes.
         self.step = 0
 
+    def start_early(self, key: str, gradients: Gradients) -> None:
+        """As :meth:`start`, before the step, which will ask :meth:`differs`."""
+        self._seen[key] = _Seen.of(self.buckets[key].parameters, gradients, self._scales())
+        self.start(key, gradients)
+
     def start(self, key: str, gradients: Gradients) -> None:
         """Encode a bucket and send it; every gradient is there. The residuals stay as they are.
 
@@ -116,7 +121,6 @@ class Replication:
         """
         bucket, turn = self.buckets[key], Turn(self.step, int(key))
         self._nodes.bring_forward()
-        self._seen[key] = _Seen.of(bucket.parameters, gradients, self._scales())
         bucket.accumulate(gradients, self._rules.decay, self._scales())
         sent = bucket.encode(turn)
         self._in_flight[key] = InFlight(bucket, Exchange(bucket.plan, sent, self._nodes), sent, turn)
@@ -126,7 +130,7 @@ class Replication:
         self._in_flight.pop(key).exchange.result(self._rules.merge)
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
-        """Whether :meth:`start` would send something else now; a bool on the device."""
+        """Whether :meth:`start_early` would send something else now; a bool on the device."""
         parameters = self.buckets[key].parameters
         before, now = self._seen[key], _Seen.of(parameters, gradients, self._scales())
         if before.versions == now.versions and before.scales == now.scales:
@@ -152,7 +156,7 @@ class Replication:
                 self.start(key, filled(bucket.parameters, gradients))
             started = self._in_flight[key]
             bucket.settle(started.sent, started.turn, taking_part)
-            in_flight.append(InFlight(bucket, started.exchange, started.sent, started.turn, taking_part))
+            in_flight.append(replace(started, taking_part=taking_part))
             self._nodes.bring_forward()
         self._in_flight.clear()
         return in_flight
@@ -227,7 +231,7 @@ class EarlyExchanges(SentEarly):
         self._replication = replication
 
     def _start(self, key: str, gradients: Gradients) -> None:
-        self._replication.start(key, gradients)
+        self._replication.start_early(key, gradients)
 
     def _drop(self, key: str) -> None:
         self._replication.drop(key)

@@ -80,8 +80,8 @@ def test_what_is_on_its_way_is_not_sent_again_and_changes_no_momentum() -> None:
     replication, residuals = _replication(tensors)
     gradients = _gradients(tensors, 1)
     assert [_numbers(each.parameters, tensors) for each in replication.buckets.values()] == [[3, 2], [1], [0]]
-    replication.start("0", gradients)
-    replication.start("1", gradients)
+    replication.start_early("0", gradients)
+    replication.start_early("1", gradients)
     assert all((residual == 0).all() for residual in residuals.values())
     assert not replication.differs("0", gradients)
     changed = {tensor: 2 * gradient for tensor, gradient in gradients.items()}
