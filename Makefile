@@ -25,8 +25,14 @@ help:
 demo: $(STAMP)
 	$(BIN)/python -m recipes.t5_summarization.demo
 
+# A unit test is one process, so two run at a time; the other tests start a process for each rank.
 test: $(STAMP)
+ifeq ($(strip $(ARGS)),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/unit
+else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+endif
 	@echo "make test: all tests passed"
 
 check: $(STAMP)

@@ -1,0 +1,114 @@
+"""Train the same weights with the same gradients by DeToNATION 0.5.2 and by FlexDeMo's ``compat`` modes, and compare.
+
+``python benchmarks/detonation_parity.py --detonation FOLDER`` installs it there, as ``slow_network.py`` does, and runs
+two nodes of one process each. DeToNATION cuts parameters of two dimensions into blocks (``compat="demo"``), and flat
+ones, which is what FSDP1 shows it, into strips (``compat="detonation"``). Values travel as fp32, as there. Where the
+merged update is about zero, rounding decides on its sign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lightning_muon
+from benchmarks.slow_network import install
+
+SHAPES = (
+    (128, 192),
+    (64, 64),
+    (256, 64),
+)  # Whole chunks of 64 only: the peer chooses other chunks where they do not fit.
+STEPS, LR, TOP_K = 20, 0.01, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--detonation", required=True, metavar="FOLDER", help="install it there, if it is not")
+    folder = Path(parser.parse_args().detonation).resolve()
+    install(folder)
+    print("| compat | sign | largest difference | of the largest change of a weight | elements that differ |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for compat in ("demo", "detonation"):
+        for sign in (False, True):
+            print(_on_two_nodes(compat, sign, folder), flush=True)
+
+
+def _on_two_nodes(compat: str, sign: bool, folder: Path) -> str:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (compat, sign, str(folder), f"{directory}/store", theirs)
+        ranks = [context.Process(target=_compare, args=(rank, *arguments)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        row: str = ours.recv()
+        for process in ranks:
+            process.join()
+    return row
+
+
+def _compare(rank: int, compat: str, sign: bool, folder: str, store: str, result: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    # Zeros: the rounding of larger weights would hide differences.
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    theirs = [nn.Parameter(torch.zeros(shape if compat == "demo" else math.prod(shape))) for shape in SHAPES]
+    replicator = lightning_muon.DCTTopK(chunk_size=64, top_k=TOP_K)
+    options: Any = {"compat": compat, "sign": sign, "value_format": "fp32"}
+    optimizers = [
+        lightning_muon.FlexDeMo(ours, LR, mesh=mesh, replicator=replicator, **options),
+        _peer(theirs, mesh, sign, folder),
+    ]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = LR * (1 - step / STEPS)  # The gradients inside the momenta had other learning rates.
+        for own, peer in zip(ours, theirs, strict=True):
+            own.grad = torch.randn(own.shape, generator=generator)
+            peer.grad = own.grad.clone().view_as(peer)
+        for optimizer in optimizers:
+            optimizer.step()
+    if rank == 0:
+        result.send(_row(compat, sign, ours, theirs))
+    dist.destroy_process_group()
+
+
+def _peer(parameters: list[nn.Parameter], mesh: Any, sign: bool, folder: str) -> torch.optim.Optimizer:
+    sys.path.append(folder)  # Last, so that it cannot hide anything else.
+    from detonation import DeMoReplicator, DeToSGD
+
+    with contextlib.redirect_stdout(io.StringIO()):  # It prints its chunks.
+        return DeToSGD(
+            parameters,
+            lr=LR,
+            detonation_sign=sign,
+            replicator=DeMoReplicator(compression_topk=TOP_K),
+            sharding_parallel_group=mesh.get_group("shard"),
+            replication_parallel_group=mesh.get_group("replicate"),
+        )
+
+
+def _row(compat: str, sign: bool, *weights: list[nn.Parameter]) -> str:
+    ours, theirs = (torch.cat([parameter.detach().flatten() for parameter in each]) for each in weights)
+    difference, change = (ours - theirs).abs(), theirs.abs().max()
+    share = (difference > 1e-4 * change).float().mean()
+    return f"| {compat} | {sign} | {difference.max():.1e} | {difference.max() / change:.1e} | {share:.1e} |"
+
+
+if __name__ == "__main__":
+    main()
