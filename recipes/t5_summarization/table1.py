@@ -32,6 +32,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of the file; default: its `grid`")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: those of the file")
+    parser.add_argument(
+        "--speed-steps",
+        type=int,
+        metavar="N",
+        help="take samples/s from further runs of N steps: for a machine that did other work during the trainings",
+    )
     parser.add_argument("--report-only", action="store_true", help="write table and plot of what is stored")
     return parser.parse_args(arguments)
 
@@ -43,12 +49,13 @@ def missing_runs(grid: Grid) -> list[Run]:
     return [run for run in runs if run.fingerprint not in stored]
 
 
-def run_grid(grid: Grid, train: Train) -> list[Run]:
-    """Run what is missing; table and plot are written after each run.
+def run_grid(grid: Grid, train: Train, report: Callable[[], object]) -> list[Run]:
+    """Run what is missing.
 
     Args:
         grid: What to run.
         train: Trains one run and stores its result; gets the file for its output and returns its exit status.
+        report: Writes table and plot; called after each run.
 
     Returns:
         The runs that failed; the others are not kept from running by them.
@@ -65,7 +72,7 @@ def run_grid(grid: Grid, train: Train) -> list[Run]:
             failed.append(run)
         text = f"failed with status {status}, see {log}" if run in failed or result is None else describe(result)
         print(f"[{number}/{len(runs)}] {run.row} seed {run.seed}, {time.monotonic() - start:.0f} s: {text}", flush=True)
-        write_report(grid)
+        report()
     return failed
 
 
@@ -91,18 +98,28 @@ def train_in_processes(run: Run, log: Path, *, arguments: Sequence[str]) -> int:
     return finished.returncode
 
 
-def train_missing(grid: Grid, options: argparse.Namespace) -> list[Run]:
+def speed_options(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of the runs that measure samples/s.
+
+    Args:
+        options: Of :func:`parse`, with ``speed_steps``.
+    """
+    return argparse.Namespace(**{**vars(options), "max_steps": options.speed_steps})
+
+
+def train_missing(grid: Grid, options: argparse.Namespace, report: Callable[[], object]) -> list[Run]:
     """Train what is not stored yet; the runs that failed.
 
     Args:
         grid: What ``options`` say.
         options: Of :func:`parse`.
+        report: See :func:`run_grid`.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A grid takes an hour, in which somebody may edit the file.
         copied = argparse.Namespace(**{**vars(options), "config": Path(shutil.copy(options.config, folder))})
         arguments = arguments_of(copied)
-        return run_grid(grid, lambda run, log: train_in_processes(run, log, arguments=arguments))
+        return run_grid(grid, lambda run, log: train_in_processes(run, log, arguments=arguments), report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,10 +132,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     set_environment()
     grid = load_grid(options, rows=options.rows, seeds=options.seeds)
-    failed = [] if options.report_only else train_missing(grid, options)
-    paths = write_report(grid)
+    speeds = None
+    if options.speed_steps is not None:
+        speeds = load_grid(speed_options(options), rows=options.rows, seeds=grid.seeds[:1])
+    failed: list[Run] = []
+    if not options.report_only:
+        failed = train_missing(grid, options, lambda: write_report(grid, speeds))
+        if speeds is not None:
+            failed += train_missing(speeds, speed_options(options), lambda: write_report(grid, speeds))
+    paths = write_report(grid, speeds)
     if paths:
-        print(markdown_table(summaries(grid, stored_results(grid)), grid.labels))
+        print(markdown_table(summaries(grid, stored_results(grid), speeds), grid.labels))
         print("\n".join(f"written: {path}" for path in paths))
     if failed:
         print("failed: " + ", ".join(f"{run.row} seed {run.seed}" for run in failed))

@@ -110,7 +110,8 @@ def load_grid(
     for row in rows or []:
         _choose(config["rows"], row, "row")
     settings = {
-        name: _settings(size, row_settings(row, config["flexdemo"]), options) for name, row in config["rows"].items()
+        name: _settings(size, row_settings(row, config["flexdemo"], size.get("lr_scales", {})), options)
+        for name, row in config["rows"].items()
     }
     return Grid(
         size=options.size,
@@ -123,21 +124,23 @@ def load_grid(
     )
 
 
-def row_settings(row: Mapping[str, Any], flexdemo: Mapping[str, Any]) -> dict[str, Any]:
+def row_settings(row: Mapping[str, Any], flexdemo: Mapping[str, Any], lr_scales: Mapping[str, float]) -> dict[str, Any]:
     """What decides the optimizer of a row: ``optimizer``, ``options``, ``replicator`` and ``lr_scale``.
 
     Args:
         row: As in the file.
         flexdemo: Options of all FlexDeMo rows.
+        lr_scales: ``base`` of a FlexDeMo row -> its learning rate as a multiple of AdamW's, where it is not 1.
     """
     if row["optimizer"] not in OPTIMIZERS:
         raise ValueError(f"{row['label']}: optimizer must be one of {OPTIMIZERS}, got {row['optimizer']!r}")
     common = flexdemo if row["optimizer"] == "flexdemo" else {}
+    options = {**common, **row.get("options", {})}
     return {
         "optimizer": row["optimizer"],
-        "options": {**common, **row.get("options", {})},
+        "options": options,
         "replicator": dict(row.get("replicator", {})),
-        "lr_scale": row.get("lr_scale", 1.0),
+        "lr_scale": lr_scales.get(options.get("base", ""), 1.0),
     }
 
 

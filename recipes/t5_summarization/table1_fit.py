@@ -109,11 +109,21 @@ def optimizer_choice(row: Mapping[str, Any]) -> Any:
     return lightning_muon.FlexDeMoConfig(replicator=replicator, **row["options"])
 
 
+def learning_rates(model: Mapping[str, Any], lr_scale: float) -> dict[str, float]:
+    """``lr`` times ``lr_scale``, with a token embedding that keeps its own.
+
+    Args:
+        model: Settings of the model.
+        lr_scale: Of the row.
+    """
+    return {"lr": model["lr"] * lr_scale, "embedding_lr_scale": model.get("embedding_lr_scale", 1.0) / lr_scale}
+
+
 def fit(run: Run) -> tuple[Result, bool]:
     """Train; the result, and whether this is rank 0. Collective over all ranks; every rank must call it."""
     settings, row = run.settings, run.settings["row"]
     seed_everything(run.seed, verbose=False)
-    model = T5Summarizer(**{**settings["model"], "lr": settings["model"]["lr"] * row["lr_scale"]})
+    model = T5Summarizer(**{**settings["model"], **learning_rates(settings["model"], row["lr_scale"])})
     data = SummarizationData(**settings["data"])
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     history, meter = History(), Meter()

@@ -16,13 +16,17 @@ COLUMNS = ("row", "MB per step", "samples/s", "train loss", "val loss", "vs Adam
 TOLERANCE = 0.01  # The paper's shape: k = 4 .. 8 within 1 % of AdamW's validation loss.
 
 
-def write_report(grid: Grid) -> list[Path]:
+def write_report(grid: Grid, speeds: Grid | None = None) -> list[Path]:
     """Write table (Markdown and CSV) and plot of all stored results with the settings of ``grid``; their paths.
 
     Rows that were not asked for are shown too if they have results. Without any result nothing is written.
+
+    Args:
+        grid: The trainings.
+        speeds: See :func:`summaries`.
     """
     results = stored_results(grid)
-    rows = summaries(grid, results)
+    rows = summaries(grid, results, speeds)
     if not rows:
         return []
     markdown, table, png = (grid.output_dir / f"table1.{suffix}" for suffix in ("md", "csv", "png"))
@@ -39,14 +43,23 @@ def stored_results(grid: Grid) -> list[Result]:
     return [stored[fingerprint] for fingerprint in wanted if fingerprint in stored]
 
 
-def summaries(grid: Grid, results: Sequence[Result]) -> list[RowSummary]:
-    """One summary for each row that has a result, in the order of the file."""
-    by_row = {row: [result for result in results if result.row == row] for row in grid.labels}
-    return [
-        summarize(row, of_row, lr_scale=grid.settings[row]["row"]["lr_scale"])
-        for row, of_row in by_row.items()
-        if of_row
-    ]
+def summaries(grid: Grid, results: Sequence[Result], speeds: Grid | None = None) -> list[RowSummary]:
+    """One summary for each row that has a result, in the order of the file.
+
+    Args:
+        grid: Names rows and settings.
+        results: Of its runs.
+        speeds: Runs that samples/s is taken from in place of ``results``, where they are stored.
+    """
+    measured = [] if speeds is None else stored_results(speeds)
+    summarized = []
+    for row in grid.labels:
+        of_row = [result for result in results if result.row == row]
+        if of_row:
+            speed = [result.samples_per_second for result in measured or results if result.row == row]
+            lr_scale = grid.settings[row]["row"]["lr_scale"]
+            summarized.append(summarize(row, of_row, lr_scale=lr_scale, samples_per_second=speed))
+    return summarized
 
 
 def relative_to_reference(rows: Sequence[RowSummary]) -> dict[str, float]:
@@ -99,8 +112,8 @@ def report_text(grid: Grid, rows: Sequence[RowSummary], result: Result) -> str:
     heading = (
         f"{result.num_parameters / 1e6:.1f} million parameters, {nodes} nodes x {ranks} ranks, {result.steps} steps of "
         f"{nodes * ranks * grid.settings[result.row]['data']['batch_size']} rows. Losses in nats per token; val loss: "
-        "mean +- half of the range over the seeds; lr factor: learning rate as a multiple of AdamW's "
-        f"{grid.settings[result.row]['model']['lr']:g}."
+        "mean +- half of the range over the seeds; lr factor: learning rate of all but the token embedding, as a "
+        f"multiple of AdamW's {grid.settings[result.row]['model']['lr']:g}."
     )
     differences = "\n".join(f"- {' '.join(sentence.split())}" for sentence in grid.differences)
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class RowSummary:
     Args:
         row: Name of the row.
         num_seeds: Number of results.
-        lr_scale: Learning rate as a multiple of AdamW's.
+        lr_scale: Learning rate of all but the token embedding as a multiple of AdamW's.
         sent_bytes: See :class:`Result`.
         samples_per_second: See :class:`Result`.
         train_loss: See :class:`Result`.
@@ -108,15 +109,17 @@ class RowSummary:
     val_losses: list[float]
 
 
-def summarize(row: str, results: Sequence[Result], *, lr_scale: float) -> RowSummary:
-    """Means over the results of one row, of which there is at least one."""
+def summarize(
+    row: str, results: Sequence[Result], *, lr_scale: float, samples_per_second: Sequence[float]
+) -> RowSummary:
+    """Means over the results of one row, of which there is at least one; NaN where no speed was measured."""
     validation = [result.val_loss for result in results]
     return RowSummary(
         row=row,
         num_seeds=len(results),
         lr_scale=lr_scale,
         sent_bytes=_mean([result.sent_bytes for result in results]),
-        samples_per_second=_mean([result.samples_per_second for result in results]),
+        samples_per_second=_mean(samples_per_second),
         train_loss=_mean([result.train_loss for result in results]),
         val_loss=_mean(validation),
         val_spread=(max(validation) - min(validation)) / 2,
@@ -125,7 +128,7 @@ def summarize(row: str, results: Sequence[Result], *, lr_scale: float) -> RowSum
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else math.nan
 
 
 def _last_byte(path: Path) -> bytes:

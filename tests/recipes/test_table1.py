@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import inspect
 import json
@@ -22,7 +23,8 @@ from recipes.t5_summarization.data import SummarizationData
 from recipes.t5_summarization.model import T5Summarizer
 from recipes.t5_summarization.table1 import ROOT, missing_runs, parse, run_grid, train_in_processes, train_missing
 from recipes.t5_summarization.table1_config import CONFIG, Run, arguments_of, load_grid, shortened
-from recipes.t5_summarization.table1_fit import Meter, StepClock, hsdp_sent_bytes, optimizer_choice
+from recipes.t5_summarization.table1_fit import Meter, StepClock, hsdp_sent_bytes, learning_rates, optimizer_choice
+from recipes.t5_summarization.table1_report import write_report
 from recipes.t5_summarization.table1_results import RESULTS, append_result
 from tests.recipes.rows import write_csv
 from tests.recipes.table1_runs import grid_of, result_of
@@ -143,11 +145,8 @@ def test_a_name_that_does_not_exist_is_refused(arguments: list[str], message: st
         grid_of(*arguments)
 
 
-def test_an_interrupted_grid_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[int] = []  # a plot takes a second
-    monkeypatch.setattr(table1, "write_report", lambda grid: reports.append(len(missing_runs(grid))))
+def test_an_interrupted_grid_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports: list[int] = []
     arguments = ("--rows", "adamw", "k4", "k8", "--max-steps", "40")
     grid, trained = grid_of(*arguments, folder=tmp_path), []
 
@@ -158,10 +157,13 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(
         append_result(tmp_path / RESULTS, result_of(run, 5.0))
         return 0
 
+    def report() -> None:
+        reports.append(len(missing_runs(grid)))
+
     with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, train)
+        run_grid(grid, train, report)
     assert [(run.row, run.seed) for run in missing_runs(grid)] == [("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
-    assert run_grid(grid, train) == []
+    assert run_grid(grid, train, report) == []
     assert trained == [("adamw", 0), ("k4", 0), ("k8", 0), ("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
     assert reports == [5, 4, 3, 2, 1, 0], "the report is written after each run"
     assert "4 of 6 runs to do" in capsys.readouterr().out
@@ -180,7 +182,7 @@ def test_a_run_that_fails_is_reported_and_keeps_no_other_from_running(
             append_result(tmp_path / RESULTS, result_of(run, 4.0))
         return 0
 
-    assert [run.row for run in run_grid(grid, train)] == ["adamw", "k4"]
+    assert [run.row for run in run_grid(grid, train, lambda: write_report(grid))] == ["adamw", "k4"]
     printed = capsys.readouterr().out
     assert "adamw seed 7" in printed and "failed with status 3" in printed
     assert "val loss 4.000" in printed
@@ -194,7 +196,6 @@ def test_a_file_that_is_edited_while_the_grid_runs_does_not_change_its_runs(
     config.write_text(CONFIG.read_text())
     options = parse(["--config", str(config), "--rows", "k2", "k4", "--seeds", "3"])
     grid = dataclasses.replace(load_grid(options, rows=options.rows, seeds=options.seeds), output_dir=tmp_path)
-    monkeypatch.setattr(table1, "write_report", lambda grid: None)
 
     def train(run: Run, log: Path, *, arguments: list[str]) -> int:
         config.write_text(config.read_text().replace("5.0e-3", "3.0e-3"))
@@ -203,8 +204,43 @@ def test_a_file_that_is_edited_while_the_grid_runs_does_not_change_its_runs(
         return 0
 
     monkeypatch.setattr(table1, "train_in_processes", train)
-    assert train_missing(grid, options) == []
+    assert train_missing(grid, options, lambda: None) == []
     assert len(missing_runs(load_grid(options, rows=["k2", "k4"]))) == 4, "the edited file is other settings"
+
+
+def test_speeds_come_from_short_runs_of_their_own_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "table1.yaml"
+    config.write_text(CONFIG.read_text().replace("outputs/table1", str(tmp_path)))
+    trained = []
+
+    def train(run: Run, log: Path, *, arguments: list[str]) -> int:
+        steps = run.settings["trainer"]["max_epochs"] * run.settings["trainer"]["limit_train_batches"]
+        seen = load_grid(parse(arguments)).run(run.row, run.seed)
+        append_result(tmp_path / RESULTS, result_of(seen, 4.0, steps=steps, samples_per_second=1000.0 / steps))
+        trained.append((run.row, run.seed, steps))
+        return 0
+
+    monkeypatch.setattr(table1, "train_in_processes", train)
+    arguments = ["--config", str(config), "--rows", "adamw", "k8", "--seeds", "3", "4"]
+    assert table1.main(arguments) == 0
+    table1.main([*arguments, "--speed-steps", "20"])
+    assert trained == [(row, seed, 300) for seed in (3, 4) for row in ("adamw", "k8")] + [
+        ("adamw", 3, 20),
+        ("k8", 3, 20),
+    ]
+    with (tmp_path / "table1.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["samples_per_second"], line["num_seeds"]) for line in lines] == [("50.0", "2")] * 2
+
+
+def test_only_the_rate_of_the_embedding_does_not_follow_the_factor_of_a_row() -> None:
+    assert learning_rates({"lr": 4e-3, "embedding_lr_scale": 8.0}, 0.25) == {"lr": 1e-3, "embedding_lr_scale": 32.0}
+    factors = {
+        row: grid_of().settings[row]["row"]["lr_scale"] for row in ("adamw", "strip4", "k8", "k32_muon", "diloco")
+    }
+    assert factors == {"adamw": 1.0, "strip4": 0.2, "k8": 0.2, "k32_muon": 1.0, "diloco": 1.0}
 
 
 def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:

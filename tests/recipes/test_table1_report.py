@@ -42,7 +42,7 @@ def test_a_row_of_the_table_is_the_mean_over_its_seeds() -> None:
         result_of(grid.run("k4", seed), val, sent_bytes=sent, samples_per_second=speed, val_losses=[val + seed, val])
         for seed, (val, sent, speed) in enumerate([(4.0, 100.0, 20.0), (4.5, 300.0, 10.0), (4.4, 200.0, 30.0)])
     ]
-    row = summarize("k4", results, lr_scale=0.5)
+    row = summarize("k4", results, lr_scale=0.5, samples_per_second=[15.0, 25.0])
     assert row.val_loss == pytest.approx((4.0 + 4.5 + 4.4) / 3)
     assert row.val_spread == pytest.approx(0.25)
     assert (row.sent_bytes, row.samples_per_second, row.num_seeds) == (200.0, 20.0, 3)
