@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ SHAPES = (
 STEPS, LR, TOP_K = 20, 0.01, 8
 
 
+@dataclass(frozen=True)
+class Job:
+    """Which mode is compared, where the peer's code lies, and where the two processes meet."""
+
+    compat: str
+    sign: bool
+    folder: str
+    store: str
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--detonation", required=True, metavar="FOLDER", help="install it there, if it is not")
@@ -50,8 +61,8 @@ def _on_two_nodes(compat: str, sign: bool, folder: Path) -> str:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (compat, sign, str(folder), f"{directory}/store", theirs)
-        ranks = [context.Process(target=_compare, args=(rank, *arguments)) for rank in range(2)]
+        job = Job(compat, sign, str(folder), f"{directory}/store")
+        ranks = [context.Process(target=_compare, args=(rank, job, theirs)) for rank in range(2)]
         for process in ranks:
             process.start()
         theirs.close()
@@ -61,18 +72,18 @@ def _on_two_nodes(compat: str, sign: bool, folder: Path) -> str:
     return row
 
 
-def _compare(rank: int, compat: str, sign: bool, folder: str, store: str, result: Any) -> None:
+def _compare(rank: int, job: Job, result: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(job.store, 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     # Zeros: the rounding of larger weights would hide differences.
     ours = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    theirs = [nn.Parameter(torch.zeros(shape if compat == "demo" else math.prod(shape))) for shape in SHAPES]
+    theirs = [nn.Parameter(torch.zeros(shape if job.compat == "demo" else math.prod(shape))) for shape in SHAPES]
     replicator = lightning_muon.DCTTopK(chunk_size=64, top_k=TOP_K)
-    options: Any = {"compat": compat, "sign": sign, "value_format": "fp32"}
+    options: Any = {"compat": job.compat, "sign": job.sign, "value_format": "fp32"}
     optimizers = [
         lightning_muon.FlexDeMo(ours, LR, mesh=mesh, replicator=replicator, **options),
-        _peer(theirs, mesh, sign, folder),
+        _peer(theirs, mesh, job),
     ]
     generator = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
@@ -84,30 +95,30 @@ def _compare(rank: int, compat: str, sign: bool, folder: str, store: str, result
         for optimizer in optimizers:
             optimizer.step()
     if rank == 0:
-        result.send(_row(compat, sign, ours, theirs))
+        result.send(_row(job, ours, theirs))
     dist.destroy_process_group()
 
 
-def _peer(parameters: list[nn.Parameter], mesh: Any, sign: bool, folder: str) -> torch.optim.Optimizer:
-    sys.path.append(folder)  # Last, so that it cannot hide anything else.
+def _peer(parameters: list[nn.Parameter], mesh: Any, job: Job) -> torch.optim.Optimizer:
+    sys.path.append(job.folder)  # Last, so that it cannot hide anything else.
     from detonation import DeMoReplicator, DeToSGD
 
     with contextlib.redirect_stdout(io.StringIO()):  # It prints its chunks.
         return DeToSGD(
             parameters,
             lr=LR,
-            detonation_sign=sign,
+            detonation_sign=job.sign,
             replicator=DeMoReplicator(compression_topk=TOP_K),
             sharding_parallel_group=mesh.get_group("shard"),
             replication_parallel_group=mesh.get_group("replicate"),
         )
 
 
-def _row(compat: str, sign: bool, *weights: list[nn.Parameter]) -> str:
+def _row(job: Job, *weights: list[nn.Parameter]) -> str:
     ours, theirs = (torch.cat([parameter.detach().flatten() for parameter in each]) for each in weights)
     difference, change = (ours - theirs).abs(), theirs.abs().max()
     share = (difference > 1e-4 * change).float().mean()
-    return f"| {compat} | {sign} | {difference.max():.1e} | {difference.max() / change:.1e} | {share:.1e} |"
+    return f"| {job.compat} | {job.sign} | {difference.max():.1e} | {difference.max() / change:.1e} | {share:.1e} |"
 
 
 if __name__ == "__main__":
