@@ -1,16 +1,20 @@
 """Distributed Muon for PyTorch, Lightning and Accelerate.
 
-``import lightning_muon`` registers the strategies ``"parallel_muon"`` and ``"flexdemo"`` with ``lightning.pytorch`` and
-``pytorch_lightning``; neither is imported before the program itself does.
+``import lightning_muon`` registers the strategies ``"parallel_muon"`` and ``"flexdemo"`` with Trainer and Fabric of
+``lightning`` and of ``pytorch_lightning``; none is imported before the program itself does.
+``lightning_muon.accelerate`` and ``lightning_muon.hf`` are for Accelerate and for the Trainer of transformers.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_muon.config import MuonConfig
 from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.integrations.fabric.registry import register_fabric_strategies
 from lightning_muon.integrations.lightning.registry import register_strategies
+from lightning_muon.integrations.options import Options
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -33,16 +37,19 @@ from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import make_mode
 
 if TYPE_CHECKING:
+    from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
     from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
 __version__ = "0.1.0"
 __all__ = [
-    # optimizers and strategy
+    # optimizers, strategies and their options
     "FlexDeMo",
     "FlexDeMoConfig",
     "MuonConfig",
     "NonFiniteGradientError",
+    "Options",
     "ParallelMuon",
+    "ParallelMuonFabricStrategy",
     "ParallelMuonStrategy",
     # what nodes send each other
     "Components",
@@ -67,11 +74,19 @@ __all__ = [
 ]
 
 register_strategies()
+register_fabric_strategies()
 
 
 def __getattr__(name: str) -> Any:
+    # Lightning, Accelerate and transformers are optional extras.
     if name == "ParallelMuonStrategy":
-        from lightning_muon.integrations.lightning import ParallelMuonStrategy  # Lightning is an optional extra.
+        from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
         return ParallelMuonStrategy
+    if name == "ParallelMuonFabricStrategy":
+        from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
+
+        return ParallelMuonFabricStrategy
+    if name in ("accelerate", "hf"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,5 +3,9 @@
 from __future__ import annotations
 
 
+class UnknownOptionError(ValueError):
+    """An option that does not exist; the message names the nearest one that does."""
+
+
 class NonFiniteGradientError(RuntimeError):
     """A gradient has a NaN or an Inf. Weights and optimizer state are unchanged; every rank raises it."""

@@ -1,6 +1,6 @@
-"""The command: ``lightning-muon convert`` and ``plan``, or LightningCLI with the strategy as the default.
+"""The command: ``lightning-muon launch``, ``config``, ``convert``, ``plan`` and ``trace``, or LightningCLI.
 
-LightningCLI runs ``lightning-muon fit|validate|test|predict --config FILE.yaml``.
+LightningCLI, with the strategy as the default, runs ``lightning-muon fit|validate|test|predict --config FILE.yaml``.
 """
 
 from __future__ import annotations
@@ -8,19 +8,25 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_muon.cli.config import config_command
 from lightning_muon.cli.convert import convert_command
 from lightning_muon.cli.plan import plan_command
 from lightning_muon.cli.trace import trace_command
 from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
+from lightning_muon.errors import UnknownOptionError
 from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
+from lightning_muon.integrations.options import Options
+from lightning_muon.integrations.parsing import read_yaml
 
 _PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan
-shows who owns which matrix and predicts the time of a step; lightning-muon trace records real steps."""
+shows who owns which matrix and predicts the time of a step; lightning-muon trace records real steps; lightning-muon
+config writes a config file for programs with Accelerate, and lightning-muon launch starts them with it."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -28,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
-    ``--optimizer`` and ``--lr_scheduler``. ``convert``, ``plan`` and ``trace`` are commands of our own.
+    ``--optimizer`` and ``--lr_scheduler``. The other commands are our own.
 
     Args:
         args: In place of those of the process.
@@ -37,14 +43,52 @@ def main(args: Sequence[str] | None = None) -> None:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     words = list(sys.argv[1:] if args is None else args)
-    if words[:1] == ["convert"]:
-        convert_command(words[1:], metadata_name=metadata_filename(LightningPackage(_installed_package())))
-    elif words[:1] == ["plan"]:
-        plan_command(words[1:], cli_class=_lightning_cli)
-    elif words[:1] == ["trace"]:
-        trace_command(words[1:])
+    command = _COMMANDS.get(words[0]) if words else None
+    if command is not None:
+        command(words[1:])
     else:
+        _check_strategy_options(words)
         make_cli(args, parser_kwargs={"epilog": _EPILOG})
+
+
+def _check_strategy_options(words: Sequence[str]) -> None:
+    """End the process with the nearest right key where a config file has a wrong one for the strategy.
+
+    LightningCLI would name the wrong one only, among all types that a strategy may have.
+    """
+    values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
+    for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
+        try:
+            strategy = (read_yaml(path).get("trainer") or {}).get("strategy")
+            if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
+                Options.from_mapping(strategy.get("init_args") or {}, source=f"{path}: trainer.strategy")
+        except UnknownOptionError as error:
+            raise SystemExit(f"lightning-muon: {error}") from error
+        except (OSError, ValueError, AttributeError, ImportError):
+            pass  # Values, and what is no file of options at all, are for LightningCLI to judge.
+
+
+def _convert(words: Sequence[str]) -> None:
+    convert_command(words, metadata_name=metadata_filename(LightningPackage(_installed_package())))
+
+
+def _launch(words: Sequence[str]) -> None:
+    from lightning_muon.cli.launch import launch_command  # Accelerate is an optional extra.
+
+    launch_command(words)
+
+
+def _plan(words: Sequence[str]) -> None:
+    plan_command(words, cli_class=_lightning_cli)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "config": config_command,
+    "convert": _convert,
+    "launch": _launch,
+    "plan": _plan,
+    "trace": trace_command,
+}
 
 
 def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:

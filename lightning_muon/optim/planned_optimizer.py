@@ -300,11 +300,18 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 fused=options.fused,
             )
             self._routes = {param: self._routes.get(param) or found[param] for param in current}
+            self._forget_replaced()
         return [
             BoundParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
+
+    def _forget_replaced(self) -> None:
+        """Drop the state of parameters that a framework has replaced: torch could not save it, nobody reads it."""
+        current = {param for group in self.param_groups for param in group["params"]}
+        for param in [param for param in self.state if param not in current]:
+            del self.state[param]
 
     def _key(self) -> tuple[Any, ...]:
         """Changes when the plan must be made anew."""

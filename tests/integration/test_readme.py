@@ -8,12 +8,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_muon import DCTTopK, FlexDeMo, ParallelMuon
+from lightning_muon import DCTTopK, FlexDeMo, ParallelMuon, full_state_dict
+from tests.integration.training import max_difference
+from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.support.processes import ProcessPool
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +36,44 @@ def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
+    assert (ROOT / "examples" / "plain_loop.py").read_text().endswith(script.read_text())
+
+
+def _train_plainly(seed: int) -> dict[str, torch.Tensor]:
+    """The example's ``train``; each rank has some of the tokens of each batch. Whole weights on rank 0."""
+    from examples.plain_loop import train
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = _model(seed)
+    with mock.patch("lightning_muon.optim.dtypes.cpu_multiplies_bfloat16_fast", return_value=False):
+        train(model, [batch.chunk(size)[rank] for batch in _batches(seed)])
+    return full_state_dict(model)
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(30, 13), nn.Linear(13, 7), nn.GELU(), nn.Linear(7, 11), nn.Linear(11, 30))
+
+
+def _batches(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(30, (12,), generator=generator) for _ in range(8)]
+
+
+def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> None:
+    seed = int(torch.randint(10**6, ()))
+    model = _model(seed)
+    optimizer = MuonAndAdamW(model, ["1.weight", "3.weight"], lr=1e-3)
+    for step, tokens in enumerate(_batches(seed)):
+        rate = 1e-3 * (1 / 3 + (1 - 1 / 3) * min(step / 5, 1))
+        optimizer.muon.lr = optimizer.adamw.param_groups[0]["lr"] = rate
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+    (weights, *_) = gloo.run(_train_plainly, seed, world_size=3)
+    # Float32 sums in another order, through 8 steps of AdamW, which makes much of the last digit of a gradient near 0.
+    assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
 @pytest.mark.timeout(120)

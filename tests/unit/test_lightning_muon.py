@@ -22,7 +22,9 @@ def test_the_public_names_are_these() -> None:
         "MuonConfig",
         "NoReplication",
         "NonFiniteGradientError",
+        "Options",
         "ParallelMuon",
+        "ParallelMuonFabricStrategy",
         "ParallelMuonStrategy",
         "Random",
         "Replicator",
@@ -38,12 +40,23 @@ def test_the_public_names_are_these() -> None:
     ]
     for name in lightning_muon.__all__:
         assert getattr(lightning_muon, name) is not None
+    for name in ("accelerate", "hf"):
+        pytest.importorskip("accelerate")
+        assert getattr(lightning_muon, name).__name__ == f"lightning_muon.{name}"
     with pytest.raises(AttributeError, match="no attribute 'Muon'"):
         _ = lightning_muon.Muon
 
 
 def test_the_import_is_light() -> None:
-    heavy = ("accelerate", "transformers", "matplotlib", "lightning.pytorch", "pytorch_lightning")
+    heavy = (
+        "accelerate",
+        "jsonargparse",
+        "yaml",
+        "transformers",
+        "matplotlib",
+        "lightning.pytorch",
+        "pytorch_lightning",
+    )
     script = f"import sys, lightning_muon; print([name for name in {heavy} if name in sys.modules])"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"

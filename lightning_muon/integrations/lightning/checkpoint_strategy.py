@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
 from lightning_muon.compat.torch import default_store
-from lightning_muon.integrations.lightning.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
+from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
-from lightning_muon.integrations.lightning.node_weights import NodeWeights, copied, of_first_node
+from lightning_muon.integrations.node_weights import NodeWeights, copied, of_first_node
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
+from lightning_muon.integrations.options import ClipGroups
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.replicas import names_of
-
-ClipGroups = Literal["all", "elementwise"]
-
-
-def check_clip_groups(clip_groups: str) -> None:
-    """Raise ``ValueError`` for an unknown value."""
-    if clip_groups not in get_args(ClipGroups):
-        raise ValueError(f"clip_groups must be one of {get_args(ClipGroups)}, got {clip_groups!r}")
 
 
 class GradientRules:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin
+from lightning_muon.integrations.lightning.registry import register_strategies
+from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin, strategy_docstring
 
 
 class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):  # noqa: D101
-    __doc__ = ParallelMuonMixin.__doc__
+    __doc__ = strategy_docstring()
 
     package = LightningPackage("pytorch_lightning")
+
+
+# If the package is imported by this module, it was not there when the package looked for it.
+register_strategies()

@@ -46,7 +46,10 @@ def default_strategy_class() -> type[Any]:
 
 def _register(package: ModuleType) -> None:
     registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
-    strategy_class = importlib.import_module(_STRATEGY_MODULES[package.__name__]).ParallelMuonStrategy
+    module = importlib.import_module(_STRATEGY_MODULES[package.__name__])
+    if not hasattr(module, "ParallelMuonStrategy"):
+        return  # It is being imported, which has brought the package; it calls register_strategies at its end.
+    strategy_class = module.ParallelMuonStrategy
     for name, (description, arguments) in STRATEGIES.items():
         if name not in registry:
             registry.register(name, strategy_class, description=description, **arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.lightning.gradient_rules import GradientRules
-from lightning_muon.integrations.lightning.node_weights import NodeWeights
 from lightning_muon.integrations.lightning.steps import explain_shards
+from lightning_muon.integrations.node_weights import NodeWeights
+from lightning_muon.integrations.options import LossScaling
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.runtime import free_unsharded
-
-LossScaling = Literal["mean", "tokens"]
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "

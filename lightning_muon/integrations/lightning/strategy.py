@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +15,18 @@ from lightning_muon.comm.mesh import axis_group
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
+    is_placeholder_optimizer,
     set_device_mesh,
     start_process_group,
 )
 from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.integrations.adoption import (
+    OptimizerChoice,
+    ReplacedParameters,
+    choose_optimizers,
+    describe_optimizers,
+    optimizer_warnings,
+)
 from lightning_muon.integrations.lightning.callbacks import (
     before_weights_are_read,
     reads_gradients,
@@ -24,40 +34,31 @@ from lightning_muon.integrations.lightning.callbacks import (
     refuse_callbacks,
 )
 from lightning_muon.integrations.lightning.checkpoint_strategy import CheckpointStrategy
+from lightning_muon.integrations.lightning.default_optimizer import (
+    has_default_optimizer,
+    provide_default_optimizer,
+    remove_default_optimizer,
+)
 from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
-from lightning_muon.integrations.lightning.gradient_rules import ClipGroups, GradientRules
+from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.integrations.lightning.materialize import (
     has_meta_tensors,
     materialize_user_sharded,
     materialize_whole,
     shard_units_from_meta,
 )
-from lightning_muon.integrations.lightning.mesh import Meshes, MeshSizes, Size
-from lightning_muon.integrations.lightning.optimizers import (
-    OptimizerChoice,
-    ReplacedParameters,
-    check_choice,
-    choose_optimizers,
-    config_of,
-    describe_optimizers,
-    optimizer_warnings,
-    provide_default_optimizer,
-    remove_default_optimizer,
-)
-from lightning_muon.integrations.lightning.options import check_decoupled_nodes, check_options
 from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
 from lightning_muon.integrations.lightning.registry import STRATEGIES
-from lightning_muon.integrations.lightning.running_strategy import LossScaling, RunningStrategy
+from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
+from lightning_muon.integrations.mesh import Meshes, Size
+from lightning_muon.integrations.options import ClipGroups, LossScaling, Options
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
-
-_TIMEOUT = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
 
 
 class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
@@ -72,84 +73,53 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         trainer = Trainer(accelerator="cpu", devices=4, strategy=ParallelMuonStrategy(replicate_size=2, shard_size=2))
         trainer.fit(model)
 
-    Args:
-        replicate_size: Replicas of the model; see :class:`~lightning_muon.integrations.lightning.mesh.MeshSizes`.
-        shard_size: Ranks that share one replica.
-        optimizer: What to make of ``configure_optimizers``. ``"auto"``: AdamW and Adam become ParallelMuon with the
-            same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
-            and so on; without ``configure_optimizers`` it is the optimizer. A ``FlexDeMoConfig``: replicas are nodes
-            that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
-        wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
-        reshard_after_forward: Free the whole weights of a unit between forward and backward.
-        sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
-            divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
-        context_size: Ranks that share the sequences of a batch; see :mod:`lightning_muon.sharding.context_parallel`.
-        tensor_size: Ranks that share each layer that ``configure_model`` parallelizes with ``parallelize_module``.
-        loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: ``training_step`` returns a sum
-            and calls ``self.trainer.strategy.report_tokens(n)``; gradients are divided by the global number of tokens.
-        clip_groups: Which gradients ``Trainer(gradient_clip_val=...)`` clips; see
-            :class:`~lightning_muon.integrations.lightning.gradient_rules.GradientRules`.
-        reshard_after_backward: Free the whole weights also between the micro-batches of an accumulated batch.
-        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``.
-        early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
-            queued after it. Not together with callbacks that change weights after a step.
-        data_parallel_size: Lightning's name for sharding over all ranks without replicas.
-        tensor_parallel_size: Lightning's name for ``tensor_size``.
-        save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
-        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
-        timeout: Of collectives.
+    It takes the arguments of :class:`~lightning_muon.integrations.options.Options`.
     """
 
     package: ClassVar[LightningPackage]
 
     def __init__(
         self,
-        replicate_size: Size = "auto",
-        shard_size: Size = "auto",
-        optimizer: OptimizerChoice = "auto",
-        wrap_policy: WrapPolicy = "auto",
-        reshard_after_forward: bool = True,
+        replicate_size: Size = Options.replicate_size,
+        shard_size: Size = Options.shard_size,
+        optimizer: OptimizerChoice = Options.optimizer,
+        wrap_policy: WrapPolicy = Options.wrap_policy,
+        reshard_after_forward: bool = Options.reshard_after_forward,
         *,
-        sharding: Sharding = "fsdp",
-        context_size: int = 1,
-        tensor_size: int = 1,
-        loss_scaling: LossScaling = "mean",
-        clip_groups: ClipGroups = "all",
-        reshard_after_backward: bool = ModeOptions.reshard_after_backward,
-        bucket_bytes: int = ModeOptions.bucket_bytes,
-        early_all_gather: bool = False,
-        data_parallel_size: Size = "auto",
-        tensor_parallel_size: Size = "auto",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta = _TIMEOUT,
+        sharding: Sharding = Options.sharding,
+        context_size: int = Options.context_size,
+        tensor_size: int = Options.tensor_size,
+        loss_scaling: LossScaling = Options.loss_scaling,
+        clip_groups: ClipGroups = Options.clip_groups,
+        reshard_after_backward: bool = Options.reshard_after_backward,
+        bucket_bytes: int = Options.bucket_bytes,
+        early_all_gather: bool = Options.early_all_gather,
+        data_parallel_size: Size = Options.data_parallel_size,
+        tensor_parallel_size: Size = Options.tensor_parallel_size,
+        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
+        process_group_backend: str | None = Options.process_group_backend,
+        timeout: timedelta = Options.timeout,
     ) -> None:
-        self._mesh_sizes = MeshSizes(
+        self.options = Options(
             replicate_size=replicate_size,
             shard_size=shard_size,
-            context_size=context_size,
-            tensor_size=tensor_size,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        self._sharding: Sharding = sharding
-        self._clip_groups: ClipGroups = clip_groups
-        self._mode_options = ModeOptions(
+            optimizer=optimizer,
             wrap_policy=wrap_policy,
             reshard_after_forward=reshard_after_forward,
+            sharding=sharding,
+            context_size=context_size,
+            tensor_size=tensor_size,
+            loss_scaling=loss_scaling,
+            clip_groups=clip_groups,
             reshard_after_backward=reshard_after_backward,
             bucket_bytes=bucket_bytes,
             early_all_gather=early_all_gather,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
         )
-        check_options(
-            sharding, self._mode_options, loss_scaling, clip_groups, num_tensor_ranks=self._mesh_sizes.num_tensor_ranks
-        )
-        check_choice(optimizer)
-        self._optimizer_choice: OptimizerChoice = optimizer
-        self._config = config_of(optimizer)
-        self._has_nodes = isinstance(optimizer, FlexDeMoConfig)
-        if self._has_nodes:
-            check_decoupled_nodes(sharding, self._mesh_sizes)
         self._meshes: Meshes | None = None
         self._first_callback: Any = None
         self._replaced: ReplacedParameters | None = None
@@ -188,11 +158,11 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
         super().connect(model)
-        provide_default_optimizer(model, self._config, self.package)
+        provide_default_optimizer(model, self.options.config, self.package)
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        if MODES[self._sharding].divides_weights:
+        if MODES[self.options.sharding].divides_weights:
             refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         if self._loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
             raise ValueError(
@@ -201,10 +171,10 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             )
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
-        self._mesh_sizes.resolve(**layout)
+        self.options.mesh_sizes.resolve(**layout)
         start_process_group(self)
         if self._meshes is None:  # A second run of the Trainer keeps its process groups.
-            self._meshes = self._mesh_sizes.make(self.root_device.type, **layout)
+            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
         set_device_mesh(self, self._meshes.user)
 
     def setup(self, trainer: Any) -> None:
@@ -215,7 +185,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         apply_layer_sync(self, module)
         self._replaced = ReplacedParameters(module)
         self.model = self.precision_plugin.convert_module(module)
-        self._mode = make_mode(self._sharding, self._mesh(), self._options_of(trainer))
+        self._mode = make_mode(self.options.sharding, self._mesh(), self._options_of(trainer))
         self._shard(module)
         self._replaced.close(module)
         self.model_to_device()
@@ -234,13 +204,12 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         """The user's options, and what follows from the run."""
         module: Any = self.lightning_module
         return replace(
-            self._mode_options,
-            decoupled_nodes=self._has_nodes,
+            self.options.mode_options,
             mp_policy=mixed_precision_policy(self.precision_plugin, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
             wait_for_parameters=(
-                self._config.overlap != "backward"
+                self.options.config.overlap != "backward"
                 or not module.automatic_optimization
                 or reads_weights_between_steps(trainer, self.package)
             ),
@@ -269,15 +238,20 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         for optimizer in self.optimizers:
             self._replaced.rebind(optimizer, module)  # type: ignore[union-attr]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        choice = self._optimizer_choice
-        adoptions = choose_optimizers(self.optimizers, schedulers, module, choice=choice, package=self.package)
+        adoptions = choose_optimizers(
+            self.optimizers,
+            schedulers,
+            module,
+            choice=self.options.optimizer,
+            is_placeholder=partial(is_placeholder_optimizer, self.package),
+        )
         kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
         require_equal(kinds, None, "what configure_optimizers returned")
         self.optimizers = [adoption.optimizer for adoption in adoptions]
         assert self._mode is not None
         self._mode.attach(module, self.optimizers)
         self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
-        for message in optimizer_warnings(adoptions, module, choice):
+        for message in optimizer_warnings(adoptions, self.options.optimizer, is_default=has_default_optimizer(module)):
             self._rank_zero().rank_zero_warn(message)
 
     def _prepare_training(self, trainer: Any) -> None:
@@ -285,7 +259,10 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         assert self._mode is not None
         module: Any = self.lightning_module
         self._rules = GradientRules(
-            module, self._mode, clip_groups=self._clip_groups, max_skipped_steps=self._config.max_skipped_steps
+            module,
+            self._mode,
+            clip_groups=self.options.clip_groups,
+            max_skipped_steps=self.options.config.max_skipped_steps,
         )
         self.precision_plugin.rules = self._rules
         if self._loss_scaling == "tokens":
@@ -297,7 +274,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         trainer.callbacks.insert(0, self._first_callback)
         if readers := reads_gradients(trainer, self.package):
             self._rank_zero().rank_zero_warn(
-                f"{', '.join(readers)}: with sharding={self._sharding!r} no rank has whole gradients, so "
+                f"{', '.join(readers)}: with sharding={self.options.sharding!r} no rank has whole gradients, so "
                 "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
                 "needs gradients"
             )
@@ -335,9 +312,16 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def _mesh(self) -> DeviceMesh:
         assert self._meshes is not None, "setup_environment comes first"
-        mesh = self._meshes.nodes if self._has_nodes else self._meshes.data
+        mesh = self._meshes.nodes if self.options.has_nodes else self._meshes.data
         assert mesh is not None, "check_decoupled_nodes refuses meshes without nodes"
         return mesh
 
     def _rank_zero(self) -> Any:
         return self.package.module("utilities.rank_zero")
+
+
+def strategy_docstring() -> str:
+    """Docstring of the strategy classes, with the arguments as ``Options`` explains them, for ``fit --help``."""
+    explained = inspect.cleandoc(Options.__doc__ or "")
+    arguments = explained[explained.index("Args:") : explained.index("Raises:")]
+    return f"{inspect.cleandoc(ParallelMuonMixin.__doc__ or '')}\n\n{arguments}"

@@ -130,3 +130,43 @@ def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'lightning-muon\[lightning\]'"):
         command.make_cli(["fit"])
+
+
+@pytest.mark.parametrize("words", [["--config", "{}"], ["--config=config.yaml", "--config={}"]])
+def test_a_wrong_key_of_the_strategy_names_the_nearest(
+    project: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(command, "make_cli", lambda *args, **kwargs: None)
+    command.main(["fit", *(word.format("strategy.yaml") for word in words)])
+    for right, wrong in (("wrap_policy", "wrap_polici"), ("adamw_patterns", "adamw_pattern")):
+        Path("wrong.yaml").write_text(_STRATEGY.replace(right, wrong))
+        with pytest.raises(SystemExit, match=rf"wrong\.yaml: trainer\.strategy: .*'{wrong}'; did you mean '{right}'"):
+            command.main(["fit", *(word.format("wrong.yaml") for word in words)])
+
+
+def test_what_is_no_config_of_the_strategy_is_left_to_lightning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(command, "make_cli", lambda *args, **kwargs: calls.append(args))
+    texts = ("trainer: [", "trainer: 3", "trainer: {strategy: ddp}", "model: 1", _STRATEGY.replace("0.02", "fast"))
+    for text in texts:
+        (tmp_path / "any.yaml").write_text(text)
+        command.main(["fit", "--config", str(tmp_path / "any.yaml")])
+    command.main(["fit", "--config", str(tmp_path / "missing.yaml")])
+    command.main(["fit", "--config"])
+    assert len(calls) == len(texts) + 2
+
+
+def test_each_word_runs_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from lightning_muon.cli import launch
+
+    seen: list[tuple[str, list[str]]] = []
+    for name in ("config", "plan", "trace", "convert"):
+        monkeypatch.setitem(command._COMMANDS, name, lambda words, name=name: seen.append((name, list(words))))
+    monkeypatch.setattr(launch, "launch_command", lambda words: seen.append(("launch", list(words))))
+    for name in command._COMMANDS:
+        command.main([name, "--flag"])
+    assert sorted(seen) == [(name, ["--flag"]) for name in ("config", "convert", "launch", "plan", "trace")]

@@ -257,3 +257,14 @@ def test_gradients_are_forgotten_with_zero_grad(kind: Any) -> None:
     _set_grads(model, 0)
     optimizer.zero_grad(set_to_none=False)
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_state_of_parameters_that_a_framework_has_replaced_is_dropped() -> None:
+    module = nn.Linear(4, 3)
+    optimizer = ParallelMuon(module)
+    optimizer.load_state_dict(optimizer.state_dict())
+    module.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(3, 4))
+    module.weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert set(optimizer.state) == set(module.parameters())
+    assert set(optimizer.state_dict()["state"]) == {0, 1}

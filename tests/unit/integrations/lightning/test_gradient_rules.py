@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.integrations.lightning import gradient_rules
-from lightning_muon.integrations.lightning.gradient_rules import GradientRules, check_clip_groups
+from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.none import Undivided
 
@@ -81,9 +81,3 @@ def test_after_clipping_nobody_looks_again() -> None:
         rules.before_step(optimizer)
     known = [call.kwargs["known_norm"] for call in find.call_args_list]
     assert known[0] == pytest.approx(15**0.5) and known[1] is None, "a norm is good for one step"
-
-
-def test_unknown_groups_are_an_error() -> None:
-    check_clip_groups("elementwise")
-    with pytest.raises(ValueError, match="got 'matrices'"):
-        check_clip_groups("matrices")

@@ -20,17 +20,24 @@ def test_importing_the_package_imports_no_lightning() -> None:
     assert _run(code).strip() == "[]"
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("order", ["import lightning_muon; import {0}", "import {0}; import lightning_muon"])
-def test_either_order_of_imports_registers_both_names(package: str, order: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "imports"),
+    [
+        ("lightning.pytorch", "import lightning_muon; import lightning.pytorch"),
+        ("pytorch_lightning", "import pytorch_lightning; import lightning_muon"),
+        # The class, which imports Lightning, which registers the class.
+        ("lightning.pytorch", "import lightning_muon.integrations.lightning.lightning_pytorch"),
+    ],
+)
+def test_any_order_of_imports_registers_both_names(package: str, imports: str) -> None:
     pytest.importorskip(package)
     code = (
-        f"{order.format(package)}; from {package}.strategies import StrategyRegistry as R, ModelParallelStrategy as M\n"
+        f"{imports}; from {package}.strategies import StrategyRegistry as R, ModelParallelStrategy as M\n"
         "for name in ('parallel_muon', 'flexdemo'):\n"
         "    s = R.get(name)\n"
-        "    print(isinstance(s, M), s.package.name, R[name]['description'] != '', type(s._optimizer_choice).__name__)"
+        "    print(isinstance(s, M), s.package.name, R[name]['description'] != '', s.options.has_nodes)"
     )
-    assert _run(code).splitlines() == [f"True {package} True {choice}" for choice in ("str", "FlexDeMoConfig")]
+    assert _run(code).splitlines() == [f"True {package} True {has_nodes}" for has_nodes in (False, True)]
 
 
 def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""A language of 50 words on two processes: torchrun --nproc_per_node 2 FILE"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning_muon import ParallelMuon
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def main():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 50)))
+    optimizers = [ParallelMuon(model, lr=1e-2, weight_decay=0.1, adjust_lr_fn="original")]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(10):
+        tokens = torch.randint(50, (8,), generator=generator)
+        F.cross_entropy(model(tokens), (tokens + 1) % 50).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,186 @@
+"""``lightning-muon config``: a config file of accelerate with our options in it, for ``lightning-muon launch``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.integrations.mesh import MeshSizes
+from lightning_muon.integrations.options import SECTION, Options
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.sharding.modes.registry import Sharding
+
+_DESCRIPTION = """Write a config file of accelerate with a section lightning_muon, in which every option is a comment
+with its default. Start a program with it, as it is: lightning-muon launch --config_file FILE program.py"""
+_OPTIMIZERS: dict[str, type[Any]] = {"muon": MuonConfig, "flexdemo": FlexDeMoConfig}
+_WIDTH = 110
+
+
+def config_command(args: Sequence[str]) -> None:
+    """Run ``lightning-muon config``; a failure ends the process with a message.
+
+    Args:
+        args: What follows ``config`` on the command line.
+    """
+    arguments = _parser().parse_args(args)
+    try:
+        text = config_file(arguments)
+        if arguments.output is None:
+            sys.stdout.write(text)
+            return
+        with arguments.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise SystemExit(f"lightning-muon config: {arguments.output} is there already; remove it first") from error
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        raise SystemExit(f"lightning-muon config: {error}") from error
+
+
+def config_file(arguments: argparse.Namespace) -> str:
+    """The file that the arguments of the command ask for.
+
+    Raises:
+        ValueError: If the sizes do not fit the number of processes, or ``sharding`` does not take the optimizer.
+    """
+    import yaml  # Comes with accelerate.
+
+    with_nodes = arguments.optimizer == "flexdemo"
+    sizes = MeshSizes(replicate_size=arguments.replicate_size, shard_size=arguments.shard_size)
+    Options(sharding=arguments.sharding, **({"optimizer": FlexDeMoConfig()} if with_nodes else {}))
+    machines, processes = arguments.num_machines, arguments.num_processes or _default_processes(arguments)
+    if processes % machines:
+        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
+    replicas, shards = sizes.resolve(num_nodes=machines, num_processes=processes // machines)
+    # Accelerate divides models only where they have several shards, and only on accelerators.
+    is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not arguments.cpu
+    stock = _accelerate_part(arguments, processes, (replicas, shards) if is_fsdp else None)
+    live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
+    if not is_fsdp and arguments.sharding == "fsdp" and processes > 1:
+        live |= {"replicate_size": replicas, "shard_size": shards}
+    header = f"# Start a program with: lightning-muon launch --config_file {arguments.output or 'FILE'} program.py\n"
+    section = "\n".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
+    note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"
+    return header + yaml.safe_dump(stock, sort_keys=False) + note + section + "\n"
+
+
+def _accelerate_part(arguments: argparse.Namespace, processes: int, sizes: tuple[int, int] | None) -> dict[str, Any]:
+    """What ``accelerate config`` would write.
+
+    Args:
+        arguments: Of the command.
+        processes: On all machines.
+        sizes: (replicas, shards), where Accelerate is to divide the model with FSDP2.
+    """
+    kind = "NO" if processes == 1 else f"MULTI_{'CPU' if arguments.cpu else 'GPU'}"
+    stock: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if sizes else kind,
+        "mixed_precision": arguments.mixed_precision,
+        "num_machines": arguments.num_machines,
+        "num_processes": processes,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": arguments.cpu,
+    }
+    if sizes:
+        stock["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        stock["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": sizes[0],
+            "parallelism_config_dp_shard_size": sizes[1],
+        }
+    return stock
+
+
+def _section(live: Mapping[str, Any], optimizer: type[Any], *, is_chosen: bool) -> Iterator[str]:
+    """Lines of our section.
+
+    Args:
+        live: Options that are set.
+        optimizer: The config whose options are shown.
+        is_chosen: Whether it is set, or but a comment.
+    """
+    for name, default, comment in _options(Options):
+        yield from _commented(comment, "  ")
+        yield f"  {_line(name, live[name])}" if name in live else f"  # {_line(name, default)}"
+        if name == "optimizer":
+            mark = "  " if is_chosen else "  # "
+            yield f"{mark}optimizer:"
+            yield f"{mark}  class_path: lightning_muon.{optimizer.__name__}"
+            yield f"{mark}  init_args:"
+            for key, inner, about in _options(optimizer):
+                yield from _commented(about, "      ")
+                yield f"      # {_line(key, inner)}"
+
+
+def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
+    """(name, default, what its docstring says) of every field of a config."""
+    from docstring_parser import parse  # Comes with jsonargparse.
+
+    about = {entry.arg_name: entry.description or "" for entry in parse(kind.__doc__ or "").params}
+    made = kind()
+    for field in fields(kind):
+        yield field.name, getattr(made, field.name), about[field.name]
+
+
+def _commented(text: str, indent: str) -> Iterator[str]:
+    """A comment, without the marks that Sphinx reads."""
+    plain = re.sub(r":\w+:`~?([^`]+)`|``([^`]*)``", lambda found: found[1] or found[2], " ".join(text.split()))
+    yield from textwrap.wrap(plain, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def _line(name: str, value: Any) -> str:
+    import yaml
+
+    # In a list, because YAML ends a scalar that is a document of its own with three dots.
+    return f"{name}: {yaml.safe_dump([_plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]}"
+
+
+def _plain(value: Any) -> Any:
+    """A default as YAML has it."""
+    if is_dataclass(value):
+        arguments = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {"class_path": f"lightning_muon.{type(value).__name__}", "init_args": arguments}
+    if isinstance(value, timedelta):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _default_processes(arguments: argparse.Namespace) -> int:
+    """As many as both sizes ask for, or one for each device."""
+    if arguments.sharding == "fsdp" and "auto" not in (arguments.replicate_size, arguments.shard_size):
+        return arguments.replicate_size * arguments.shard_size
+    return max(1, 1 if arguments.cpu else torch.cuda.device_count()) * arguments.num_machines
+
+
+def _size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-muon config", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    add("--optimizer", choices=tuple(_OPTIMIZERS), default="muon", help="default: %(default)s")
+    add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
+    add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
+    add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
+    add("--num-processes", type=int, metavar="N", help="on all machines (default: one for each device of this one)")
+    add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
+    add("--cpu", action="store_true", help="processes with gloo on the CPU")
+    return parser

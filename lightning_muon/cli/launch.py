@@ -1,0 +1,117 @@
+"""``lightning-muon launch``: ``accelerate launch`` with a file that has our options, too, for unchanged scripts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_muon.integrations.options import SECTION, Options
+from lightning_muon.integrations.parsing import read_yaml
+
+RUNNER = "lightning_muon.cli.run_script"
+_HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]
+
+Starts an unchanged script of Accelerate, or of the transformers Trainer, in which accelerate.Accelerator is
+lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a section `lightning_muon:` for our options;
+`lightning-muon config` writes one. Everything else is as in `accelerate launch`:
+"""
+
+
+def launch_command(words: Sequence[str]) -> None:
+    """Run ``lightning-muon launch``; a wrong option ends the process with a message.
+
+    Args:
+        words: What follows ``launch`` on the command line.
+    """
+    from accelerate.commands.launch import launch_command as launch
+    from accelerate.commands.launch import launch_command_parser
+
+    from lightning_muon.compat.accelerate import launch_on_cpus
+
+    parser = launch_command_parser()
+    parser.usage = _HELP
+    arguments = parser.parse_args(list(words))
+    try:
+        with split_config(arguments.config_file) as config_file:
+            arguments.config_file = config_file
+            run_by_us(arguments)
+            (launch_on_cpus if needs_several_cpus(arguments) else launch)(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"lightning-muon launch: {error}") from error
+
+
+@contextmanager
+def split_config(path: str | None) -> Generator[str | None]:
+    """Inside, ``LIGHTNING_MUON_CONFIG`` names a file with our section of ``path``, and the rest is in another file.
+
+    Both are temporary.
+
+    Args:
+        path: A config of Accelerate, with a section ``lightning_muon`` or without; ``None``: Accelerate finds its own.
+
+    Yields:
+        The config for Accelerate.
+
+    Raises:
+        ValueError: For a wrong key in our section, or if the environment variable names another file already.
+        FileNotFoundError: If there is no such file.
+    """
+    content = {} if path is None else read_yaml(path)
+    if SECTION not in content:
+        yield path
+        return
+    from lightning_muon.integrations.accelerate.settings import CONFIG_VARIABLE
+
+    Options.from_file(path)  # A wrong key is told here, before any process starts, with the name of the file.
+    if os.environ.get(CONFIG_VARIABLE):
+        raise ValueError(
+            f"{path} has a section {SECTION}, and {CONFIG_VARIABLE} names {os.environ[CONFIG_VARIABLE]}; use one of "
+            "them"
+        )
+    with tempfile.TemporaryDirectory(prefix="lightning-muon-") as directory:
+        side, rest = Path(directory, "options.yaml"), Path(directory, "accelerate.yaml")
+        _write(side, {SECTION: content.pop(SECTION)})
+        _write(rest, content)
+        os.environ[CONFIG_VARIABLE] = str(side)
+        try:
+            yield str(rest)
+        finally:
+            del os.environ[CONFIG_VARIABLE]
+
+
+def needs_several_cpus(arguments: Any) -> bool:
+    """Whether several processes are asked for on CPUs, without mpirun to start them."""
+    content = {} if arguments.config_file is None else read_yaml(arguments.config_file)
+
+    def value(key: str) -> Any:
+        given = getattr(arguments, key, None)
+        return content.get(key) if given is None else given
+
+    is_on_cpus = arguments.cpu or bool(content.get("use_cpu"))
+    return is_on_cpus and (value("num_processes") or 1) > 1 and value("mpirun_hostfile") is None
+
+
+def run_by_us(arguments: Any) -> None:
+    """Let our runner start the script that ``arguments`` name; they are changed.
+
+    Raises:
+        ValueError: If what is to be started is no Python program.
+    """
+    if arguments.no_python:
+        raise ValueError(
+            f"--no_python starts {arguments.training_script} itself, in which accelerate.Accelerator cannot be "
+            "replaced; start a Python script, or use lightning_muon.accelerate.Accelerator and `accelerate launch`"
+        )
+    script = ["-m"] if arguments.module else []
+    arguments.training_script_args = [*script, arguments.training_script, *arguments.training_script_args]
+    arguments.training_script, arguments.module = RUNNER, True
+
+
+def _write(path: Path, content: Any) -> None:
+    import yaml  # Comes with accelerate.
+
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")

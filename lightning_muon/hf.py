@@ -1,0 +1,5 @@
+"""For users of ``transformers.Trainer``: ``Trainer(optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4))``."""
+
+from lightning_muon.integrations.transformers.optimizer import optimizer
+
+__all__ = ["optimizer"]

@@ -1,0 +1,1 @@
+"""Hugging Face Accelerate with this package's division of models, optimizers and checkpoints."""

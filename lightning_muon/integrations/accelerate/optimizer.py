@@ -1,0 +1,38 @@
+"""The optimizer that ``prepare`` returns: a step of it makes gradients whole first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from lightning_muon.integrations.training import Training
+
+
+class DividedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a divided model.
+
+    Args:
+        optimizer: One of those that ``training`` steps.
+        training: The model, and what its gradients go through.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
+        # Its state is on the device of its parameters already.
+        super().__init__(optimizer, device_placement=False)
+        self._training = training
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
+        # torch's tools for state dicts step optimizers that have no state yet, without any backward pass.
+        has_gradients = closure is not None or self._training.is_last_micro_batch
+        if not (self.gradient_state.sync_gradients and has_gradients):
+            return super().step(closure)
+
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            del optimizer
+            return AcceleratedOptimizer.step(self, closure)
+
+        return self._training.step(self.optimizer, step, closure)

@@ -1,0 +1,107 @@
+"""Weights and states of optimizers in the directories and files that Accelerate uses for FSDP2."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.integrations.state_checkpoint import (
+    StateCheckpoint,
+    on_first_rank,
+    together,
+    weights_to_save,
+)
+
+# The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
+_MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
+_OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
+
+
+def save_parts(
+    directory: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, *, whole: bool
+) -> None:
+    """Write weights and states of optimizers. Collective over all ranks; every rank must call it.
+
+    Args:
+        directory: The same on all ranks.
+        module: Divided.
+        optimizers: Those that step it.
+        mesh: The ranks with batches of their own.
+        whole: One file for each, in place of directories with the shards of each rank.
+    """
+    content: Mapping[str, Any] = {_MODEL_KEY: weights_to_save(module, optimizers, mesh, whole=whole)}
+    _write(_paths(directory, _MODEL, 0), content, whole=whole)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    for index, optimizer in enumerate(optimizers):
+        content = {_OPTIMIZER_KEY: get_optimizer_state_dict(module, optimizer, options=options)}
+        _write(_paths(directory, _OPTIMIZER, index), content, whole=whole)
+
+
+def load_parts(directory: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Read what :func:`save_parts` wrote on any number of ranks. Collective over all ranks; every rank must call it.
+
+    Raises:
+        FileNotFoundError: On all ranks, if there is nothing.
+        RuntimeError: On all ranks, if it does not fit.
+    """
+    _Part.find(directory, _MODEL, 0, _MODEL_KEY).load_module(_MODEL_KEY, module, strict=True)
+    for index, optimizer in enumerate(optimizers):
+        part = _Part.find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY)
+        part.load_state_of(_OPTIMIZER_KEY, module, optimizer)
+
+
+class _Part(StateCheckpoint):
+    """The directory with the shards of one object, or the file with all of it."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.is_sharded, self.strict = path, path.is_dir(), True
+        self.weights: Mapping[str, Any] = {}
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": True, "weights_only": True}
+        self.content: dict[str, Any] = {} if self.is_sharded else {key: torch.load(path, **options)}
+
+    @classmethod
+    def find(cls, directory: Path, name: str, index: int, key: str) -> _Part:
+        """Open what is there. Collective over all ranks; every rank must call it."""
+        found: list[_Part] = []
+
+        def look() -> None:
+            paths = _paths(directory, name, index)
+            path = next((path for path in paths if path.exists()), None)
+            if path is None:
+                raise FileNotFoundError(
+                    f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
+                    "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
+                )
+            found.append(cls(path, key))
+
+        together(look)
+        return found[0]
+
+
+def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
+    """The directory of shards, and the file."""
+    return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
+
+
+def _write(paths: tuple[Path, Path], content: Mapping[str, Any], *, whole: bool) -> None:
+    """Write one object in place of what was there. Collective over all ranks; every rank must call it."""
+    shards, file = paths
+
+    def clear() -> None:
+        shutil.rmtree(shards, ignore_errors=True)
+        file.unlink(missing_ok=True)
+
+    on_first_rank(clear)
+    if whole:
+        (value,) = content.values()
+        on_first_rank(lambda: torch.save(value, file))
+    else:
+        dcp.save(dict(content), checkpoint_id=shards)

@@ -1,0 +1,200 @@
+"""What Accelerate was told about a run, in the words of this package: mesh, precision, units. No communication."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from lightning_muon.integrations.lightning.precision import mixed_precision_policy
+from lightning_muon.integrations.mesh import MeshSizes
+from lightning_muon.integrations.options import Options
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import Sharding
+from lightning_muon.sharding.wrap import WrapPolicy
+
+CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"
+_OTHER_NAMES = {"replicate_size": "dp_replicate_size", "shard_size": "dp_shard_size"}
+
+
+def read_options(options: Options | Mapping[str, Any] | str | Path | None) -> Options:
+    """Options from whatever a user may give; ``None``: the file that ``LIGHTNING_MUON_CONFIG`` names, or the defaults.
+
+    Raises:
+        TypeError: For anything else.
+        ValueError: For a wrong key or value; names the file.
+        FileNotFoundError: If the file does not exist.
+    """
+    if options is None:
+        options = os.environ.get(CONFIG_VARIABLE) or Options()
+    if isinstance(options, Options):
+        return options
+    if isinstance(options, str | Path):
+        return Options.from_file(options)
+    if isinstance(options, Mapping):
+        return Options.from_mapping(options)
+    raise TypeError(f"options must be Options, a mapping or the path of a YAML file, got {options!r}")
+
+
+def check_state(state: Any, options: Options) -> None:
+    """Raise ``ValueError`` for what Accelerate was told and the engine cannot honour.
+
+    Args:
+        state: The ``AcceleratorState``.
+        options: Those of the run.
+    """
+    kind, num_launched = state.distributed_type, int(os.environ.get("WORLD_SIZE", "1"))
+    if kind == DistributedType.NO and num_launched > 1:
+        raise ValueError(
+            f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
+            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is divided all the same"
+        )
+    if kind == DistributedType.FSDP and not state.is_fsdp2:
+        raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
+    if kind not in (DistributedType.FSDP, DistributedType.NO) and not kind.value.startswith("MULTI_"):
+        raise ValueError(
+            f"distributed_type: {kind.value} brings a division of the model of its own; use FSDP with fsdp_version: 2, "
+            "or one of several devices"
+        )
+    if kind == DistributedType.FSDP and options.sharding != "fsdp":
+        raise ValueError(
+            f"sharding={options.sharding!r} contradicts distributed_type: FSDP; remove one of them (MULTI_GPU goes "
+            "with every sharding)"
+        )
+    if state.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision: {state.mixed_precision} is not supported: float16 needs loss scaling, whose skipped "
+            "steps the sharded optimizer cannot agree on, and float8 has layers of its own; use bf16 or no"
+        )
+    if kind == DistributedType.FSDP:
+        _check_plugin(state.fsdp_plugin)
+    for key in ("context_size", "tensor_size"):
+        if getattr(options, key) > 1:
+            raise ValueError(
+                f"{key}={getattr(options, key)}: the data loaders of Accelerate would give the ranks that share a "
+                "sample different ones; use ParallelMuonStrategy of Lightning, or a plain loop"
+            )
+
+
+def sharding_of(state: Any, options: Options) -> Sharding:
+    """How to divide: as the options say, but not at all in a single process that Accelerate knows no FSDP in."""
+    is_alone = state.num_processes == 1 and state.distributed_type != DistributedType.FSDP
+    return "none" if is_alone and options.sharding == "fsdp" and not options.has_nodes else options.sharding
+
+
+def mesh_sizes(state: Any, options: Options) -> MeshSizes:
+    """The sizes of the mesh: those of ``parallelism_config``, else those of the options.
+
+    Raises:
+        ValueError: If both are given and differ, or ranks are to share samples.
+    """
+    sizes, config = options.mesh_sizes, state.parallelism_config
+    if config is None:
+        return sizes
+    for name in ("tp", "cp", "sp"):
+        size = getattr(config, f"{name}_size")
+        if size > 1:
+            raise ValueError(
+                f"parallelism_config_{name}_size: {size} is not supported; set it to 1, or use ParallelMuonStrategy of "
+                "Lightning with tensor_size or context_size"
+            )
+    if state.distributed_type != DistributedType.FSDP:
+        # There Accelerate itself fills in that all ranks are replicas, which says nothing of what the user wants.
+        if config.dp_shard_size > 1:
+            raise ValueError(
+                f"parallelism_config_dp_shard_size: {config.dp_shard_size} needs distributed_type: FSDP with "
+                "fsdp_version: 2"
+            )
+        return sizes
+    theirs = {key: getattr(config, other) for key, other in _OTHER_NAMES.items()}
+    if set(theirs.values()) == {1}:
+        return sizes
+    for key, other in _OTHER_NAMES.items():
+        if getattr(sizes, key) not in ("auto", theirs[key]):
+            raise ValueError(
+                f"{key}={getattr(sizes, key)} contradicts parallelism_config_{other}: {theirs[key]}, which is another "
+                "name for it; give only one of them"
+            )
+    return replace(sizes, **theirs)
+
+
+def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions:
+    """The options of the sharding mode, with what the FSDP section of an accelerate config says where they are silent.
+
+    Raises:
+        ValueError: If both name units of the model.
+    """
+    plugin = getattr(state, "fsdp_plugin", None)
+    chosen = replace(
+        options.mode_options,
+        mp_policy=_precision_policy(state, plugin, module),
+        wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
+    )
+    if plugin is None:
+        return chosen
+    policy = _wrap_policy(plugin)
+    if policy != "auto" and options.wrap_policy != "auto":
+        raise ValueError(
+            f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units of the model; give "
+            "only one of them"
+        )
+    return replace(
+        chosen,
+        wrap_policy=options.wrap_policy if policy == "auto" else policy,
+        reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward,
+    )
+
+
+def launched_layout(num_processes: int) -> dict[str, int]:
+    """Nodes, and processes on each, as the launcher has told them."""
+    on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    if num_processes % on_this_node:
+        on_this_node = num_processes
+    return {"num_nodes": num_processes // on_this_node, "num_processes": on_this_node}
+
+
+def _check_plugin(plugin: Any) -> None:
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
+    if plugin.ignored_modules is not None:
+        raise ValueError("fsdp_ignored_modules is not supported; freeze these modules, or keep them out of the model")
+    if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
+        raise ValueError(
+            "fsdp_activation_checkpointing: true needs an fsdp_auto_wrap_policy, which says where activations are "
+            "dropped"
+        )
+
+
+def _precision_policy(state: Any, plugin: Any, module: nn.Module) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and reduces in: the policy that the user made, or that of the Trainer's strategy.
+
+    Accelerate's own for bf16 also reduces gradients in bfloat16, and hands bfloat16 out of the model.
+    """
+    of_accelerate = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    policy = None if plugin is None else plugin.mixed_precision_policy
+    if policy is not None and policy != of_accelerate:
+        return policy
+    precision = "bf16-mixed" if state.mixed_precision == "bf16" else "32-true"
+    return mixed_precision_policy(SimpleNamespace(precision=precision), module)
+
+
+def _wrap_policy(plugin: Any) -> WrapPolicy:
+    """The units that an FSDP plugin names: by class, by size, or not at all."""
+    if plugin.transformer_cls_names_to_wrap:
+        return tuple(plugin.transformer_cls_names_to_wrap)
+    return partial(_is_larger, plugin.min_num_params) if plugin.min_num_params else "auto"
+
+
+def _is_larger(num_parameters: int, name: str, module: nn.Module) -> bool:
+    del name
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters

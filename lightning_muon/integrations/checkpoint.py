@@ -1,0 +1,241 @@
+"""Checkpoints: directories of shards, and single files in the format of a program that runs in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lightning_muon.comm.agreement import fail_together
+from lightning_muon.integrations.node_states import expect_saved_nodes, share_whole
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.optim.flexdemo.layout import Rule
+from lightning_muon.params.uses import clean_name
+from lightning_muon.sharding.full_weights import full_state_dict
+
+
+class Checkpoint:
+    """A checkpoint that is being read: everything but tensors at once, tensors when the model is ready for them.
+
+    Args:
+        path: Directory of shards or single file, the same on all ranks.
+        metadata_name: File that marks a directory of shards and holds all but tensors.
+        weights_only: As in ``torch.load``.
+    """
+
+    def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
+        self.path = path
+        self.is_sharded = (path / metadata_name).is_file()
+        self.weights: Mapping[str, Any] = {}
+        self.strict = True
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
+        if self.is_sharded:
+            self.content: dict[str, Any] = torch.load(path / metadata_name, **options)
+            num_optimizers = _count_optimizers(path)
+            if num_optimizers:  # Lightning asks whether the key is there; the states follow later.
+                self.content["optimizer_states"] = [{} for _ in range(num_optimizers)]
+        elif path.is_file():
+            self.content = torch.load(path, mmap=True, **options)
+        else:
+            raise FileNotFoundError(
+                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank "
+                f"must see"
+            )
+
+    def load_weights(self, module: nn.Module, key: str = "state_dict") -> None:
+        """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
+        if self.is_sharded:
+            weights = {key: get_model_state_dict(module)}
+            planner = DefaultLoadPlanner(allow_partial_load=not self.strict)
+            try:
+                dcp.load(weights, checkpoint_id=self.path, planner=planner)
+            except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+                raise RuntimeError(
+                    f"{key!r} in {self.path} does not fit {type(module).__name__}; strict=False "
+                    f"(LightningModule.strict_loading = False) loads what is there. ({problem})"
+                ) from problem
+            set_model_state_dict(module, weights[key], options=StateDictOptions(strict=self.strict))
+            return
+        weights = {clean_name(name): value for name, value in self.weights.items()}
+        missing, unexpected = _compare_keys(module, weights)
+        if self.strict and (missing or unexpected):
+            raise RuntimeError(
+                f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
+                f"{unexpected[:8] or 'nothing'}; strict=False (LightningModule.strict_loading = False) loads what fits"
+            )
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(module, {key: weights[key] for key in weights if key not in unexpected}, options=options)
+
+    def load_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        """Fill the state of the ``index``-th optimizer. Collective over all ranks; every rank must call it."""
+        self._load_state(
+            f"optimizer_{index}",
+            module,
+            optimizer,
+            whole=lambda: self.content["optimizer_states"][index],
+            instead="load them into the model and train without resuming (Trainer.fit without ckpt_path)",
+        )
+
+    def _load_state(
+        self,
+        key: str,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole: Callable[[], Mapping[str, Any]],
+        instead: str,
+    ) -> None:
+        """Fill the state of an optimizer. Collective over all ranks; every rank must call it.
+
+        Args:
+            key: In a directory of shards.
+            module: Holds the parameters.
+            optimizer: To fill.
+            whole: The state in a single file.
+            instead: How to go on with the weights alone.
+        """
+        error: Exception | None = None
+        try:
+            if self.is_sharded:
+                self._load_shards(module, optimizer, key)
+            else:
+                _load_whole(whole(), module, optimizer)
+        except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
+            error = RuntimeError(
+                f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
+                "optimizer, other options, other param groups or another model. To go on with the weights alone, "
+                f"{instead}. ({type(problem).__name__}: {problem})"
+            )
+            error.__cause__ = problem
+        fail_together(error, None)
+
+    def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
+        state = {key: get_optimizer_state_dict(module, optimizer)}
+        saved = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
+        _check_shards(saved, state[key], key)
+        share_among_nodes = expect_saved_nodes(
+            state[key]["state"],
+            lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size,
+            _rules(optimizer),
+        )
+        # Keys of the groups may be new, for example those of a scheduler that was added since.
+        dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        share_among_nodes()
+        set_optimizer_state_dict(module, optimizer, state[key])
+
+
+def _load_whole(saved: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    named = named_optimizer_state(saved, module, optimizer)
+    own = _state_by_name(module, optimizer)
+    _check_state(named["state"], own)
+    named["state"] = share_whole(named["state"], own, _rules(optimizer))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(module, optimizer, named, options=options)
+
+
+def full_weights(module: nn.Module) -> dict[str, Any]:
+    """Whole weights under the names that the module itself uses, ``_orig_mod`` of compiled modules included.
+
+    On rank 0, an empty dict elsewhere. Collective over all ranks; every rank must call it.
+    """
+    own = {clean_name(name): name for name in module.state_dict()}
+    return {own.get(name, name): value for name, value in full_state_dict(module).items()}
+
+
+def numbered_optimizer_state(
+    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
+    numbers = {name: index for index, name in enumerate(_names_in_groups(module, optimizer))}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+def named_optimizer_state(
+    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is.
+
+    Raises:
+        ValueError: If the param groups have other sizes than those of ``optimizer``.
+    """
+    if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        return dict(state)
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != ours:
+        raise ValueError(f"the checkpoint has param groups of {saved} parameters, the optimizer of {ours}")
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    names = dict(zip(numbers, _names_in_groups(module, optimizer), strict=True))
+    groups = [
+        {**ours, **group, "params": [names[number] for number in group["params"]]}
+        for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _check_shards(saved: Iterable[str], state: Mapping[str, Any], key: str) -> None:
+    """Raise ``ValueError`` unless the names in ``saved`` are those of ``state``, as in :func:`_check_state`."""
+    prefix = f"{key}.param_groups."
+    num_saved = len({name.removeprefix(prefix).split(".")[0] for name in saved if name.startswith(prefix)})
+    if num_saved != len(state["param_groups"]):
+        raise ValueError(f"{num_saved} param groups in the checkpoint, {len(state['param_groups'])} here")
+    entries: dict[str, set[str]] = {}
+    prefix = f"{key}.state."
+    for name in saved:
+        if name.startswith(prefix):
+            parameter, entry = name.removeprefix(prefix).rsplit(".", 1)
+            entries.setdefault(parameter, set()).add(entry)
+    _check_state(entries, state["state"])
+
+
+def _check_state(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless the saved state has the entries that the optimizer has, and no others.
+
+    torch leaves out what is missing, and drops what is too much. Optimizers that create state at their first step are
+    not checked, nor is what a checkpoint has of parameters that are frozen now.
+    """
+    for name, state in own.items():
+        there = set(saved.get(name, ()))
+        if state and set(state) != there:
+            raise ValueError(
+                f"{name} has {sorted(state)} here, but {sorted(there)} in the checkpoint: only here "
+                f"{sorted(state.keys() - there) or 'nothing'}, only there {sorted(there - state.keys()) or 'nothing'}"
+            )
+
+
+def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Rule]:
+    """What becomes of the state of each node where their number has changed."""
+    return optimizer.per_node if isinstance(optimizer, FlexDeMo) else {}
+
+
+def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
+    """What the optimizer would save; nothing if it creates state at its first step."""
+    return get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}  # type: ignore[return-value]
+
+
+def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _compare_keys(module: nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    own = {clean_name(name) for name in module.state_dict()}
+    return sorted(own - weights.keys()), sorted(weights.keys() - own)
+
+
+def _count_optimizers(path: Path) -> int:
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})

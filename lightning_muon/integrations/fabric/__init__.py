@@ -1,0 +1,22 @@
+"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` for Fabric, of ``lightning.fabric`` and ``lightning_fabric``.
+
+Importing this module imports neither. ``ParallelMuonFabricStrategy`` is the one of ``lightning.fabric`` if that is
+installed, else the one of ``lightning_fabric``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_muon.integrations.fabric.registry import default_strategy_class, register_fabric_strategies
+
+if TYPE_CHECKING:
+    from lightning_muon.integrations.fabric.strategy import ParallelMuonFabric as ParallelMuonFabricStrategy
+
+__all__ = ["ParallelMuonFabricStrategy", "register_fabric_strategies"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ParallelMuonFabricStrategy":
+        return default_strategy_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

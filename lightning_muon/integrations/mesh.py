@@ -1,0 +1,194 @@
+"""How many replicas of how many shards, and how a sample is divided: from what the user asked for to device meshes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meshes:
+    """The meshes of a run, seen from one rank.
+
+    Attributes:
+        user: What the program sees (``LightningModule.device_mesh``): axes ``("replicate", "shard")``, then
+            ``"context"`` and ``"tensor"`` where they are larger than 1; or Lightning's ``("data_parallel",
+            "tensor_parallel")``.
+        data: Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard
+            axis covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
+        nodes: As ``data``, but (replicate, shard) also for one replica; ``None`` with Lightning's axes.
+        context: The ranks that share the sequences of one data rank, ``None`` for one rank.
+        tensor: The ranks that share each layer that the user parallelizes, ``None`` for one rank.
+        data_rank: Which samples this rank sees; equal on the context and tensor ranks that share them.
+        num_data_ranks: Number of different ``data_rank`` values: replicas x shards.
+    """
+
+    user: DeviceMesh
+    data: DeviceMesh
+    nodes: DeviceMesh | None
+    context: DeviceMesh | None
+    tensor: DeviceMesh | None
+    data_rank: int
+    num_data_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate.
+
+    Args:
+        replicate_size: Number of replicas of the model. ``"auto"``: one per node (one in all if context and tensor
+            ranks do not fit into a node), or what ``shard_size`` leaves.
+        shard_size: Number of data ranks over which each replica is sharded. ``"auto"``: those of a node, or what
+            ``replicate_size`` leaves.
+        context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
+        tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
+        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
+            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that a ``configure_model``
+            written for that strategy finds them; also if ``tensor_parallel_size`` alone is given, and more than 1.
+        tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
+    """
+
+    replicate_size: Size = "auto"
+    shard_size: Size = "auto"
+    context_size: int = 1
+    tensor_size: int = 1
+    data_parallel_size: Size = "auto"
+    tensor_parallel_size: Size = "auto"
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key in ("context_size", "tensor_size"):
+                _check_size(key, value, "")
+            elif value != "auto":
+                _check_size(key, value, "'auto' or ")
+        if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
+            raise ValueError(
+                f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}, which "
+                "is another name for it; give only one of them"
+            )
+        if self.data_parallel_size == "auto":
+            return
+        if self.replicate_size not in ("auto", 1) or self.shard_size not in ("auto", self.data_parallel_size):
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} shards one replica over that many ranks, which "
+                f"contradicts replicate_size={self.replicate_size!r} and shard_size={self.shard_size!r}; give only "
+                "those two"
+            )
+        if self.context_size > 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} makes Lightning's mesh, which has no context axis for "
+                f"context_size={self.context_size}; give replicate_size and shard_size in its place"
+            )
+
+    def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
+        """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each.
+
+        Raises:
+            ValueError: If replicas x shards x context x tensor is not the number of ranks.
+        """
+        world_size = num_nodes * num_processes
+        inner = self.context_size * self.num_tensor_ranks
+        replicas, shards = self.replicate_size, self.shard_size
+        if self.data_parallel_size != "auto":
+            replicas, shards = 1, self.data_parallel_size
+        elif self.has_lightning_names:
+            replicas, shards = 1, self._rest(world_size, inner)
+        elif replicas == "auto" and shards == "auto":
+            data_ranks = self._rest(world_size, inner)
+            # Replicas between nodes only where whole shard groups lie inside of one.
+            replicas = num_nodes if num_processes % inner == 0 else 1
+            shards = data_ranks // replicas
+        elif replicas == "auto":
+            replicas = self._rest(world_size, int(shards) * inner)
+        elif shards == "auto":
+            shards = self._rest(world_size, int(replicas) * inner)
+        sizes = int(replicas), int(shards)
+        if math.prod(sizes) * inner != world_size:
+            raise ValueError(
+                f"{self._product(*sizes)} = {math.prod(sizes) * inner} ranks, but there are {world_size} "
+                f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or the "
+                "number of processes, in Lightning Trainer(devices=..., num_nodes=...)"
+            )
+        return sizes
+
+    def make(self, device_type: str, *, num_nodes: int, num_processes: int) -> Meshes:
+        """Return the meshes of this rank. Collective over all ranks; every rank must call it."""
+        replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
+        context_size, tensor_size = self.context_size, self.num_tensor_ranks
+        data_rank = dist.get_rank() // (context_size * tensor_size)
+        if self.has_lightning_names:
+            names = ("data_parallel", "tensor_parallel")
+            user = init_device_mesh(device_type, (shards, tensor_size), mesh_dim_names=names)
+            data, nodes, context, tensor_axis = user["data_parallel"], None, None, "tensor_parallel"
+        else:
+            axes = {"replicate": replicas, "shard": shards}
+            axes |= {"context": context_size} if context_size > 1 else {}
+            axes |= {"tensor": tensor_size} if tensor_size > 1 else {}
+            user = _named_mesh(device_type, axes)
+            context, tensor_axis = (user["context"] if context_size > 1 else None), "tensor"
+            flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
+            # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of different
+            # axes, as long as these number all ranks alike.
+            outer = user if context is None else _named_mesh(device_type, flat)
+            nodes = outer["replicate", "shard"]
+            data = nodes if replicas > 1 else outer["shard"]
+        return Meshes(
+            user=user,
+            data=data,
+            nodes=nodes,
+            context=context,
+            tensor=user[tensor_axis] if tensor_size > 1 else None,
+            data_rank=data_rank,
+            num_data_ranks=replicas * shards,
+        )
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Ranks that share each layer, by either name."""
+        return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+
+    @property
+    def has_lightning_names(self) -> bool:
+        """Whether the user's mesh has Lightning's axes, and so one replica."""
+        if self.data_parallel_size != "auto":
+            return True
+        only_lightning = (self.replicate_size, self.shard_size, self.context_size, self.tensor_size)
+        return self.tensor_parallel_size not in ("auto", 1) and only_lightning == ("auto", "auto", 1, 1)
+
+    def _rest(self, world_size: int, factors: int) -> int:
+        """What ``factors``, the product of the sizes that are given, leaves of all ranks."""
+        if world_size % factors:
+            asked = self._asked(" x ")
+            product = f"{asked} = {factors}" if " x " in asked else asked
+            raise ValueError(
+                f"{product} does not divide the number of ranks, {world_size}; change it, or the number of "
+                "processes, in Lightning Trainer(devices=..., num_nodes=...)"
+            )
+        return world_size // factors
+
+    def _product(self, replicas: int, shards: int) -> str:
+        inner = {"context ranks": self.context_size, "tensor ranks": self.num_tensor_ranks}
+        factors = {"replicas": replicas, "shards": shards} | {what: size for what, size in inner.items() if size > 1}
+        return " x ".join(f"{size} {what}" for what, size in factors.items())
+
+    def _asked(self, separator: str = ", ") -> str:
+        defaults = {"context_size": 1, "tensor_size": 1}
+        return separator.join(
+            f"{key}={value}" for key, value in vars(self).items() if value not in ("auto", defaults.get(key))
+        )
+
+
+def _check_size(key: str, value: object, other: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be {other}an integer of at least 1, got {value!r}")
+
+
+def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

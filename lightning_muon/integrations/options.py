@@ -1,0 +1,194 @@
+"""Every option of a training and its default: the one list for Python, LightningCLI, Accelerate and Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.integrations.adoption import OptimizerChoice, check_choice, config_of
+from lightning_muon.integrations.mesh import MeshSizes, Size
+from lightning_muon.integrations.parsing import build, class_with_keys, read_yaml
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
+from lightning_muon.sharding.wrap import WrapPolicy
+
+LossScaling = Literal["mean", "tokens"]
+ClipGroups = Literal["all", "elementwise"]
+SECTION = "lightning_muon"  # Of a file that has the options of Accelerate, too.
+
+# Options of the modes that users set, by their names here.
+_SET_BY_USERS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "bucket_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a training may be told beside its model and data.
+
+    Example::
+
+        options = Options(replicate_size=2, optimizer=MuonConfig(momentum=0.9))
+        assert options == Options.from_mapping({"replicate_size": 2, "optimizer": {"momentum": 0.9}})
+
+    Args:
+        replicate_size: Replicas of the model; see :class:`~lightning_muon.integrations.mesh.MeshSizes`.
+        shard_size: Ranks that share one replica.
+        optimizer: What to make of the optimizer of the program. ``"auto"``: AdamW and Adam become ParallelMuon with the
+            same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
+            and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
+            are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
+        wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
+        reshard_after_forward: Free the whole weights of a unit between forward and backward.
+        sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
+            divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
+        context_size: Ranks that share the sequences of a batch; see :mod:`lightning_muon.sharding.context_parallel`.
+        tensor_size: Ranks that share each layer that the program parallelizes with ``parallelize_module``.
+        loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: the loss is a sum, and gradients
+            are divided by the global number of tokens that the program reports.
+        clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
+        reshard_after_backward: Free the whole weights also between the micro-batches of an accumulated batch.
+        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``.
+        early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
+            queued after it. Not together with callbacks that change weights after a step.
+        data_parallel_size: Lightning's name for sharding over all ranks without replicas.
+        tensor_parallel_size: Lightning's name for ``tensor_size``.
+        save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
+        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
+        timeout: Of collectives.
+
+    Raises:
+        ValueError: For a value that does not exist, or that the others cannot honour.
+    """
+
+    replicate_size: Size = MeshSizes.replicate_size
+    shard_size: Size = MeshSizes.shard_size
+    optimizer: OptimizerChoice = "auto"
+    wrap_policy: WrapPolicy = ModeOptions.wrap_policy
+    reshard_after_forward: bool = True
+    sharding: Sharding = "fsdp"
+    context_size: int = MeshSizes.context_size
+    tensor_size: int = MeshSizes.tensor_size
+    loss_scaling: LossScaling = "mean"
+    clip_groups: ClipGroups = "all"
+    reshard_after_backward: bool = ModeOptions.reshard_after_backward
+    bucket_bytes: int = ModeOptions.bucket_bytes
+    early_all_gather: bool = ModeOptions.early_all_gather
+    data_parallel_size: Size = MeshSizes.data_parallel_size
+    tensor_parallel_size: Size = MeshSizes.tensor_parallel_size
+    save_distributed_checkpoint: bool = True
+    process_group_backend: str | None = None
+    timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
+
+    def __post_init__(self) -> None:
+        sizes = self.mesh_sizes
+        _check_values(self)
+        _check_combinations(self.sharding, self.mode_options, num_tensor_ranks=sizes.num_tensor_ranks)
+        if self.has_nodes:
+            _check_decoupled_nodes(self.sharding, sizes)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, source: str = "options") -> Self:
+        """Options from what a YAML file holds, or from keyword arguments.
+
+        Values take the forms that they have in a LightningCLI file: ``optimizer`` is ``{class_path: ..., init_args:
+        {...}}``, or the keys of a ``MuonConfig`` or a ``FlexDeMoConfig`` themselves. Instances are taken as they are.
+        Needs jsonargparse.
+
+        Args:
+            mapping: Name of an option -> value.
+            source: What an error names.
+
+        Raises:
+            UnknownOptionError: For a wrong key at any depth, with the nearest right one.
+            ValueError: For a wrong value.
+        """
+        if isinstance(mapping, Mapping) and isinstance(mapping.get("optimizer"), Mapping):
+            where = f"{source}: optimizer"
+            optimizer = class_with_keys(mapping["optimizer"], (MuonConfig, FlexDeMoConfig), where=where)
+            mapping = {**mapping, "optimizer": optimizer}
+        return build(cls, mapping, where=source)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Options from a YAML file: from its section ``lightning_muon``, or all of it if it has none.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: As :meth:`from_mapping`; names the file.
+        """
+        content = read_yaml(path)
+        if SECTION in content:
+            return cls.from_mapping(content[SECTION] or {}, source=f"{path}: {SECTION}")
+        return cls.from_mapping(content, source=str(path))
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """The sizes of the mesh."""
+        return MeshSizes(**{field.name: getattr(self, field.name) for field in fields(MeshSizes)})
+
+    @property
+    def mode_options(self) -> ModeOptions:
+        """Those for :func:`lightning_muon.make_mode`; ``mp_policy`` and what else follows from the run is missing."""
+        chosen = {key: getattr(self, key) for key in _SET_BY_USERS}
+        return ModeOptions(**chosen, decoupled_nodes=self.has_nodes)
+
+    @property
+    def config(self) -> MuonConfig | FlexDeMoConfig:
+        """The config of ``optimizer``, or the default one."""
+        return config_of(self.optimizer)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether replicas are nodes that a FlexDeMo keeps together."""
+        return isinstance(self.optimizer, FlexDeMoConfig)
+
+
+def _check_values(options: Options) -> None:
+    """Raise ``ValueError`` for a value that does not exist."""
+    check_mode(options.sharding)
+    check_choice(options.optimizer)
+    for key, allowed in (("clip_groups", ClipGroups), ("loss_scaling", LossScaling)):
+        if getattr(options, key) not in get_args(allowed):
+            raise ValueError(f"{key} must be one of {get_args(allowed)}, got {getattr(options, key)!r}")
+    if not isinstance(options.bucket_bytes, int) or options.bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {options.bucket_bytes!r}")
+    if not isinstance(options.timeout, timedelta):
+        raise ValueError(f"timeout must be a datetime.timedelta, got {options.timeout!r}")
+
+
+def _check_decoupled_nodes(sharding: str, sizes: MeshSizes) -> None:
+    """Raise ``ValueError`` if the replicas cannot be the nodes of a FlexDeMo."""
+    takers = [name for name, mode in MODES.items() if "decoupled_nodes" in mode.takes]
+    if sharding not in takers:
+        raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding={takers[0]!r}, got {sharding!r}")
+    if sizes.num_tensor_ranks > 1:
+        raise ValueError(
+            f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={sizes.num_tensor_ranks}: it exchanges the "
+            "parts of weights that lie on one axis, shard; use tensor_size=1, or a MuonConfig"
+        )
+    if sizes.has_lightning_names:
+        raise ValueError(
+            f"optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which data_parallel_size="
+            f"{sizes.data_parallel_size!r} replaces by Lightning's; give replicate_size and shard_size in its place"
+        )
+
+
+def _check_combinations(sharding: str, options: ModeOptions, *, num_tensor_ranks: int) -> None:
+    """Raise ``ValueError`` for an option that ``sharding`` cannot honour."""
+    mode = MODES[sharding]
+    if num_tensor_ranks > 1 and not mode.divides_weights:
+        others = [name for name, other in MODES.items() if other.divides_weights]
+        raise ValueError(
+            f"tensor_size={num_tensor_ranks} needs sharding={others[0]!r}, got {sharding!r}, which keeps plain weights"
+        )
+    for key in _SET_BY_USERS:
+        value = getattr(options, key)
+        if value != getattr(ModeOptions, key) and key not in mode.takes:
+            takers = [name for name, other in MODES.items() if key in other.takes]
+            raise ValueError(
+                f"{key}={value!r} means nothing with sharding={sharding!r}; remove it, or use one of {takers}"
+            )

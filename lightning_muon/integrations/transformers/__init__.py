@@ -1,0 +1,1 @@
+"""The optimizers of this package for ``transformers.Trainer``."""

@@ -1,0 +1,155 @@
+"""What ``Trainer(optimizer_cls_and_kwargs=...)`` takes, and the optimizer that the Trainer gets for its model."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import fields, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.integrations.transformers.late_state import TrainerFlexDeMo, TrainerMuon
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.report import routing_table
+from lightning_muon.params.routing import route_module
+
+_log = logging.getLogger(__name__)
+Config = MuonConfig | FlexDeMoConfig
+_DEFAULT = MuonConfig()
+# What TrainingArguments calls them.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "adamw_eps",
+}
+
+
+class OptimizerFactory:
+    """Makes the optimizer of a Trainer: ``OptimizerFactory()(model, config=config)``, as the Trainer calls it."""
+
+    def __call__(self, model: nn.Module, *, config: Config) -> PlannedOptimizer:
+        """An optimizer for the trainable parameters of ``model``, which may be sharded afterwards.
+
+        Collective over all ranks where gradients are averaged by DDP; every rank must call it.
+
+        Args:
+            model: Decides what is a matrix.
+            config: Its ``weight_decay`` counts for the parameters that a Trainer decays, not for norms and biases.
+
+        Raises:
+            ValueError: If the Accelerator of the Trainer does what the optimizer cannot work with; on all ranks.
+        """
+        mesh = _mesh_of_replicas(config)
+        groups = _groups(model)
+        optimizer: PlannedOptimizer
+        if isinstance(config, FlexDeMoConfig):
+            optimizer = TrainerFlexDeMo.from_config(groups, config)
+        else:
+            optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                _log.info("%s", _summary(model, config))
+        # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
+        optimizer.route(model)
+        return optimizer
+
+
+def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[OptimizerFactory], dict[str, Any]]:
+    """ParallelMuon (or FlexDeMo) for a ``transformers.Trainer``.
+
+    Example::
+
+        import lightning_muon.hf
+
+        trainer = Trainer(
+            model,
+            TrainingArguments("out"),
+            train_dataset=dataset,
+            optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4, weight_decay=0.1),
+        )
+
+    ``TrainingArguments.learning_rate``, ``weight_decay``, ``adam_*`` and ``optim`` are not read; schedulers, warmup,
+    ``max_grad_norm`` and accumulation are.
+
+    Args:
+        config: A :class:`~lightning_muon.MuonConfig`, or a :class:`~lightning_muon.FlexDeMoConfig`.
+        **options: Fields of the config to change.
+
+    Raises:
+        TypeError: For an option that the config does not have.
+    """
+    if not isinstance(config, MuonConfig | FlexDeMoConfig):
+        raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
+    known = [field.name for field in fields(config)]
+    for name in options:
+        if name not in known:
+            nearest = _OTHER_NAMES.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(
+                f"lightning_muon.hf.optimizer has no option {name!r} of {type(config).__name__}; the nearest is "
+                f"{nearest!r}, and all are {', '.join(known)}"
+            )
+    return OptimizerFactory, {"config": replace(config, **options)}
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters with and without weight decay."""
+    from lightning_muon.compat.transformers import decayed_names  # transformers is an optional extra.
+
+    decayed = decayed_names(model)
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in trainable if name in decayed]},
+        {"params": [parameter for name, parameter in trainable if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
+    """All ranks if each has all of the model and averaged gradients (DDP), so that they divide the work.
+
+    Collective over all ranks in that case; every rank must call it.
+
+    Raises:
+        ValueError: If the Accelerator does something else than DDP, FSDP2, or nothing.
+    """
+    from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
+
+    state = AcceleratorState()
+    kind: Any = state.distributed_type
+    if kind == DistributedType.FSDP and not state.is_fsdp2:
+        raise ValueError(
+            "FSDP1 flattens parameters, and no matrix is left for Muon; set fsdp_version: 2 in the accelerate config, "
+            "or fsdp_config={'version': 2} in TrainingArguments"
+        )
+    one_or_sharded = kind in (DistributedType.NO, DistributedType.FSDP)
+    if not one_or_sharded and not kind.value.startswith("MULTI_"):
+        raise ValueError(
+            f"an Accelerator with distributed_type {kind.value} has an optimizer of its own, or parameters that Muon "
+            "cannot read; use FSDP2 (fsdp_version: 2), DDP, or one process"
+        )
+    if state.mixed_precision == "fp16":
+        raise ValueError(
+            "fp16 scales the loss, and each rank would decide for itself which steps to skip; set bf16=True, or train "
+            "without mixed precision"
+        )
+    if one_or_sharded:
+        return None
+    if isinstance(config, FlexDeMoConfig) and state.num_processes > 1:
+        raise ValueError(
+            "FlexDeMo leaves gradients to each node, but DDP averages them over all ranks; start the script with "
+            "`lightning-muon launch --config_file FILE`, with FSDP2 and FlexDeMoConfig in it, or use MuonConfig"
+        )
+    return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))
+
+
+def _summary(model: nn.Module, config: MuonConfig) -> str:
+    """What runs on Muon, what on AdamW, and why."""
+    patterns = {name: getattr(config, name) for name in ("adamw_patterns", "muon_patterns", "fused")}
+    routes = route_module(model, **patterns).values()
+    rows = zip(routes, model.parameters(), strict=True)
+    return routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])

@@ -1,0 +1,67 @@
+"""A program of Accelerate inside of the workers of the gloo pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+import lightning_muon.accelerate
+from tests.integration.integrations.fabric.loop import micro_batch
+from tests.integration.training import EXACT, loss_of
+from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
+
+
+@contextmanager
+def accelerator_on_cpu(
+    *,
+    accumulate: int = 2,
+    replicate_size: int | None = None,
+    shard_size: int | None = None,
+    mixed_precision: str = "no",
+    variables: dict[str, str] | None = None,
+    is_fsdp: bool = True,
+    **options: Any,
+) -> Generator[Any]:
+    """An Accelerator of ours over all ranks of the pool's call, as launched with FSDP2 or with several CPUs."""
+    environment = {"mixed_precision": mixed_precision, **(variables or {})}
+    if is_fsdp:
+        context = fsdp2_on_cpu(replicate_size=replicate_size, shard_size=shard_size, **environment)
+    else:
+        context = ddp_on_cpu(**environment)
+    with context:
+        accelerator = lightning_muon.accelerate.Accelerator(
+            gradient_accumulation_steps=accumulate, options={"optimizer": EXACT} | options
+        )
+        yield accelerator
+        accelerator.free_memory()
+
+
+def run_steps(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    *,
+    steps: range = range(4),
+    clip: Callable[[], Any] | None = None,
+    scheduler: Any = None,
+) -> None:
+    """The loop that the documentation of Accelerate shows."""
+    for step in steps:
+        for index in range(accelerator.gradient_accumulation_steps):
+            tokens, targets = own_rows(accelerator, micro_batch(step, index))
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model(tokens), targets))
+                if clip is not None:
+                    clip()
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+
+
+def own_rows(accelerator: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    rows = slice(accelerator.process_index, None, accelerator.num_processes)
+    return batch[0][rows], batch[1][rows]

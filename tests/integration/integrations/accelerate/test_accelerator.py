@@ -1,0 +1,276 @@
+"""Programs of Accelerate give the weights of one process with whole matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_muon.accelerate
+from lightning_muon import DCTTopK, FlexDeMo, FlexDeMoConfig, ParallelMuon
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps
+from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
+from tests.integration.integrations.fabric.test_strategy import _flexdemo_loop as flexdemo_loop
+from tests.integration.training import loss_of, max_difference
+from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.support.accelerate_cpu import fsdp2_on_cpu
+from tests.support.processes import ProcessPool
+
+# Sums over ranks have another order than those of one process.
+_TOLERANCE = 1e-6
+
+
+def _train(*, max_norm: float | None = None, max_value: float | None = None, **options: Any) -> dict[str, Tensor]:
+    with accelerator_on_cpu(**options) as accelerator:
+        model: Any = network(seed=dist.get_rank())
+        model, optimizer = accelerator.prepare(model, adamw(model))
+
+        def clip() -> None:
+            if max_norm is not None:
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                assert (norm > 0) == accelerator.sync_gradients
+            if max_value is not None:
+                accelerator.clip_grad_value_(model.parameters(), max_value)
+
+        run_steps(accelerator, model, optimizer, clip=clip)
+        assert isinstance(optimizer.optimizer, ParallelMuon)
+        return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (4, {"replicate_size": 2, "shard_size": 2, "max_norm": 0.1}),
+        (2, {"max_value": 1e-3, "reshard_after_backward": False}),
+        (3, {"is_fsdp": False}),
+        (4, {"is_fsdp": False, "sharding": "zero2", "max_norm": 0.1}),
+        (2, {"is_fsdp": False, "sharding": "ddp", "max_value": 1e-3}),
+        (1, {"is_fsdp": False, "sharding": "none"}),
+    ],
+)
+def test_weights_are_those_of_one_process(gloo: ProcessPool, world_size: int, options: dict[str, Any]) -> None:
+    expected = reference(max_norm=options.get("max_norm"), max_value=options.get("max_value"))
+    clips = "max_norm" in options or "max_value" in options
+    assert not clips or max_difference(expected, reference()) > 1e-3
+    found = gloo.run(_train, world_size=world_size, **options)
+    assert max_difference(found[0], expected) <= _TOLERANCE
+
+
+def _scheduled(*, when: str) -> dict[str, Tensor]:
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        given = optimizer = adamw(model)
+        if when == "after":
+            model, optimizer = accelerator.prepare(model, given)
+            given = optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))
+        if when == "given":
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        if when == "later":
+            model, optimizer = accelerator.prepare(model, optimizer)
+        if when != "given":
+            scheduler = accelerator.prepare(scheduler)
+        run_steps(accelerator, model, optimizer, scheduler=scheduler)
+        return accelerator.get_state_dict(model)
+
+
+def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
+    # Accelerate steps a scheduler once for each process.
+    expected = reference(rate=lambda step: 1.0 / (1 + 2 * step))
+    for when in ("given", "later", "after"):
+        assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
+
+
+def _tied() -> dict[str, Tensor]:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = network(tied=True)
+        given = ParallelMuon(
+            model, compute_dtype="float32", wire_dtype="float32", lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9)
+        )
+        model, optimizer = accelerator.prepare(model, given)
+        assert optimizer.optimizer is given
+        run_steps(accelerator, model, optimizer)
+        state = accelerator.get_state_dict(model)
+        assert not state or state["head.weight"] is state["embedding.weight"]
+        return state
+
+
+def test_tied_weights_stay_tied_under_a_parallel_muon_of_the_user(gloo: ProcessPool) -> None:
+    module = network(tied=True)
+    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    for step in range(4):
+        module.zero_grad()
+        tokens, targets = micro_batch(step, 0)
+        loss_of(module(tokens), targets).backward()
+        optimizer.step()
+    assert max_difference(gloo.run(_tied, world_size=2)[0], dict(module.state_dict())) <= _TOLERANCE
+
+
+_SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "check_every": 1, "base": "adamw"}
+
+
+def _flexdemo(**options: Any) -> dict[str, Tensor]:
+    with accelerator_on_cpu(optimizer=FlexDeMoConfig(**_SPARSE), **options) as accelerator:
+        model: Any = network(seed=dist.get_rank())
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        assert isinstance(optimizer.optimizer, FlexDeMo)
+        run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 1e6))
+        for parameter in model.parameters():
+            mine = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            first = mine.clone()
+            dist.broadcast(first, src=0)
+            assert torch.equal(first, mine), "nodes have equal weights"
+        return accelerator.get_state_dict(model)
+
+
+def test_flexdemo_is_that_of_a_plain_loop(gloo: ProcessPool) -> None:
+    expected = gloo.run(flexdemo_loop, _SPARSE, world_size=4)[0]
+    found = gloo.run(_flexdemo, replicate_size=2, shard_size=2, world_size=4)[0]
+    assert max_difference(found, expected) <= _TOLERANCE
+    assert max_difference(found, reference()) > 1e-3, "nodes exchange less than everything"
+
+
+def _precision(**options: Any) -> tuple[dict[str, Tensor], list[torch.dtype]]:
+    with accelerator_on_cpu(mixed_precision="bf16", **options) as accelerator:
+        model: Any = network()
+        seen: list[torch.dtype] = []
+        model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        run_steps(accelerator, model, optimizer)
+        output = model(own_rows(accelerator, micro_batch(0, 0))[0])
+        return accelerator.get_state_dict(model), [next(model.parameters()).dtype, seen[-1], output.dtype]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_fsdp": False, "sharding": "ddp"}])
+def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    found, dtypes = gloo.run(_precision, world_size=2, **options)[0]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+    # bfloat16 has 8 bits; where a gradient is near zero, AdamW then steps in another direction.
+    initial, exact = network().state_dict(), reference()
+    distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+    way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
+    assert 1e-4 < distance / way < 0.3
+
+
+def _tokens() -> dict[str, Tensor]:
+    with accelerator_on_cpu(loss_scaling="tokens") as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        for step in range(2):
+            for index in range(2):
+                tokens, targets = _some_rows(accelerator, micro_batch(step, index))
+                with accelerator.accumulate(model):
+                    accelerator.report_tokens(targets.numel())
+                    accelerator.backward(loss_of(model(tokens), targets) * targets.numel())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+
+def _some_rows(accelerator: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Other numbers of rows for each rank, of which all together see all rows once."""
+    rows = slice(None, 2) if accelerator.is_main_process else slice(2, None)
+    return batch[0][rows], batch[1][rows]
+
+
+def test_gradients_are_divided_by_the_tokens_of_all_ranks(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_tokens, world_size=2)[0], reference(steps=2)) <= _TOLERANCE
+
+
+def _loader() -> tuple[list[int], list[int], dict[str, Tensor]]:
+    """An evaluation with a prepared loader, whose last batch is short, and a training after it."""
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = network()
+        tokens = torch.arange(7 * 6).view(7, 6) % 23
+        loader = DataLoader(TensorDataset(tokens), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+        model.eval()
+        with torch.no_grad():
+            rows = [accelerator.gather_for_metrics(model(batch)[:, 0, 0]) for (batch,) in loader]
+            seen = [accelerator.gather_for_metrics(batch[:, 0]) for (batch,) in loader]
+        model.train()
+        run_steps(accelerator, model, optimizer, steps=range(2))
+        unwrapped = accelerator.unwrap_model(model)
+        assert unwrapped is model
+        return torch.cat(seen).tolist(), [len(row) for row in rows], accelerator.get_state_dict(model)
+
+
+def test_an_evaluation_sees_each_row_once_and_changes_nothing(gloo: ProcessPool) -> None:
+    seen, lengths, state = gloo.run(_loader, world_size=2)[0]
+    assert sorted(seen) == sorted((torch.arange(7) * 6 % 23).tolist())
+    assert lengths == [4, 3]
+    assert max_difference(state, reference(steps=2, accumulate=1)) <= _TOLERANCE
+
+
+def _twice() -> dict[str, Tensor]:
+    """As a Trainer does: everything is prepared once more, in between an evaluation without an optimizer."""
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        run_steps(accelerator, model, optimizer, steps=range(2))
+        accelerator.free_memory()
+        model = accelerator.prepare(model)
+        with torch.no_grad():
+            model(own_rows(accelerator, micro_batch(0, 0))[0])
+        accelerator.free_memory()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        run_steps(accelerator, model, optimizer, steps=range(2, 4))
+        return accelerator.get_state_dict(model)
+
+
+def test_a_training_goes_on_after_it_was_prepared_again(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_twice, world_size=2)[0], reference()) <= _TOLERANCE
+
+
+def _wrong(what: str) -> None:
+    variables = {"fp16": {"mixed_precision": "fp16"}, "sizes": {"replicate_size": 1, "shard_size": 2}}.get(what, {})
+    options: dict[str, Any] = {"sizes": {"replicate_size": 2}, "zero2": {"sharding": "zero2"}}.get(what, {})
+    if what == "ranks":
+        options = {"wrap_policy": [["Block"], ["Linear"]][dist.get_rank()]}
+    with fsdp2_on_cpu(**variables):
+        accelerator = lightning_muon.accelerate.Accelerator(options=options)
+        model: Any = network()
+        optimizer = adamw(model)
+        if what == "meta" and dist.get_rank() == 1:
+            model.head.to("meta")
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if what == "again":
+            accelerator.prepare(network())
+        if what == "norm":
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+        if what == "tokens":
+            accelerator.report_tokens(3)
+        if what == "unreduced":
+            tokens, targets = own_rows(accelerator, micro_batch(0, 0))
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_of(model(tokens), targets))
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "exception", "match"),
+    [
+        ("fp16", ValueError, "float16 needs loss scaling"),
+        ("sizes", ValueError, "replicate_size=2 contradicts parallelism_config_dp_replicate_size: 1"),
+        ("zero2", ValueError, "sharding='zero2' contradicts distributed_type: FSDP"),
+        ("ranks", RuntimeError, "the options of lightning_muon differs between ranks"),
+        ("meta", Exception, "head.weight .* is on the meta device"),
+        ("again", ValueError, "1 models after another one"),
+        ("norm", ValueError, "only the 2-norm"),
+        ("tokens", RuntimeError, "loss_scaling='tokens'"),
+        ("unreduced", RuntimeError, "micro-batches that were all inside of"),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_all_ranks(
+    gloo: ProcessPool, what: str, exception: type[Exception], match: str
+) -> None:
+    if what == "meta":  # The rank that has found it keeps the type of its error.
+        with pytest.raises(Exception, match=match):
+            gloo.run(_wrong, what, world_size=2)
+        return
+    gloo.expect_error_on_all_ranks(_wrong, what, exception=exception, match=match, world_size=2)

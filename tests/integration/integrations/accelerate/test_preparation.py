@@ -1,0 +1,155 @@
+"""Models and optimizers on their way through ``prepare``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import lightning_muon.accelerate
+from lightning_muon import ParallelMuon
+from lightning_muon.integrations.accelerate.preparation import describe
+from lightning_muon.integrations.options import Options
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
+from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
+from tests.integration.training import EXACT, Block, max_difference
+from tests.support.accelerate_cpu import fresh_accelerate
+from tests.support.processes import ProcessPool
+
+_CHECKPOINTING = {
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
+
+
+def _checkpointed() -> tuple[dict[str, Tensor], int]:
+    """How often the first block has run forward, too."""
+    calls = []
+    with accelerator_on_cpu(variables=_CHECKPOINTING) as accelerator:
+        model: Any = network()
+        model.blocks[0].up.register_forward_hook(lambda *_: calls.append(None))
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        run_steps(accelerator, model, optimizer)
+        return accelerator.get_state_dict(model), len(calls)
+
+
+def test_activations_may_be_dropped(gloo: ProcessPool) -> None:
+    found, num_calls = gloo.run(_checkpointed, world_size=2)[0]
+    assert num_calls == 2 * 8
+    assert max_difference(found, reference()) <= 1e-6
+
+
+def _compiled() -> dict[str, Tensor]:
+    with accelerator_on_cpu(variables={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        assert hasattr(model, "_orig_mod")
+        run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        return accelerator.get_state_dict(model)
+
+
+def test_a_compiled_model_has_the_same_weights(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_compiled, world_size=2)[0], reference(max_norm=0.1)) <= 1e-6
+
+
+def _one_by_one() -> dict[str, Tensor]:
+    with accelerator_on_cpu(is_fsdp=False, sharding="ddp") as accelerator:
+        model: Any = network()
+        optimizer: Any = adamw(model)
+        model = accelerator.prepare_model(model)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+        run_steps(accelerator, model, optimizer)
+        return accelerator.get_state_dict(model)
+
+
+def test_model_and_optimizer_may_be_prepared_one_by_one(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_one_by_one, world_size=2)[0], reference()) <= 1e-6
+
+
+def _kept() -> list[bool]:
+    """Which of the whole parameters are still there."""
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        optimizer: Any = adamw(model)
+        references = [weakref.ref(parameter) for parameter in model.parameters()]
+        model, optimizer = accelerator.prepare(model, optimizer)
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        gc.collect()
+        return [reference() is not None for reference in references]
+
+
+def test_whole_parameters_are_not_kept(gloo: ProcessPool) -> None:
+    assert not any(gloo.run(_kept, world_size=2)[0])
+
+
+def _kinds(**options: Any) -> list[str]:
+    """What became of two optimizers; and what of the model is divided."""
+    with accelerator_on_cpu(**options) as accelerator:
+        model: Any = network()
+        model.head.weight.data = model.head.weight.data.bfloat16()
+        named = dict(model.named_parameters())
+        given = [
+            torch.optim.AdamW([named[name] for name in MATRICES], **HYPER),
+            torch.optim.SGD([value for name, value in named.items() if name not in MATRICES], lr=0.1),
+        ]
+        sgd, model, adamw = accelerator.prepare(given[1], model, given[0])
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        return [type(adamw.optimizer).__name__, type(sgd.optimizer).__name__]
+
+
+def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool) -> None:
+    found = gloo.run(_kinds, mixed_precision="bf16", world_size=2)
+    assert found == [["ParallelMuon", "SGD"]] * 2
+    found = gloo.run(_kinds, mixed_precision="bf16", optimizer="keep", world_size=2)
+    assert found == [["AdamW", "SGD"]] * 2
+
+
+def _alone() -> dict[str, Tensor]:
+    """A program that nobody has launched."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    with fresh_accelerate({"ACCELERATE_TORCH_DEVICE": "cpu"}):
+        accelerator = lightning_muon.accelerate.Accelerator(gradient_accumulation_steps=2, options={"optimizer": EXACT})
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        assert isinstance(optimizer.optimizer, ParallelMuon)
+        assert tuple(accelerator.device_mesh.shape) == (1, 1)
+        run_steps(accelerator, model, optimizer)
+        result = accelerator.get_state_dict(model)
+        accelerator.free_memory()
+        return result
+
+
+def test_one_process_needs_no_launcher(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_alone, world_size=1)[0], reference()) <= 1e-6
+
+
+def test_options_are_described_without_addresses() -> None:
+    def policy(name: str, module: Any) -> bool:
+        return isinstance(module, Block)
+
+    lines = dict(describe(Options(wrap_policy=policy)))
+    assert lines["wrap_policy"] == policy.__qualname__
+    assert lines["replicate_size"] == "'auto'"
+    assert lines.keys() == vars(Options()).keys()
+
+
+def _mesh(**options: Any) -> tuple[int, ...]:
+    with accelerator_on_cpu(variables={"LOCAL_WORLD_SIZE": "2"}, **options) as accelerator:
+        model: Any = network()
+        accelerator.prepare(model, adamw(model))
+        return tuple(accelerator.device_mesh.shape)
+
+
+def test_replicas_are_nodes_unless_the_user_says_otherwise(gloo: ProcessPool) -> None:
+    assert gloo.run(_mesh, world_size=4) == [(2, 2)] * 4
+    assert gloo.run(_mesh, shard_size=4, world_size=4) == [(1, 4)] * 4

@@ -1,0 +1,253 @@
+"""States that are saved and loaded: the same training goes on, also on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
+from torch import Tensor
+
+import lightning_muon.accelerate
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
+from tests.integration.integrations.fabric.loop import HYPER, adamw, network, reference
+from tests.integration.training import max_difference
+from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
+from tests.support.processes import ProcessPool
+
+_TOLERANCE = 1e-6
+_FLEXDEMO = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, base="adamw")
+# The states are saved between two averages.
+_DILOCO = FlexDeMoConfig(replicator=DiLoCo(period=3), base="adamw")
+_STEPS = 4
+
+
+class _Counter:
+    """What a program registers."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _train(
+    directory: str, *, begin: int = 0, end: int = _STEPS, kept: bool = False, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    """Load what was saved unless ``begin`` is 0, train, save; weights, state of the optimizer, a random number."""
+    if kept:
+        options["optimizer"] = "keep"
+    with accelerator_on_cpu(**options) as accelerator:
+        model: Any = network(seed=dist.get_rank() + begin)
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, gamma=0.7)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        counter = _Counter()
+        accelerator.register_for_checkpointing(counter)
+        if begin:
+            accelerator.load_state(directory)
+            assert counter.value == begin
+        run_steps(accelerator, model, optimizer, steps=range(begin, end), scheduler=scheduler)
+        counter.value = end
+        accelerator.save_state(directory)
+        draw = float(torch.rand(()))
+        if begin:
+            accelerator.load_state(directory)
+            assert float(torch.rand(())) == draw, "random numbers go on"
+        states = {
+            name: {key: _local(value) for key, value in optimizer.state[parameter].items()}
+            for name, parameter in model.named_parameters()
+        }
+        return accelerator.get_state_dict(model), states, scheduler.get_last_lr()[0]
+
+
+def _local(value: Any) -> Any:
+    return value.to_local().clone() if hasattr(value, "to_local") else value
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (4, {"replicate_size": 2, "shard_size": 2}),
+        (2, {"variables": {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}}),
+        (2, {"is_fsdp": False, "sharding": "zero2"}),
+        (2, {"kept": True}),
+        (4, {"replicate_size": 2, "shard_size": 2, "optimizer": _FLEXDEMO}),
+        (2, {"is_fsdp": False, "replicate_size": 2, "optimizer": _DILOCO}),
+    ],
+)
+def test_a_resumed_training_is_bit_equal(
+    gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    whole = gloo.run(_train, str(tmp_path / "whole"), world_size=world_size, **options)
+    gloo.run(_train, str(tmp_path / "parts"), end=2, world_size=world_size, **options)
+    parts = gloo.run(_train, str(tmp_path / "parts"), begin=2, world_size=world_size, **options)
+    for (weights, states, rate), (expected, expected_states, expected_rate) in zip(parts, whole, strict=True):
+        assert rate == expected_rate
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        for name, state in expected_states.items():
+            assert state.keys() == states[name].keys()
+            assert all(torch.equal(torch.as_tensor(states[name][key]), torch.as_tensor(state[key])) for key in state)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "before", "after"),
+    [
+        ((4, 2), {"replicate_size": 2, "shard_size": 2}, {}),
+        ((2, 3), {}, {"is_fsdp": False}),
+        ((2, 4), {"save_distributed_checkpoint": False}, {"is_fsdp": False, "sharding": "zero2"}),
+        ((2, 1), {"is_fsdp": False, "sharding": "ddp"}, {"is_fsdp": False, "sharding": "none"}),
+    ],
+)
+def test_other_ranks_and_shardings_go_on(
+    gloo: ProcessPool, tmp_path: Path, sizes: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    gloo.run(_train, str(tmp_path), end=1, world_size=sizes[0], **before)
+    found = gloo.run(_train_without_schedule, str(tmp_path), world_size=sizes[1], **after)
+    assert max_difference(found[0], reference(steps=3)) <= _TOLERANCE
+
+
+def _train_without_schedule(directory: str, **options: Any) -> dict[str, Tensor]:
+    with accelerator_on_cpu(**options) as accelerator:
+        model: Any = network(seed=7)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        accelerator.register_for_checkpointing(_Counter())
+        accelerator.load_state(directory)
+        for group in optimizer.param_groups:  # The schedule has changed it.
+            group["lr"] = HYPER["lr"]
+        assert accelerator.step == 2
+        run_steps(accelerator, model, optimizer, steps=range(1, 3))
+        return accelerator.get_state_dict(model)
+
+
+def _nodes(directory: str, nodes: int, *, resume: bool) -> list[Tensor]:
+    """Mean over the nodes of what each has not sent yet, for each parameter."""
+    with accelerator_on_cpu(is_fsdp=False, replicate_size=nodes, optimizer=_FLEXDEMO) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        if resume:
+            accelerator.load_state(directory)
+        else:
+            run_steps(accelerator, model, optimizer, steps=range(2))
+            accelerator.save_state(directory)
+        residuals = [optimizer.state[p]["residual"] for p in model.parameters() if "residual" in optimizer.state[p]]
+        return [residual.full_tensor().mean(0) for residual in residuals]
+
+
+def test_other_numbers_of_nodes_share_what_was_not_sent(gloo: ProcessPool, tmp_path: Path) -> None:
+    before = gloo.run(_nodes, str(tmp_path), 2, resume=False, world_size=4)[0]
+    after = gloo.run(_nodes, str(tmp_path), 4, resume=True, world_size=4)[0]
+    assert before
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0.0, atol=1e-7)
+
+
+def _named(directory: str) -> tuple[list[str], list[int], list[str]]:
+    """States with names of Accelerate's choice; hooks of the user see the model."""
+    seen: list[int] = []
+    with ddp_on_cpu():
+        project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = lightning_muon.accelerate.Accelerator(project_config=project)
+        model: Any = network()
+        model, _ = accelerator.prepare(model, adamw(model))
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(len(models)))
+        for _ in range(3):
+            accelerator.save_state()
+            accelerator.wait_for_everyone()
+        with torch.no_grad():
+            model.blocks[0].up.weight.zero_()
+        accelerator.load_state()
+        names = sorted(path.name for path in Path(directory, "checkpoints").iterdir())
+        files = sorted(path.name for path in Path(directory, "checkpoints", names[-1]).iterdir())
+        for name, whole in accelerator.get_state_dict(model).items():
+            assert torch.equal(whole, network().state_dict()[name])
+        accelerator.free_memory()
+        return names, seen, files
+
+
+def test_names_and_hooks_are_those_of_accelerate(gloo: ProcessPool, tmp_path: Path) -> None:
+    names, seen, files = gloo.run(_named, str(tmp_path), world_size=2)[0]
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    assert seen == [1, 1, 1]
+    assert files == ["optimizer_0", "pytorch_model_fsdp_0", "random_states_0.pkl", "random_states_1.pkl"]
+
+
+class _FailsOnOneRank(_Counter):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("a program's own mistake")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+
+def _fails(directory: str, what: str) -> None:
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        model, _ = accelerator.prepare(model, adamw(model))
+        if what == "custom":
+            accelerator.register_for_checkpointing(_FailsOnOneRank())
+            accelerator.save_state(directory)
+        accelerator.load_state(directory if what != "missing" else f"{directory}/missing")
+
+
+@pytest.mark.parametrize(
+    ("what", "match"), [("missing", "there is no directory"), ("empty", "has neither"), ("custom", "own mistake")]
+)
+def test_all_ranks_fail_together(gloo: ProcessPool, tmp_path: Path, what: str, match: str) -> None:
+    with pytest.raises(Exception, match=match) as failed:
+        gloo.run(_fails, str(tmp_path), what, world_size=2)
+    assert len(failed.value.failures) == 2
+
+
+def _other_optimizer(directory: str) -> None:
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        accelerator.load_state(directory)
+
+
+def test_the_state_of_another_optimizer_is_refused(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_save, str(tmp_path), world_size=2)
+    gloo.expect_error_on_all_ranks(
+        _other_optimizer, str(tmp_path), exception=RuntimeError, match="does not fit SGD", world_size=2
+    )
+
+
+def _save(directory: str) -> None:
+    with accelerator_on_cpu() as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        accelerator.save_state(directory)
+
+
+def _stock(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """ParallelMuon in an Accelerator that knows nothing of it: weights of a run, and of one that is resumed."""
+    from accelerate import Accelerator
+
+    with fsdp2_on_cpu():
+        accelerator = Accelerator()
+        model = network()
+        model, optimizer = accelerator.prepare(model, ParallelMuon(model, lr=1e-2))
+        run_steps(accelerator, model, optimizer, steps=range(2))
+        accelerator.save_state(directory)
+        run_steps(accelerator, model, optimizer, steps=range(2, 4))
+        whole = lightning_muon.full_state_dict(model)
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        accelerator.load_state(directory)
+        run_steps(accelerator, model, optimizer, steps=range(2, 4))
+        return whole, lightning_muon.full_state_dict(model), len(optimizer.optimizer.state) - len([*model.parameters()])
+
+
+def test_a_stock_accelerator_saves_and_loads_a_parallel_muon(gloo: ProcessPool, tmp_path: Path) -> None:
+    whole, resumed, too_much = gloo.run(_stock, str(tmp_path / "state"), world_size=2)[0]
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert too_much == 0, "state of the parameters before sharding is kept"

@@ -1,0 +1,109 @@
+"""A Fabric program inside of the workers of the gloo pool, and the same training in one process with whole matrices."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_muon.integrations.fabric.registry import PACKAGES, strategy_class
+from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of
+from tests.reference.muon_and_adamw import MuonAndAdamW
+
+FABRICS = tuple(PACKAGES)
+MATRICES = tuple(f"blocks.{block}.{layer}.weight" for block in range(2) for layer in ("up", "down"))
+HYPER = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
+ROWS = 12  # Of a micro-batch, on all ranks together.
+
+
+def launch(package: str = FABRICS[0], *, strategy: Any = None, precision: Any = None, **options: Any) -> Any:
+    """A Fabric over all ranks of the pool's call."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "pool"
+    fabric_package = importlib.import_module(package)
+    chosen = strategy or strategy_class(package)(**({"optimizer": EXACT} | options))
+    fabric = fabric_package.Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=chosen, precision=precision
+    )
+    fabric.launch()
+    return fabric
+
+
+def network(seed: int = 0, **options: Any) -> Network:
+    torch.manual_seed(seed)
+    return Network(**options)
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), **HYPER)
+
+
+def micro_batch(step: int, index: int) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    return tokens, (3 * tokens + 1) % VOCABULARY
+
+
+def own_rows(fabric: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    sampler = fabric.strategy.distributed_sampler_kwargs
+    rows = slice(sampler["rank"], None, sampler["num_replicas"])
+    return batch[0][rows], batch[1][rows]
+
+
+def run_steps(
+    fabric: Any,
+    model: Any,
+    optimizer: Any,
+    *,
+    steps: range = range(4),
+    accumulate: int = 2,
+    clip: Callable[[], Any] | None = None,
+    scheduler: Any = None,
+) -> None:
+    """The loop that the documentation of Fabric shows."""
+    for step in steps:
+        optimizer.zero_grad()
+        for index in range(accumulate):
+            tokens, targets = own_rows(fabric, micro_batch(step, index))
+            with fabric.no_backward_sync(model, enabled=index < accumulate - 1):
+                fabric.backward(loss_of(model(tokens), targets) / accumulate)
+        if clip is not None:
+            clip()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """Whole weights of what ``fabric.setup`` has returned, on rank 0. Collective."""
+    return full_weights(model.module)
+
+
+def reference(
+    *,
+    steps: int = 4,
+    accumulate: int = 2,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    rate: Callable[[int], float] = lambda step: 1.0,
+) -> dict[str, Tensor]:
+    """What :func:`run_steps` does, in one process."""
+    module = network()
+    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    for step in range(steps):
+        module.zero_grad()
+        for index in range(accumulate):
+            tokens, targets = micro_batch(step, index)
+            (loss_of(module(tokens), targets) / accumulate).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        if max_value is not None:
+            torch.nn.utils.clip_grad_value_(module.parameters(), max_value)
+        optimizer.muon.lr = optimizer.adamw.param_groups[0]["lr"] = HYPER["lr"] * rate(step)
+        optimizer.step()
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -1,0 +1,171 @@
+"""Methods other than forward, evaluation, and inference mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.integration.integrations.fabric.loop import (
+    HYPER,
+    adamw,
+    launch,
+    micro_batch,
+    own_rows,
+    reference,
+    run_steps,
+    weights,
+)
+from tests.integration.training import Network, loss_of, max_difference
+from tests.support.processes import ProcessPool
+
+
+class _Model(Network):
+    """With methods that use the root's own weights, and an inner model that generates."""
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        return self(tokens).argmax(-1)
+
+    def loss(self, tokens: Tensor, *, targets: Tensor) -> Tensor:
+        return loss_of(self.head(self.blocks[1](self.blocks[0](self.embedding(tokens)))), targets)
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return _Model()
+
+
+def _train() -> tuple[dict[str, Tensor], Tensor, list[bool]]:
+    """Train through a marked method, with evaluations in between."""
+    fabric = launch(reshard_after_forward=False)  # Weights stay whole for a backward pass that may come.
+    model = _model()
+    model, optimizer = fabric.setup(model, adamw(model))
+    model.mark_forward_method("loss")
+    model.mark_forward_method("predict")
+    found = torch.empty(0)
+    are_shards = []
+    for step in range(4):
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            found = model.predict(micro_batch(step, 0)[0]).clone()
+        are_shards.append(all(isinstance(parameter, DTensor) for parameter in model.parameters()))
+        optimizer.zero_grad()
+        for index in range(2):
+            tokens, targets = own_rows(fabric, micro_batch(step, index))
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                fabric.backward(model.loss(tokens, targets=targets) / 2)
+        optimizer.step()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result, found, are_shards
+
+
+def test_marked_methods_train_and_evaluate(gloo: ProcessPool) -> None:
+    found, predicted, are_shards = gloo.run(_train, world_size=2)[0]
+    assert max_difference(found, reference()) <= 1e-6
+    assert are_shards == [True] * 4
+    alone = _model()
+    alone.load_state_dict(reference(steps=3))
+    with torch.no_grad():
+        assert torch.equal(predicted, alone.predict(micro_batch(3, 0)[0]))
+
+
+def _unmarked() -> None:
+    fabric = launch()
+    model = fabric.setup_module(_model())
+    model.predict(micro_batch(0, 0)[0])
+
+
+def test_a_method_that_is_not_marked_is_explained_by_fabric(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_unmarked, exception=RuntimeError, match="mark_forward_method", world_size=2)
+
+
+class _Lightning:
+    """Makes a LightningModule, whose steps Fabric knows."""
+
+    def __new__(cls) -> Any:
+        import lightning.pytorch as pl
+
+        class Module(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.network = Network()
+
+            def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+                return loss_of(self.network(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), **HYPER)
+
+        return Module()
+
+
+def _lightning_module() -> dict[str, Tensor]:
+    fabric = launch()
+    module = _Lightning()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    for step in range(4):
+        optimizer.zero_grad()
+        for index in range(2):
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                fabric.backward(model.training_step(own_rows(fabric, micro_batch(step, index))) / 2)
+        optimizer.step()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_the_steps_of_a_lightning_module_work_in_a_fabric_loop(gloo: ProcessPool) -> None:
+    expected = {f"network.{name}": value for name, value in reference().items()}
+    assert max_difference(gloo.run(_lightning_module, world_size=2)[0], expected) <= 1e-6
+
+
+def _compiled() -> dict[str, Tensor]:
+    fabric = launch()
+    plain = _model()
+    optimizer: Any = adamw(plain)
+    model, optimizer = fabric.setup(torch.compile(plain, backend="eager"), optimizer)
+    run_steps(fabric, model, optimizer)
+    result = weights(model._orig_mod if hasattr(model, "_orig_mod") else model)
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_module_stays_compiled(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_compiled, world_size=2, timeout=100)[0], reference()) <= 1e-6
+
+
+def _language_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=31, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=30)
+    return GPT2LMHeadModel(config).eval()
+
+
+def _generated() -> tuple[Tensor, bool]:
+    """Tokens that a sharded model of Hugging Face generates, and whether its weights are shards afterwards."""
+    fabric = launch(reshard_after_forward=False)
+    model = fabric.setup_module(_language_model())
+    model.mark_forward_method("generate")
+    found = model.generate(_PROMPT, attention_mask=torch.ones_like(_PROMPT), max_new_tokens=8, do_sample=False)
+    are_shards = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    fabric.strategy.teardown()
+    return found, are_shards
+
+
+_PROMPT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+def test_generate_of_a_sharded_model_can_be_marked(gloo: ProcessPool) -> None:
+    alone = _language_model()
+    options = {"attention_mask": torch.ones_like(_PROMPT), "max_new_tokens": 8, "do_sample": False}
+    expected = alone.generate(_PROMPT, **options)
+    assert expected.shape[1] > _PROMPT.shape[1]
+    for found, are_shards in gloo.run(_generated, world_size=2):
+        assert torch.equal(found, expected)
+        assert are_shards

@@ -1,0 +1,343 @@
+"""Fabric programs give the weights of one process with whole matrices."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import DCTTopK, FlexDeMo, FlexDeMoConfig, ParallelMuon
+from tests.integration.integrations.fabric.loop import (
+    FABRICS,
+    HYPER,
+    MATRICES,
+    adamw,
+    launch,
+    micro_batch,
+    network,
+    own_rows,
+    reference,
+    run_steps,
+    weights,
+)
+from tests.integration.training import EXACT, Network, full_weights, loss_of, max_difference
+from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.support.processes import ProcessPool
+
+# Sums over ranks have another order than those of one process.
+_TOLERANCE = 1e-6
+
+
+def _train(
+    package: str = FABRICS[0],
+    *,
+    apart: bool = False,
+    own: bool = False,
+    clip: dict[str, float] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    fabric = launch(package, **options)
+    model: Any = network(seed=dist.get_rank())
+    optimizer: Any
+    if apart:
+        model = fabric.setup_module(model)
+        given = ParallelMuon(model, compute_dtype="float32", wire_dtype="float32", **HYPER) if own else adamw(model)
+        optimizer = fabric.setup_optimizers(given)
+    else:
+        model, optimizer = fabric.setup(model, adamw(model))
+    run_steps(
+        fabric, model, optimizer, clip=(lambda: fabric.clip_gradients(model, optimizer, **clip)) if clip else None
+    )
+    assert isinstance(optimizer, ParallelMuon)
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"package": FABRICS[1], "apart": True}),
+        (2, {"apart": True, "own": True}),
+        (4, {"replicate_size": 2, "clip": {"max_norm": 0.1}}),
+        (4, {"sharding": "zero2", "replicate_size": 2, "clip": {"max_norm": 0.1}}),
+        (2, {"sharding": "ddp", "apart": True, "clip": {"clip_val": 1e-3}}),
+        (3, {"clip": {"clip_val": 1e-3}, "reshard_after_backward": False}),
+        (1, {"sharding": "none"}),
+        (1, {"apart": True}),
+    ],
+)
+def test_weights_are_those_of_one_process(gloo: ProcessPool, world_size: int, options: dict[str, Any]) -> None:
+    clip = options.get("clip", {})
+    expected = reference(max_norm=clip.get("max_norm"), max_value=clip.get("clip_val"))
+    assert not clip or max_difference(expected, reference()) > 1e-3
+    found = gloo.run(_train, world_size=world_size, **options)
+    assert max_difference(found[0], expected) <= _TOLERANCE
+
+
+def _scheduled(*, when: str) -> dict[str, Tensor]:
+    """A scheduler that the strategy is not told of, of the user's optimizer or of what Fabric has returned."""
+    fabric = launch()
+    model: Any = network()
+    given = optimizer = adamw(model)
+    made = []
+    if when != "after":
+        made.append(torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step)))
+    if when == "given":
+        model, optimizer, scheduler = fabric.setup(model, given, scheduler=made[0])
+        made = [scheduler]
+    else:
+        model, optimizer = fabric.setup(model, given)
+    if when == "after":
+        made.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)))
+    with warnings.catch_warnings():
+        # Schedulers warn if nobody steps their optimizer.
+        warnings.filterwarnings("error", message=r".*`(optimizer|lr_scheduler)\.step")
+        run_steps(fabric, model, optimizer, scheduler=made[0])
+    assert given.param_groups is optimizer.param_groups
+    with pytest.raises(RuntimeError, match="a ParallelMuon has taken its place"):
+        given.step()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
+    expected = reference(rate=lambda step: 1.0 / (1 + step))
+    for when in ("before", "given", "after"):
+        assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
+
+
+def _alive(*, apart: bool) -> int:
+    """How many whole parameters are left after they were divided."""
+    fabric = launch()
+    model: Any = network()
+    whole = [weakref.ref(parameter) for parameter in model.parameters()]
+    if apart:
+        model = fabric.setup_module(model)
+        optimizer: Any = fabric.setup_optimizers(adamw(model))
+    else:
+        optimizer = adamw(model)
+        model, used = fabric.setup(model, optimizer)
+        assert used.param_groups is optimizer.param_groups
+    gc.collect()
+    result = sum(reference_() is not None for reference_ in whole)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_whole_weights_are_freed_once_they_are_divided(gloo: ProcessPool) -> None:
+    for apart in (False, True):
+        assert gloo.run(_alive, apart=apart, world_size=2) == [0, 0], apart
+
+
+def _two_optimizers(*, apart: bool) -> dict[str, Tensor]:
+    """Matrices and the rest have optimizers of their own, and a kept one works beside ours."""
+    fabric = launch()
+    model: Any = network()
+    named = dict(model.named_parameters())
+    muon = torch.optim.AdamW([named[name] for name in MATRICES], **HYPER)
+    rest = torch.optim.AdamW([value for name, value in named.items() if name not in MATRICES], **HYPER)
+    if apart:
+        model = fabric.setup_module(model)
+        muon, rest = fabric.setup_optimizers(muon, rest)
+    else:
+        model, muon, rest = fabric.setup(model, muon, rest)
+    assert isinstance(muon, ParallelMuon) and isinstance(rest, torch.optim.AdamW)
+    for step in range(4):
+        for optimizer in (muon, rest):
+            optimizer.zero_grad()
+        for index in range(2):
+            tokens, targets = own_rows(fabric, micro_batch(step, index))
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                fabric.backward(loss_of(model(tokens), targets) / 2)
+        muon.step()
+        rest.step()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_module_may_have_several_optimizers(gloo: ProcessPool, apart: bool) -> None:
+    assert max_difference(gloo.run(_two_optimizers, apart=apart, world_size=2)[0], reference()) <= _TOLERANCE
+
+
+def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
+    fabric = launch(sharding=sharding)
+    pairs: list[Any] = [fabric.setup(module, adamw(module)) for module in (network(0), network(1))]
+    (first, _), (second, _) = pairs
+    for step in range(3):
+        tokens, targets = own_rows(fabric, micro_batch(step, 0))
+        fabric.backward(loss_of(first(tokens) + second(tokens), targets))
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        # Only one of them runs.
+        tokens, targets = own_rows(fabric, micro_batch(step, 1))
+        fabric.backward(loss_of(first(tokens), targets))
+        pairs[0][1].step()
+        pairs[0][1].zero_grad()
+    result = [weights(model) for model, _ in pairs]
+    fabric.strategy.teardown()
+    return result
+
+
+def _two_modules_alone() -> list[dict[str, Tensor]]:
+    modules = [network(0), network(1)]
+    optimizers = [MuonAndAdamW(module, MATRICES, **HYPER) for module in modules]
+    for step in range(3):
+        for index, used in ((0, 2), (1, 1)):
+            for module in modules:
+                module.zero_grad()
+            tokens, targets = micro_batch(step, index)
+            logits = sum(module(tokens) for module in modules[:used])
+            loss_of(logits, targets).backward()  # type: ignore[arg-type]
+            for optimizer in optimizers[:used]:
+                optimizer.step()
+    return [dict(module.state_dict()) for module in modules]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
+def test_modules_with_optimizers_of_their_own_share_a_loss(gloo: ProcessPool, sharding: str) -> None:
+    found = gloo.run(_two_modules, sharding, world_size=2)[0]
+    for ours, alone in zip(found, _two_modules_alone(), strict=True):
+        assert max_difference(ours, alone) <= _TOLERANCE
+
+
+_SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "check_every": 1, "base": "adamw"}
+
+
+def _flexdemo(config: dict[str, Any]) -> dict[str, Tensor]:
+    fabric = launch(optimizer=FlexDeMoConfig(**config), replicate_size=2)
+    model: Any = network(seed=dist.get_rank())
+    model, optimizer = fabric.setup(model, adamw(model))
+    assert isinstance(optimizer, FlexDeMo)
+    run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=1e6))
+    for parameter in model.parameters():
+        mine = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        first = mine.clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, mine), "nodes have equal weights"
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def _flexdemo_loop(config: dict[str, Any]) -> dict[str, Tensor]:
+    """The same without Fabric and without the sharding modes."""
+    module = network()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    optimizer = FlexDeMo(module.parameters(), mesh=mesh, adamw_eps=1e-8, **HYPER, **config)
+    optimizer.attach(module)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        optimizer.zero_grad()
+        for index in range(2):
+            tokens, targets = (each[rank::size] for each in micro_batch(step, index))
+            module.set_requires_gradient_sync(index == 1)
+            (loss_of(module(tokens), targets) / 2).backward()
+        optimizer.step()
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_flexdemo_is_that_of_a_plain_loop(gloo: ProcessPool, world_size: int) -> None:
+    expected = gloo.run(_flexdemo_loop, _SPARSE, world_size=world_size)[0]
+    found = gloo.run(_flexdemo, _SPARSE, world_size=world_size)[0]
+    assert max_difference(found, expected) <= _TOLERANCE
+    assert max_difference(found, reference()) > 1e-3, "nodes exchange less than everything"
+
+
+def _not_set_up(what: str) -> None:
+    fabric = launch()
+    model: Any = network()
+    foreign = adamw(Network())
+    if what == "setup":
+        model = fabric.setup_module(model)
+        fabric.setup_optimizers(foreign)
+    model, optimizer = fabric.setup(model, adamw(model))
+    if what == "step":
+        fabric.strategy.optimizer_step(foreign)
+    if what == "norm":
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf")
+    if what == "tokens":
+        fabric.strategy.report_tokens(3)
+
+
+@pytest.mark.parametrize(
+    ("what", "exception", "match"),
+    [
+        ("setup", ValueError, "parameters of no module that was set up before it"),
+        ("step", ValueError, "this AdamW was not set up"),
+        ("norm", ValueError, "norm_type=2.0"),
+        ("tokens", RuntimeError, "loss_scaling='tokens'"),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_all_ranks(
+    gloo: ProcessPool, what: str, exception: type[Exception], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_not_set_up, what, exception=exception, match=match, world_size=2)
+
+
+def _precision(precision: str) -> tuple[dict[str, Tensor], list[torch.dtype]]:
+    fabric = launch(precision=precision, optimizer=EXACT)
+    model: Any = network()
+    model, optimizer = fabric.setup(model, adamw(model))
+    run_steps(fabric, model, optimizer)
+    tokens, _ = own_rows(fabric, micro_batch(0, 0))
+    dtypes = [next(model.parameters()).dtype, model(tokens).dtype]
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result, dtypes
+
+
+def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
+    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+        found, dtypes = gloo.run(_precision, precision, world_size=2)[0]
+        assert dtypes == [dtype, torch.float32]
+        # bfloat16 has 8 bits; where a gradient is near zero, AdamW then steps in another direction.
+        initial, exact = network().state_dict(), reference()
+        distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+        way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
+        assert 1e-4 < distance / way < 0.3, precision
+
+
+def _user_sharded() -> dict[str, Tensor]:
+    fabric = launch()
+    model: Any = network()
+    fully_shard(model.blocks[0], mesh=fabric.strategy.device_mesh["shard"])
+    model, optimizer = fabric.setup(model, adamw(model))
+    run_steps(fabric, model, optimizer)
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_parts_that_the_user_has_sharded_stay(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_user_sharded, world_size=2)[0], reference()) <= _TOLERANCE
+
+
+def _collectives() -> tuple[float, Any, int]:
+    fabric = launch()
+    rank = fabric.global_rank
+    fabric.barrier()
+    result = float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")), fabric.broadcast([rank], src=1)
+    data = torch.utils.data.DataLoader(torch.arange(10), batch_size=1)
+    return *result, len(fabric.setup_dataloaders(data))
+
+
+def test_the_collectives_of_fabric_work(gloo: ProcessPool) -> None:
+    assert gloo.run(_collectives, world_size=2) == [(1.0, [1], 5)] * 2

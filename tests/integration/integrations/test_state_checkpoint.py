@@ -1,0 +1,300 @@
+"""fabric.save and fabric.load: resumed runs, other numbers of ranks and nodes, parts of a state, other readers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
+from tests.integration.integrations.fabric.loop import (
+    adamw,
+    launch,
+    micro_batch,
+    network,
+    own_rows,
+    run_steps,
+    weights,
+)
+from tests.integration.training import full_weights, loss_of, max_difference
+from tests.support.processes import ProcessPool
+
+
+class _Run:
+    """A training with a scheduler and a counter, in what a program would save."""
+
+    def __init__(self, *, seed: int = 0, **options: Any) -> None:
+        self.fabric = launch(**options)
+        model: Any = network(seed=seed)
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, "step": 0}
+
+    def train(self, until: int) -> None:
+        steps = range(self.state["step"], until)
+        run_steps(self.fabric, self.model, self.optimizer, steps=steps, scheduler=self.state["scheduler"])
+        self.state["step"] = until
+
+    def finish(self) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+        """Whole weights (rank 0), what this rank holds of the optimizer's state, and the learning rate."""
+        names = {parameter: name for name, parameter in self.model.module.named_parameters()}
+        state = {
+            f"{names[parameter]}.{key}": _local(value).clone()
+            for parameter, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+        result = weights(self.model), state, self.optimizer.param_groups[0]["lr"]
+        self.fabric.strategy.teardown()
+        return result
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _save(path: str, *, at: int = 2, until: int = 4, **options: Any) -> Any:
+    run = _Run(**options)
+    run.train(at)
+    run.fabric.save(path, run.state)
+    run.train(until)
+    return run.finish()
+
+
+def _resume(path: str, *, until: int = 4, **options: Any) -> Any:
+    run = _Run(seed=1, **options)
+    remainder = run.fabric.load(path, run.state)
+    assert remainder == {}
+    assert run.state["step"] == 2
+    run.train(until)
+    return run.finish()
+
+
+_NODES = FlexDeMoConfig(base="adamw", replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100)
+_AVERAGING = FlexDeMoConfig(base="adamw", replicator=DiLoCo(period=3))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (4, {"replicate_size": 2}),
+        (2, {"save_distributed_checkpoint": False}),
+        (2, {"sharding": "zero2"}),
+        (2, {"sharding": "zero2", "save_distributed_checkpoint": False}),
+        (4, {"replicate_size": 2, "optimizer": _NODES}),
+        (2, {"replicate_size": 2, "optimizer": _NODES, "save_distributed_checkpoint": False}),
+        (2, {"replicate_size": 2, "optimizer": _AVERAGING}),
+    ],
+)
+def test_a_resumed_run_is_bit_equal(
+    gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    path = tmp_path / "checkpoint"
+    whole = gloo.run(_save, str(path), world_size=world_size, **options)
+    assert path.is_dir() == options.get("save_distributed_checkpoint", True)
+    resumed = gloo.run(_resume, str(path), world_size=world_size, **options)
+    for (expected, states, rate), (found, found_states, found_rate) in zip(whole, resumed, strict=True):
+        assert found_rate == rate
+        assert found.keys() == expected.keys() and found_states.keys() == states.keys() and states
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(found_states[name], states[name]) for name in states)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_another_number_of_ranks_goes_on(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    path = str(tmp_path / "checkpoint")
+    options = {"save_distributed_checkpoint": sharded}
+    expected = gloo.run(_save, path, world_size=4, replicate_size=2, **options)[0]
+    found = gloo.run(_resume, path, world_size=3, **options)[0]
+    assert max_difference(found[0], expected[0]) <= 1e-6
+    # Another way of dividing it, too.
+    found = gloo.run(_resume, path, world_size=2, sharding="zero2", **options)[0]
+    assert max_difference(found[0], expected[0]) <= 1e-6
+
+
+def _residuals(path: str, *, nodes: int, is_new: bool) -> dict[str, Tensor]:
+    """Whole residuals, summed over the nodes."""
+    run = _Run(optimizer=_NODES, replicate_size=nodes)
+    if is_new:
+        run.train(2)
+        run.fabric.save(path, run.state)
+    else:
+        run.fabric.load(path, run.state)
+    names = {parameter: name for name, parameter in run.model.module.named_parameters()}
+    residuals = {names[p]: state["residual"] for p, state in run.optimizer.state.items() if "residual" in state}
+    result = {name: value.full_tensor().sum(0) for name, value in residuals.items()}
+    run.fabric.strategy.teardown()
+    return result
+
+
+def test_another_number_of_nodes_keeps_the_sum_of_what_is_unsent(gloo: ProcessPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    before = gloo.run(_residuals, path, nodes=2, is_new=True, world_size=4)[0]
+    after = gloo.run(_residuals, path, nodes=1, is_new=False, world_size=2)[0]
+    assert max(value.abs().max() for value in before.values()) > 0
+    assert max_difference(after, before) <= 1e-6
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_has_the_last_average_of_nodes_that_train_alone(
+    gloo: ProcessPool, tmp_path: Path, sharded: bool
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    options = {"replicate_size": 2, "optimizer": _AVERAGING, "save_distributed_checkpoint": sharded}
+    trained = gloo.run(_save, path, until=2, world_size=2, **options)[0][0]
+    saved = gloo.run(_weights_in, path, sharded, world_size=2)[0]
+    start = network().state_dict()  # The first average is that of the third step.
+    assert all(torch.equal(saved[name], start[name]) for name in start)
+    assert max_difference(trained, dict(start)) > 1e-3
+
+
+def _weights_in(path: str, sharded: bool) -> dict[str, Tensor]:
+    run = _Run(seed=1, save_distributed_checkpoint=sharded)
+    run.fabric.load(path, {"model": run.model})
+    return run.finish()[0]
+
+
+def _filtered(path: str, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Weights when saved without the head, and after loading that into another model; what else was saved."""
+    run = _Run(save_distributed_checkpoint=sharded)
+    run.train(1)
+    run.fabric.save(
+        path, {"model": run.model, "step": 7, "note": "x"}, filter={"model": lambda name, _: "head" not in name}
+    )
+    saved = weights(run.model)
+    run.fabric.strategy.teardown()
+    other = _Run(seed=1, save_distributed_checkpoint=sharded)
+    with pytest.raises(RuntimeError, match=r"head\.(weight|bias)"):
+        other.fabric.load(path, {"model": other.model})
+    with pytest.raises(KeyError, match="'missing'"):
+        other.fabric.load(path, {"model": other.model, "missing": 0})
+    remainder = other.fabric.load(path, {"model": other.model}, strict=False)
+    result = saved, weights(other.model), remainder
+    other.fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parts_of_a_model_are_saved_and_loaded(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    saved, found, remainder = gloo.run(_filtered, str(tmp_path / "checkpoint"), sharded, world_size=2)[0]
+    assert remainder == {"step": 7, "note": "x"}
+    other = network(seed=1).state_dict()
+    for name, weight in found.items():
+        assert torch.equal(weight, (other if "head" in name else saved)[name]), name
+
+
+def _read_by_fabric(path: str, *, sharded: bool) -> dict[str, Tensor]:
+    """The weights that a strategy of Fabric itself finds."""
+    import lightning.fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    strategy: Any = "auto"
+    if sharded:
+        strategy = ModelParallelStrategy(lambda module, mesh: fully_shard(module, mesh=mesh["data_parallel"]), 2, 1)
+    launch()  # Sets the environment of the pool's workers.
+    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model: Any = network(seed=1)
+    if sharded:
+        model = fabric.setup_module(model)
+        remainder = fabric.load(path, {"model": model, "step": 0})
+        assert "scheduler" in remainder
+        return full_weights(model.module)
+    optimizer = ParallelMuon(model, lr=1.0)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 3)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_strategies_of_fabric_read_the_checkpoints(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    path = str(tmp_path / "checkpoint")
+    expected = gloo.run(_save, path, until=2, world_size=2, save_distributed_checkpoint=sharded)[0][0]
+    found = gloo.run(_read_by_fabric, path, sharded=sharded, world_size=2 if sharded else 1)[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _raw(path: str) -> None:
+    """A file that is the state of one object."""
+    run = _Run()
+    run.train(1)
+    full = weights(run.model)
+    run.fabric.save(f"{path}/shards", {"model": run.model})
+    if run.fabric.global_rank == 0:
+        torch.save(full, f"{path}/raw.pt")
+    run.fabric.barrier()
+    run.train(2)
+    run.fabric.load_raw(f"{path}/raw.pt", run.model)
+    again = weights(run.model)
+    assert all(torch.equal(again[name], full[name]) for name in full)
+    run.fabric.load_raw(f"{path}/shards", run.model)
+
+
+def test_raw_weights_load_from_files_only(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.expect_error_on_all_ranks(_raw, str(tmp_path), match="is a directory of shards", world_size=2)
+
+
+def _broken(path: str, what: str) -> None:
+    run = _Run()
+    run.train(1)
+    state = {"model": run.model, "optimizer": run.optimizer}
+    if what == "occupied":
+        run.fabric.save(path, state)
+    if what == "missing":
+        run.fabric.load(f"{path}/nothing", state)
+    if what == "empty":
+        run.fabric.load(f"{path}/nothing", {})
+    if what == "optimizer":
+        run.fabric.save(f"{path}/checkpoint", {"model": run.model})
+        run.fabric.load(f"{path}/checkpoint", state)
+    if what == "options":
+        run.fabric.strategy.save_checkpoint(path, state, storage_options={})
+
+
+@pytest.mark.parametrize(
+    ("what", "exception", "match"),
+    [
+        ("occupied", IsADirectoryError, "is a directory with other files"),
+        ("missing", FileNotFoundError, "is no checkpoint"),
+        ("empty", ValueError, "needs a state to load into"),
+        ("optimizer", RuntimeError, "the state 'optimizer' in .* does not fit ParallelMuon"),
+        ("options", TypeError, "storage_options"),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
+    gloo: ProcessPool, tmp_path: Path, what: str, exception: type[Exception], match: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    gloo.expect_error_on_all_ranks(_broken, str(tmp_path), what, exception=exception, match=match, world_size=2)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def _evaluated_after_loading(path: str) -> float:
+    """The loss on one batch, of weights that were loaded after a forward pass has seen others."""
+    run = _Run(seed=1)
+    batch = own_rows(run.fabric, micro_batch(9, 0))
+    with torch.no_grad():
+        run.model(batch[0])
+    run.fabric.load(path, {"model": run.model})
+    with torch.no_grad():
+        loss = run.fabric.all_reduce(loss_of(run.model(batch[0]), batch[1]))
+    run.fabric.strategy.teardown()
+    return float(loss)
+
+
+def test_loaded_weights_are_those_of_the_next_forward(gloo: ProcessPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = gloo.run(partial(_save, until=2), path, world_size=2)[0][0]
+    alone = network()
+    alone.load_state_dict(saved)
+    tokens, targets = micro_batch(9, 0)
+    expected = float(loss_of(alone(tokens), targets).detach())
+    assert gloo.run(_evaluated_after_loading, path, world_size=2) == pytest.approx([expected] * 2, rel=1e-5)

@@ -1,0 +1,206 @@
+"""Between backward and step: what micro-batches send, norms, closures, NaN, and steps that were never reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.integration.integrations.fabric.loop import (
+    HYPER,
+    MATRICES,
+    adamw,
+    launch,
+    micro_batch,
+    network,
+    own_rows,
+    reference,
+    weights,
+)
+from tests.integration.training import loss_of, max_difference
+from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.support.processes import ProcessPool
+
+
+def _setup(**options: Any) -> tuple[Any, Any, Any]:
+    fabric = launch(**options)
+    model: Any = network()
+    return fabric, *fabric.setup(model, adamw(model))
+
+
+def _counts(sharding: str) -> list[dict[str, int]]:
+    """Collectives by name: of the micro-batches that are not the last, and of the last one."""
+    # Several buckets, so that the first ones would be sent while backward runs.
+    options = {} if sharding == "fsdp" else {"bucket_bytes": 2000}
+    fabric, model, optimizer = _setup(sharding=sharding, **options)
+    counts: list[dict[str, int]] = []
+    for index in range(2):
+        tokens, targets = own_rows(fabric, micro_batch(0, index))
+        with CommDebugMode() as counter, fabric.no_backward_sync(model, enabled=index == 0):
+            fabric.backward(loss_of(model(tokens), targets))
+        counts.append({str(name): count for name, count in counter.get_comm_counts().items()})
+    optimizer.step()
+    fabric.strategy.teardown()
+    return counts
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
+def test_micro_batches_inside_of_no_backward_sync_send_no_gradients(gloo: ProcessPool, sharding: str) -> None:
+    for first, last in gloo.run(_counts, sharding, world_size=2):
+        sent = {name for name, count in first.items() if count}
+        # FSDP2 gathers weights for each forward pass.
+        assert all("all_gather" in name or "allgather" in name for name in sent), first
+        assert bool(sent) == (sharding == "fsdp")
+        assert sum(last.values()) > sum(first.values())
+
+
+def _norms(sharding: str, world_size: int) -> list[float]:
+    fabric, model, optimizer = _setup(sharding=sharding)
+    norms = []
+    for step in range(3):
+        tokens, targets = own_rows(fabric, micro_batch(step, 0))
+        fabric.backward(loss_of(model(tokens), targets))
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.3)))
+        # What was clipped stays clipped.
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.3)))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return norms
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [("fsdp", 2), ("zero2", 3), ("ddp", 2)])
+def test_clipping_returns_the_norm_before_it(gloo: ProcessPool, sharding: str, world_size: int) -> None:
+    module = network()
+    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    expected = []
+    for step in range(3):
+        tokens, targets = micro_batch(step, 0)
+        module.zero_grad()
+        loss_of(module(tokens), targets).backward()
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.3))
+        expected += [norm, min(norm, 0.3)]
+        optimizer.step()
+    assert expected[0] > 0.3
+    for norms in gloo.run(_norms, sharding, world_size, world_size=world_size):
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
+def _with_closure() -> dict[str, Tensor]:
+    fabric, model, optimizer = _setup()
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for index in range(2):
+                tokens, targets = own_rows(fabric, micro_batch(step, index))
+                with fabric.no_backward_sync(model, enabled=index == 0):
+                    loss = loss_of(model(tokens), targets) / 2
+                    fabric.backward(loss)
+            return loss
+
+        losses.append(optimizer.step(closure))
+    assert all(isinstance(loss, Tensor) and loss.isfinite() for loss in losses)
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_a_closure_computes_the_gradients_of_its_step(gloo: ProcessPool) -> None:
+    assert max_difference(gloo.run(_with_closure, world_size=2)[0], reference()) <= 1e-6
+
+
+def _poisoned(kind: str) -> list[bool]:
+    """Whether each step has changed the weights; in the second one rank 1 has a NaN."""
+    fabric = launch()
+    model: Any = network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1) if kind == "sgd" else adamw(model)
+    model, optimizer = fabric.setup(model, optimizer)
+    changed = []
+    for step in range(3):
+        tokens, targets = own_rows(fabric, micro_batch(step, 0))
+        loss = loss_of(model(tokens), targets)
+        fabric.backward(loss * float("nan") if step == 1 and dist.get_rank() == 1 else loss)
+        if kind != "sgd":
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=kind == "raises")
+        before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        after = [parameter.to_local() for parameter in model.parameters()]
+        changed.append(not all(map(torch.equal, before, after)))
+    fabric.strategy.teardown()
+    return changed
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all(gloo: ProcessPool) -> None:
+    for kind in ("skips", "sgd"):
+        assert gloo.run(_poisoned, kind, world_size=2) == [[True, False, True]] * 2, kind
+
+
+def test_a_nan_raises_on_all_ranks_where_clipping_is_asked_to(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _poisoned, "raises", exception=RuntimeError, match="the norm of the gradients is nan", world_size=2
+    )
+
+
+def _never_reduced(what: str) -> None:
+    fabric, model, optimizer = _setup()
+    tokens, targets = own_rows(fabric, micro_batch(0, 0))
+    if what == "backward":
+        loss_of(model(tokens), targets).backward()
+    with fabric.no_backward_sync(model):
+        fabric.backward(loss_of(model(tokens), targets))
+    if what == "clip":
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("step", "optimizer.step after micro-batches that were all inside of no_backward_sync"),
+        ("clip", "clip_gradients after micro-batches"),
+        ("backward", "call `fabric.backward"),
+    ],
+)
+def test_gradients_that_were_not_reduced_are_an_error(gloo: ProcessPool, what: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_never_reduced, what, exception=RuntimeError, match=match, world_size=2)
+
+
+def _without_optimizer() -> None:
+    fabric = launch()
+    model = fabric.setup_module(network())
+    with fabric.no_backward_sync(model):
+        pass
+
+
+def test_a_module_without_optimizer_has_no_micro_batches(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _without_optimizer, exception=RuntimeError, match="a module that no optimizer was set up for", world_size=2
+    )
+
+
+def _one_rank_runs_another_unit() -> None:
+    fabric, model, optimizer = _setup()
+    network_ = model.module
+    tokens, targets = own_rows(fabric, micro_batch(0, 0))
+    if fabric.global_rank == 1:
+        network_.blocks = network_.blocks[:1]
+    for _ in range(2):
+        fabric.backward(loss_of(model(tokens), targets))
+        optimizer.step()
+
+
+def test_ranks_that_run_different_units_get_an_error_with_their_names(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _one_rank_runs_another_unit,
+        exception=RuntimeError,
+        match=r"different units of the model: .*'blocks\.1' \(Block\)",
+        world_size=2,
+    )

@@ -1,0 +1,156 @@
+"""A small Llama, its data, Trainers inside the workers of the gloo pool, and the same training written out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import lightning_muon.hf
+from tests.reference.muon import ReferenceMuon
+from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
+
+Samples = list[dict[str, Tensor]]
+VOCABULARY, LENGTH, GLOBAL_BATCH = 37, 9, 8
+LR, WEIGHT_DECAY = 4e-3, 0.1
+# In bfloat16 the order of sums shows in the third digit. Small matrices would not be shared among replicas.
+EXACT_MUON = lightning_muon.hf.optimizer(
+    lr=LR, weight_decay=WEIGHT_DECAY, compute_dtype="float32", wire_dtype="float32", dedupe="always"
+)
+
+
+def causal_lm(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    """Odd shapes; repeated layers are FSDP2 units."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        intermediate_size=19,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def samples(num_samples: int = 64, *, even: bool = False) -> Samples:
+    """Sequences of which only a part is to be predicted, each another one unless they are to be ``even``."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for index in range(num_samples):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        last = LENGTH if even else 2 + index % 7
+        labels = ((3 * tokens + 1) % VOCABULARY).masked_fill(torch.arange(LENGTH) > last, -100)
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def accelerator_of(parallel: str, **variables: str) -> AbstractContextManager[None]:
+    """Makes Accelerators of this kind: ``"none"``, ``"ddp"``, ``"fsdp"`` or ``"hsdp"`` (two replicas)."""
+    if parallel == "none":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        return fresh_accelerate({})
+    if parallel == "ddp":
+        return ddp_on_cpu()
+    size = int(os.environ["WORLD_SIZE"])
+    replicas = {"replicate_size": 2, "shard_size": size // 2} if parallel == "hsdp" else {}
+    # Each layer is a unit, as with TrainingArguments(fsdp=True).
+    return fsdp2_on_cpu(**replicas, **({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} | variables))
+
+
+def trainer(
+    directory: str,
+    model: nn.Module,
+    *,
+    optimizer_cls_and_kwargs: Any = EXACT_MUON,
+    accumulate: int = 1,
+    data: Samples | None = None,
+    **options: Any,
+) -> Trainer:
+    """A quiet Trainer that takes the samples in their order, ``GLOBAL_BATCH`` in a step at every number of ranks."""
+    quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    share = GLOBAL_BATCH // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=share,
+        gradient_accumulation_steps=accumulate,
+        **(quiet | {"max_grad_norm": 0.0, "max_steps": 8} | options),
+    )
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=data or samples(),
+        eval_dataset=samples(16),
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+    )
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Collective where the model is sharded; every rank must call it."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def logged(run: Trainer, key: str) -> list[float]:
+    """What the Trainer has logged under this name."""
+    return [float(entry[key]) for entry in run.state.log_history if key in entry]
+
+
+def linear(warmup: int, num_steps: int) -> Callable[[int], float]:
+    """The default schedule of a Trainer: step -> factor of the learning rate."""
+    return lambda step: step / warmup if step < warmup else (num_steps - step) / (num_steps - warmup)
+
+
+def written_out(
+    *,
+    num_steps: int = 8,
+    schedule: Callable[[int], float] | None = None,
+    max_norm: float = 0.0,
+    tied: bool = False,
+    has_muon: bool = True,
+    data: Samples | None = None,
+) -> dict[str, Tensor]:
+    """Weights after the training of :func:`trainer`, in one process: whole batches, whole matrices, no framework."""
+    model, data, schedule = causal_lm(tied=tied), data or samples(), schedule or linear(0, num_steps)
+    named = dict(model.named_parameters())
+    matrices = {name: p.detach() for name, p in named.items() if has_muon and "proj" in name}
+    muon = ReferenceMuon(matrices, lr=LR, weight_decay=WEIGHT_DECAY)
+    rest = {name: p for name, p in named.items() if name not in matrices}
+    groups = [
+        {"params": [p for name, p in rest.items() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in rest.items() if "norm" in name], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR)
+    for step in range(num_steps):
+        window = data[step * GLOBAL_BATCH % len(data) :][:GLOBAL_BATCH]
+        _backward(model, window)
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for group in adamw.param_groups:
+            group["lr"] = muon.lr = LR * schedule(step)
+        with torch.no_grad():
+            muon.step({name: named[name].grad for name in matrices})
+            for name, matrix in muon.matrices.items():
+                named[name].copy_(matrix)
+        adamw.step()
+        model.zero_grad()
+    return whole_weights(model)
+
+
+def _backward(model: nn.Module, window: Sequence[dict[str, Tensor]]) -> None:
+    tokens, labels = (torch.stack([sample[key] for sample in window]) for key in ("input_ids", "labels"))
+    logits = model(tokens).logits[:, :-1]
+    F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()

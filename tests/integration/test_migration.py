@@ -1,0 +1,168 @@
+"""The programs in examples/migration: how little changes, and that what it becomes trains as it should."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_muon
+from tests.integration.training import max_difference
+from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.support.processes import ProcessPool
+
+ROOT = Path(__file__).parents[2] / "examples" / "migration"
+PAIRS = sorted(path.parent / path.name.replace("before", "after") for path in ROOT.glob("*/before.*"))
+
+# Float32 sums in another order, through Newton-Schulz.
+TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize("after", PAIRS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_migration_changes_at_most_six_lines(after: Path) -> None:
+    before = after.with_stem("before").read_text().splitlines()
+    changes = [line for line in difflib.ndiff(before, after.read_text().splitlines()) if line[:1] in "+-"]
+    assert 0 < len(changes) <= 6, "\n".join(changes)
+
+
+def test_every_source_is_there() -> None:
+    folders = {path.parent.name for path in PAIRS}
+    assert folders == {"from_ddp_adamw", "from_deepspeed", "from_lightning_fsdp", "from_torch_muon"}
+
+
+def _train(name: str, **options: Any) -> dict[str, Tensor]:
+    """Weights on rank 0 after ``main`` of a program, with Newton-Schulz in float32, which agrees to the 6th digit."""
+    program = importlib.import_module(f"examples.migration.{name}")
+    with mock.patch("lightning_muon.optim.dtypes.cpu_multiplies_bfloat16_fast", return_value=False):
+        model = program.main(**options)
+    weights = lightning_muon.full_state_dict(getattr(model, "module", model))
+    return {key: value.clone() for key, value in weights.items()}
+
+
+def _language() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 50))
+
+
+def _plain_loop(
+    model: nn.Module, batches: Iterable[Tensor], optimizers: list[Any], *, max_norm: float = float("inf"), warm: int = 0
+) -> dict[str, Tensor]:
+    """One process with the batches of all ranks; ``warm`` steps of LinearLR."""
+    for step, tokens in enumerate(batches):
+        for optimizer in optimizers:
+            _set_rate(optimizer, 1e-2 * (1.0 if step >= warm else 1 / 3 + (1 - 1 / 3) * step / warm))
+        F.cross_entropy(model(tokens), (tokens + 1) % 50).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _set_rate(optimizer: Any, lr: float) -> None:
+    if isinstance(optimizer, MuonAndAdamW):
+        optimizer.muon.lr = lr
+        optimizer = optimizer.adamw
+    optimizer.param_groups[0]["lr"] = lr
+
+
+def _batches_of_both_ranks() -> list[Tensor]:
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    return [torch.cat([torch.randint(50, (8,), generator=one) for one in generators]) for _ in range(10)]
+
+
+def test_ddp_with_adamw_becomes_fsdp2_with_muon(gloo: ProcessPool) -> None:
+    model = _language()
+    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    expected = _plain_loop(model, _batches_of_both_ranks(), [adamw], max_norm=0.5, warm=5)
+    assert max_difference(gloo.run(_train, "from_ddp_adamw.before", world_size=2)[0], expected) < TOLERANCE
+    model = _language()
+    muon = MuonAndAdamW(model, ["1.weight"], lr=1e-2)
+    expected = _plain_loop(model, _batches_of_both_ranks(), [muon], max_norm=0.5, warm=5)
+    assert max_difference(gloo.run(_train, "from_ddp_adamw.after", world_size=2)[0], expected) < TOLERANCE
+
+
+def test_torchs_muon_becomes_the_same_in_one_optimizer(gloo: ProcessPool) -> None:
+    before, after = (gloo.run(_train, f"from_torch_muon.{name}", world_size=2)[0] for name in ("before", "after"))
+    model = _language()
+    muon = MuonAndAdamW(model, ["1.weight"], lr=1e-2)
+    muon.muon.adjust_lr_fn = "original"
+    # AdamW divides by the root of squares, which makes much of the last digit of a gradient that is almost 0.
+    assert _share(after, _plain_loop(model, _batches_of_both_ranks(), [muon])) < 1e-3
+    # torch.optim.Muon runs Newton-Schulz in bfloat16, which has 8 bits; the other adjust_lr_fn would make it 0.2.
+    assert _share(after, before) < 0.1
+
+
+def _share(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a weight as a whole, of the way that it went in the training."""
+    start = _language().state_dict()
+    return max(float((weights[name] - end).norm() / (end - start[name]).norm()) for name, end in expected.items())
+
+
+def _blocks(name: str) -> dict[str, Tensor]:
+    """What a Lightning program of two epochs should become; its data are shuffled as Lightning does."""
+    from lightning import seed_everything
+    from torch.utils.data import DistributedSampler
+
+    seed_everything(0)
+    model = importlib.import_module(f"examples.migration.{name}").Model()
+    tokens, batches = torch.arange(48), []
+    for epoch in range(2):
+        sampler = DistributedSampler(tokens, num_replicas=1, rank=0, shuffle=True, seed=0)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        batches += tokens[list(sampler)].split(8)
+    matrices = [key for key, _ in model.layers.named_parameters() if key.endswith(("up.weight", "down.weight"))]
+    weights = _plain_loop(model.layers, batches, [MuonAndAdamW(model.layers, matrices, lr=1e-2)])
+    return {f"layers.{key}": value for key, value in weights.items()}
+
+
+_QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.mark.parametrize("source", ["from_lightning_fsdp", "from_deepspeed"])
+def test_a_lightning_program_becomes_one_with_our_strategy(gloo: ProcessPool, source: str) -> None:
+    pytest.importorskip("lightning")
+    (weights, _) = gloo.run(_train, f"{source}.after", world_size=2, **_QUIET)
+    assert max_difference(weights, _blocks(f"{source}.after")) < TOLERANCE
+
+
+def test_the_programs_before_are_valid_as_far_as_they_run_here() -> None:
+    lightning = pytest.importorskip("lightning")
+    # In the constructor of the Trainer, which is the line that changes.
+    with pytest.raises(ValueError, match="The strategy `fsdp` requires a GPU accelerator"):
+        importlib.import_module("examples.migration.from_lightning_fsdp.before").main(**_QUIET)
+    # DeepSpeed is not installed: a stand-in of its optimizer shows that the rest of the program is right.
+    module = SimpleNamespace(FusedAdam=torch.optim.AdamW)
+    stand_in = {"deepspeed": module, "deepspeed.ops": module, "deepspeed.ops.adam": module}
+    with mock.patch.dict("sys.modules", stand_in):
+        program = importlib.import_module("examples.migration.from_deepspeed.before")
+        with mock.patch.object(program.L, "Trainer") as trainer:
+            program.main()
+    assert trainer.call_args.kwargs["strategy"] == "deepspeed_stage_2"
+    assert trainer.call_args.kwargs["strategy"] in lightning.pytorch.strategies.StrategyRegistry
+
+
+def test_the_config_files_are_those_of_accelerate() -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    before, after = (
+        config_args.load_config_from_file(str(ROOT / "from_deepspeed" / f"{name}.yaml")) for name in ("before", "after")
+    )
+    assert before.distributed_type.value == "DEEPSPEED" and before.deepspeed_config == {"zero_stage": 3}
+    assert after.distributed_type.value == "FSDP" and after.fsdp_config == {"fsdp_version": 2}
+    same = {key for key in vars(before) if getattr(before, key) == getattr(after, key)}
+    assert vars(before).keys() - same == {"distributed_type", "deepspeed_config", "fsdp_config"}

@@ -1,0 +1,85 @@
+"""Runs Accelerate with FSDP2 on CPUs and gloo, which Accelerate itself does on accelerators only.
+
+Accelerate takes ``ACCELERATE_USE_FSDP`` into account only where it has found CUDA or the like. Here it is told that it
+has, while ``ACCELERATE_TORCH_DEVICE`` keeps everything on the CPU::
+
+    def _train() -> None:
+        with fsdp2_on_cpu(replicate_size=2, shard_size=2):
+            accelerator = Accelerator()
+            assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+
+@contextmanager
+def fsdp2_on_cpu(
+    *, replicate_size: int | None = None, shard_size: int | None = None, mixed_precision: str = "no", **variables: str
+) -> Iterator[None]:
+    """Inside, ``Accelerator()`` is one of FSDP2 on the CPU, in a process group with gloo.
+
+    The environment is that which ``accelerate launch`` makes of a config file. Afterwards environment and the
+    singletons of Accelerate are as before, so that a kept worker can begin anew.
+
+    Args:
+        replicate_size: ``parallelism_config_dp_replicate_size``; without any size there is no ``parallelism_config``.
+        shard_size: ``parallelism_config_dp_shard_size``.
+        mixed_precision: ``mixed_precision``.
+        **variables: Further environment variables, such as ``FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"``.
+    """
+    environment = {
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": mixed_precision,
+    }
+    if replicate_size is not None or shard_size is not None:
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(replicate_size or 1)
+        environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shard_size or 1)
+    with fresh_accelerate(environment | variables), claimed_accelerators():
+        yield
+
+
+@contextmanager
+def ddp_on_cpu(*, mixed_precision: str = "no", **variables: str) -> Iterator[None]:
+    """Inside, ``Accelerator()`` is one of several CPU processes without FSDP; arguments as in :func:`fsdp2_on_cpu`."""
+    with fresh_accelerate({"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": mixed_precision} | variables):
+        yield
+
+
+@contextmanager
+def fresh_accelerate(environment: dict[str, str]) -> Iterator[None]:
+    """Inside, Accelerate knows nothing of earlier Accelerators, and ``environment`` is set."""
+    _forget()
+    try:
+        with mock.patch.dict(os.environ, environment):
+            yield
+    finally:
+        _forget()
+
+
+@contextmanager
+def claimed_accelerators() -> Iterator[None]:
+    """Inside, Accelerate believes that each process has an accelerator; for processes that a launcher has started."""
+    # PartialState asks it for (backend, distributed_type). A method, not its result, because TrainingArguments forgets
+    # the state and makes it anew.
+    with mock.patch.object(PartialState, "_prepare_backend", _claim_accelerators):
+        yield
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _claim_accelerators(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+    return "gloo", DistributedType.MULTI_GPU

@@ -1,0 +1,172 @@
+"""One file for Accelerate and for us, and scripts that know of neither of its halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_muon
+from lightning_muon import MuonConfig
+from lightning_muon.cli.launch import RUNNER, launch_command, needs_several_cpus, run_by_us, split_config
+from lightning_muon.integrations.options import Options
+
+_VARIABLE = "LIGHTNING_MUON_CONFIG"
+_BOTH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+fsdp_config: {fsdp_version: 2}
+parallelism_config: {parallelism_config_dp_replicate_size: 1, parallelism_config_dp_shard_size: 2}
+lightning_muon:
+  clip_groups: elementwise
+  optimizer: {momentum: 0.8}
+"""
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(_VARIABLE, raising=False)
+    path = tmp_path / "both.yaml"
+    path.write_text(_BOTH)
+    return path
+
+
+def test_a_file_is_split_for_as_long_as_it_is_needed(both: Path) -> None:
+    with split_config(str(both)) as rest:
+        assert rest is not None
+        side = os.environ[_VARIABLE]
+        assert Options.from_file(side) == Options(clip_groups="elementwise", optimizer=MuonConfig(momentum=0.8))
+        content = yaml.safe_load(_BOTH)
+        del content["lightning_muon"]
+        assert yaml.safe_load(Path(rest).read_text()) == content
+    assert _VARIABLE not in os.environ
+    assert not Path(side).exists() and not Path(rest).exists()
+
+
+def test_a_file_without_our_section_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_VARIABLE, "side.yaml")
+    path = tmp_path / "theirs.yaml"
+    path.write_text("distributed_type: FSDP\n")
+    for given in (str(path), None):
+        with split_config(given) as rest:
+            assert rest == given
+            assert os.environ[_VARIABLE] == "side.yaml"
+
+
+def test_a_wrong_key_of_ours_ends_the_command_with_the_nearest_one(both: Path) -> None:
+    both.write_text(_BOTH.replace("clip_groups", "clip_group"))
+    with pytest.raises(SystemExit, match=r"lightning-muon launch: .*both.yaml.*'clip_group'.*'clip_groups'"):
+        launch_command(["--config_file", str(both), "script.py"])
+
+
+def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
+    both.write_text(_BOTH + "num_proceses: 2\n")
+    with pytest.raises(SystemExit, match="num_proceses"):
+        launch_command(["--config_file", str(both), "script.py"])
+
+
+def test_two_files_with_our_options_are_an_error(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_VARIABLE, "side.yaml")
+    with pytest.raises(ValueError, match=r"LIGHTNING_MUON_CONFIG names side\.yaml"), split_config(str(both)):
+        pass
+
+
+def test_our_runner_starts_the_script() -> None:
+    script = Namespace(no_python=False, module=False, training_script="a.py", training_script_args=["--x", "1"])
+    run_by_us(script)
+    assert (script.module, script.training_script) == (True, RUNNER)
+    assert script.training_script_args == ["a.py", "--x", "1"]
+    module = Namespace(no_python=False, module=True, training_script="a.b", training_script_args=[])
+    run_by_us(module)
+    assert module.training_script_args == ["-m", "a.b"]
+    with pytest.raises(ValueError, match=r"--no_python starts a\.sh itself"):
+        run_by_us(Namespace(no_python=True, module=False, training_script="a.sh", training_script_args=[]))
+
+
+def test_several_processes_on_cpus_are_started_by_us(both: Path) -> None:
+    def needed(text: str = "", *, file: bool = True, **arguments: Any) -> bool:
+        both.write_text(_BOTH + text)
+        given = {"cpu": False, "num_processes": None, "mpirun_hostfile": None} | arguments
+        return needs_several_cpus(Namespace(config_file=str(both) if file else None, **given))
+
+    assert needed("use_cpu: true\n")
+    assert needed(file=False, cpu=True, num_processes=3)
+    assert not needed("use_cpu: true\n", num_processes=1)
+    assert not needed("use_cpu: true\nmpirun_hostfile: hosts\n")
+    assert not needed("use_cpu: false\n")
+    assert not needed(file=False, cpu=True)
+
+
+_CPU = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+use_cpu: true
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+lightning_muon:
+  shard_size: 2
+  optimizer: {momentum: 0.8}
+"""
+_SCRIPT = """
+import json, sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+accelerator = Accelerator()
+model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 5), nn.Linear(5, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.arange(7)).square().mean())
+optimizer.step()
+result = {
+    "class": f"{type(accelerator).__module__}.{type(accelerator).__name__}",
+    "optimizer": type(optimizer.optimizer).__name__,
+    "momentum": optimizer.param_groups[0]["momentum"],
+    "mesh": list(accelerator.device_mesh.shape),
+    "local": list(model[1].weight.to_local().shape),
+}
+Path(sys.argv[1], f"{accelerator.process_index}.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_is_trained_by_us(both: Path, tmp_path: Path) -> None:
+    both.write_text(_CPU)
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    root = Path(lightning_muon.__file__).parents[1]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "lightning_muon.cli.main", "launch", "--config_file", str(both)]
+    done = subprocess.run(
+        [*command, "script.py", str(tmp_path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    expected = {
+        "class": "lightning_muon.integrations.accelerate.classes.Accelerator",
+        "optimizer": "ParallelMuon",
+        "momentum": 0.8,
+        "mesh": [1, 2],
+    }
+    assert found == [expected | {"local": [3, 8]}, expected | {"local": [2, 8]}]

@@ -1,0 +1,171 @@
+"""What Accelerate was told, in our words; and what cannot be said in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_muon import FlexDeMoConfig, MuonConfig
+from lightning_muon.integrations.accelerate.settings import (
+    check_state,
+    launched_layout,
+    mesh_sizes,
+    mode_options,
+    read_options,
+    sharding_of,
+)
+from lightning_muon.integrations.options import Options
+from lightning_muon.sharding.wrap import find_units
+from tests.integration.training import Block, Network
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIGHTNING_MUON_CONFIG", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _state(kind: DistributedType = DistributedType.FSDP, *, precision: str = "no", **plugin: Any) -> Any:
+    """An AcceleratorState, as far as it is read."""
+    state = SimpleNamespace(distributed_type=kind, mixed_precision=precision, parallelism_config=None)
+    if kind == DistributedType.FSDP:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**({"fsdp_version": 2} | plugin))
+        if precision != "no":
+            state.fsdp_plugin.set_mixed_precision(precision)
+        state.is_fsdp2 = state.fsdp_plugin.fsdp_version == 2
+    return state
+
+
+def test_options_come_from_an_object_a_mapping_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_options(None) == Options()
+    given = Options(replicate_size=3)
+    assert read_options(given) is given
+    assert read_options({"optimizer": {"momentum": 0.8}}) == Options(optimizer=MuonConfig(momentum=0.8))
+    side = tmp_path / "side.yaml"
+    side.write_text("replicate_size: 3\n")
+    assert read_options(side) == read_options(str(side)) == given
+    monkeypatch.setenv("LIGHTNING_MUON_CONFIG", str(side))
+    assert read_options(None) == given
+    side.write_text("replicat_size: 3\n")
+    with pytest.raises(ValueError, match=r"side\.yaml.*'replicat_size'.*'replicate_size'"):
+        read_options(None)
+    with pytest.raises(TypeError, match="got 3"):
+        read_options(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "match"),
+    [
+        ({"fsdp_version": 1}, {}, "FSDP1 flattens"),
+        ({"kind": DistributedType.DEEPSPEED}, {}, "DEEPSPEED brings a division"),
+        ({}, {"sharding": "ddp"}, "sharding='ddp' contradicts distributed_type: FSDP"),
+        ({"precision": "fp16"}, {}, "mixed_precision: fp16 is not supported"),
+        ({"kind": DistributedType.MULTI_GPU, "precision": "fp8"}, {}, "mixed_precision: fp8"),
+        ({"cpu_offload": True}, {}, "fsdp_offload_params"),
+        ({"ignored_modules": ["head"]}, {}, "fsdp_ignored_modules"),
+        ({"activation_checkpointing": True}, {}, "fsdp_auto_wrap_policy"),
+        ({}, {"context_size": 2}, "context_size=2"),
+        ({}, {"tensor_size": 2}, "tensor_size=2"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(state: dict[str, Any], options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_state(_state(**state), Options(**options))
+
+
+def test_processes_that_accelerate_overlooks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _state(DistributedType.NO)
+    check_state(state, Options())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched"):
+        check_state(state, Options())
+    check_state(_state(DistributedType.MULTI_CPU), Options())
+
+
+def test_everything_else_is_taken() -> None:
+    for kind, sharding in (
+        (DistributedType.FSDP, "fsdp"),
+        (DistributedType.MULTI_GPU, "zero2"),
+        (DistributedType.MULTI_CPU, "fsdp"),
+        (DistributedType.NO, "none"),
+    ):
+        check_state(_state(kind, precision="bf16"), Options(sharding=sharding))  # type: ignore[arg-type]
+
+
+def test_sizes_come_from_either_side_and_may_not_contradict() -> None:
+    state = _state()
+    assert mesh_sizes(state, Options(replicate_size=2)).replicate_size == 2
+    state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    for options in (Options(), Options(replicate_size=2), Options(replicate_size=2, shard_size=4)):
+        sizes = mesh_sizes(state, options)
+        assert (sizes.replicate_size, sizes.shard_size) == (2, 4)
+    with pytest.raises(ValueError, match="shard_size=2 contradicts parallelism_config_dp_shard_size: 4"):
+        mesh_sizes(state, Options(shard_size=2))
+    state.parallelism_config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    with pytest.raises(ValueError, match="parallelism_config_tp_size: 2 is not supported"):
+        mesh_sizes(state, Options())
+    # Without FSDP Accelerate calls all ranks replicas, which is no wish of the user.
+    state = _state(DistributedType.MULTI_GPU)
+    state.parallelism_config = ParallelismConfig(dp_replicate_size=4)
+    assert mesh_sizes(state, Options()).replicate_size == "auto"
+    state.parallelism_config = ParallelismConfig(dp_shard_size=2)
+    with pytest.raises(ValueError, match="needs distributed_type: FSDP"):
+        mesh_sizes(state, Options())
+
+
+def test_units_are_those_of_the_fsdp_section_where_options_are_silent() -> None:
+    module = Network()
+    classes = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]}
+    policy = mode_options(_state(**classes), Options(), module).wrap_policy
+    assert [type(unit) for unit in find_units(module, policy)] == [nn.Linear] * 5
+    by_size = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}
+    policy = mode_options(_state(**by_size), Options(), module).wrap_policy
+    assert [type(unit) for unit in find_units(module, policy)] == [Block, Block]
+    assert mode_options(_state(), Options(wrap_policy=["Block"]), module).wrap_policy == ["Block"]
+    with pytest.raises(ValueError, match="both name the units"):
+        mode_options(_state(**classes), Options(wrap_policy=["Block"]), module)
+
+
+def test_whole_weights_are_freed_only_if_both_sides_say_so() -> None:
+    module = Network()
+    assert mode_options(_state(), Options(), module).reshard_after_forward
+    assert not mode_options(_state(reshard_after_forward=False), Options(), module).reshard_after_forward
+    assert not mode_options(_state(), Options(reshard_after_forward=False), module).reshard_after_forward
+
+
+def test_bf16_reduces_gradients_in_float32_unless_the_user_has_a_policy() -> None:
+    module = Network()
+    found = mode_options(_state(precision="bf16"), Options(), module).mp_policy
+    assert found == MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    own = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert mode_options(_state(precision="bf16", mixed_precision_policy=own), Options(), module).mp_policy is own
+    assert mode_options(_state(), Options(), module).mp_policy == MixedPrecisionPolicy()
+
+
+def test_the_launcher_says_how_many_processes_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_layout(6) == {"num_nodes": 1, "num_processes": 6}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launched_layout(6) == {"num_nodes": 3, "num_processes": 2}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert launched_layout(6) == {"num_nodes": 1, "num_processes": 6}
+
+
+def test_a_single_process_divides_nothing_unless_it_was_launched_to() -> None:
+    state = _state(DistributedType.NO)
+    state.num_processes = 1
+    assert sharding_of(state, Options()) == "none"
+    assert sharding_of(state, Options(sharding="ddp")) == "ddp"
+    assert sharding_of(state, Options(optimizer=FlexDeMoConfig())) == "fsdp"
+    fsdp, several = _state(), _state(DistributedType.MULTI_CPU)
+    fsdp.num_processes, several.num_processes = 1, 2
+    assert sharding_of(fsdp, Options()) == sharding_of(several, Options()) == "fsdp"

@@ -1,0 +1,76 @@
+"""What the strategy says before there is a module: precision, mesh, options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_muon.integrations.fabric.registry import PACKAGES, strategy_class
+from tests.support.processes import ProcessPool
+
+
+def _fabric(package: str, **options: Any) -> Any:
+    fabric = pytest.importorskip(package)
+    sizes = options.pop("sizes", {})
+    return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(**sizes), **options)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_precisions_of_fsdp2_are_taken(package: str) -> None:
+    for precision in ("32-true", "bf16-true", "bf16-mixed"):
+        assert _fabric(package, precision=precision).strategy.precision.precision == precision
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true", "16-mixed"])
+def test_other_precisions_are_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match="precision="):
+        _fabric("lightning.fabric", precision=precision)
+
+
+def test_other_precisions_are_refused_of_plugins() -> None:
+    plugins = pytest.importorskip("lightning.fabric.plugins")
+    with pytest.raises(ValueError, match=r"precision='64-true'.*'bf16-mixed'"):
+        _fabric("lightning.fabric", plugins=plugins.DoublePrecision())
+
+
+def test_options_are_those_of_the_other_integrations() -> None:
+    strategy = strategy_class("lightning.fabric")(2, 2, sharding="fsdp", loss_scaling="tokens")
+    assert (strategy.options.replicate_size, strategy.options.shard_size) == (2, 2)
+    assert strategy.options.loss_scaling == "tokens"
+    with pytest.raises(ValueError, match="sharding must be one of"):
+        strategy_class("lightning.fabric")(sharding="fsdp1")
+    with pytest.raises(TypeError, match="shard_sise"):
+        strategy_class("lightning.fabric")(shard_sise=2)
+
+
+def test_a_trainer_that_refuses_it_says_what_to_do() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    with pytest.raises(ValueError, match="for Fabric; the names 'parallel_muon' and 'flexdemo' find the right class"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy_class("lightning.fabric")())
+
+
+def test_there_is_no_mesh_before_the_processes() -> None:
+    with pytest.raises(RuntimeError, match=r"before fabric\.launch"):
+        _ = _fabric("lightning.fabric").strategy.device_mesh
+
+
+def _launch(sizes: dict[str, int]) -> Any:
+    from tests.integration.integrations.fabric.loop import launch
+
+    strategy = launch(**sizes).strategy
+    sampler = strategy.distributed_sampler_kwargs
+    return strategy.device_mesh.mesh_dim_names, tuple(strategy.device_mesh.shape), sampler
+
+
+def test_ranks_that_share_sequences_share_samples(gloo: ProcessPool) -> None:
+    found = gloo.run(_launch, {"replicate_size": 1, "context_size": 2}, world_size=4)
+    for rank, (names, shape, sampler) in enumerate(found):
+        assert (names, shape) == (("replicate", "shard", "context"), (1, 2, 2))
+        assert sampler == {"num_replicas": 2, "rank": rank // 2}
+
+
+def test_a_mesh_that_does_not_fit_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _launch, {"replicate_size": 3}, match="does not divide the number of ranks, 2", world_size=2
+    )

@@ -1,0 +1,81 @@
+"""Formats of checkpoints; whole runs are in tests/integration/test_resume.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon import ParallelMuon
+from lightning_muon.integrations.checkpoint import (
+    Checkpoint,
+    full_weights,
+    named_optimizer_state,
+    numbered_optimizer_state,
+)
+
+
+def _trained() -> tuple[nn.Module, ParallelMuon]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    # Groups in another order than the module's.
+    optimizer = ParallelMuon([{"params": module[1:].parameters()}, {"params": module[0].parameters(), "lr": 0.5}])
+    optimizer.attach(module)
+    module(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def _by_name(module: nn.Module, optimizer: ParallelMuon) -> dict[str, Any]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": {names[p]: state for p, state in optimizer.state.items()}, "param_groups": groups}
+
+
+def test_numbers_are_those_of_the_optimizer_itself() -> None:
+    module, optimizer = _trained()
+    numbered = numbered_optimizer_state(_by_name(module, optimizer), module, optimizer)
+    own = optimizer.state_dict()
+    assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
+    assert numbered["state"].keys() == own["state"].keys()
+    for number, state in own["state"].items():
+        assert all(torch.equal(numbered["state"][number][key], value) for key, value in state.items())
+
+
+def test_names_and_numbers_are_inverse() -> None:
+    module, optimizer = _trained()
+    named = _by_name(module, optimizer)
+    again = named_optimizer_state(numbered_optimizer_state(named, module, optimizer), module, optimizer)
+    assert again["state"].keys() == named["state"].keys()
+    assert [g["params"] for g in again["param_groups"]] == [g["params"] for g in named["param_groups"]]
+    assert named_optimizer_state(named, module, optimizer) == named
+
+
+def test_other_groups_are_an_error() -> None:
+    module, optimizer = _trained()
+    numbered = numbered_optimizer_state(_by_name(module, optimizer), module, optimizer)
+    other = ParallelMuon(module.parameters())
+    with pytest.raises(ValueError, match=r"param groups of \[4, 2\] parameters, the optimizer of \[6\]"):
+        named_optimizer_state(numbered, module, other)
+
+
+def test_gathered_weights_go_by_the_names_of_the_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert list(full_weights(module)) == ["0.weight", "0.bias", "1._orig_mod.weight", "1._orig_mod.bias"]
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.ckpt"):
+        with pytest.raises(FileNotFoundError, match=r"is no checkpoint: neither a file nor a directory with meta.pt"):
+            Checkpoint(path, metadata_name="meta.pt", weights_only=None)
+
+
+def test_weights_only_is_honoured(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "callbacks": Path("anything")}, tmp_path / "file.ckpt")
+    with pytest.raises(Exception, match="weights_only"):
+        Checkpoint(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=True)
+    content = Checkpoint(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=False).content
+    assert content["callbacks"] == Path("anything")

@@ -1,0 +1,177 @@
+"""Sizes of the mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.integrations.mesh import MeshSizes
+from tests.support.processes import ProcessPool
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "devices", "expected"),
+    [
+        ({}, 1, 1, (1, 1)),
+        ({}, 1, 4, (1, 4)),
+        ({}, 3, 8, (3, 8)),
+        ({"replicate_size": 2}, 1, 4, (2, 2)),
+        ({"replicate_size": 1}, 2, 4, (1, 8)),
+        ({"shard_size": 2}, 2, 4, (4, 2)),
+        ({"shard_size": 1}, 1, 4, (4, 1)),
+        ({"replicate_size": 4, "shard_size": 2}, 2, 4, (4, 2)),
+        ({"data_parallel_size": 8}, 2, 4, (1, 8)),
+        ({"data_parallel_size": 4, "shard_size": 4, "replicate_size": 1}, 1, 4, (1, 4)),
+        ({"tensor_parallel_size": 1}, 1, 2, (1, 2)),
+        ({"tensor_parallel_size": 1}, 3, 2, (3, 2)),
+        ({"context_size": 2}, 1, 4, (1, 2)),
+        ({"context_size": 2, "tensor_size": 2}, 3, 8, (3, 2)),
+        ({"context_size": 8}, 4, 4, (1, 2)),
+        ({"tensor_size": 3}, 3, 4, (1, 4)),
+        ({"shard_size": 2, "context_size": 2}, 1, 12, (3, 2)),
+        ({"replicate_size": 3, "tensor_size": 2}, 1, 12, (3, 2)),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 4}, 2, 4, (1, 2)),
+        ({"data_parallel_size": 2, "tensor_size": 4}, 2, 4, (1, 2)),
+        ({"tensor_parallel_size": 2}, 2, 4, (1, 4)),
+        ({"tensor_parallel_size": 2, "replicate_size": 2}, 2, 4, (2, 2)),
+        ({"tensor_parallel_size": 2, "tensor_size": 2}, 2, 4, (2, 2)),
+    ],
+)
+def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expected: Any) -> None:
+    assert MeshSizes(**sizes).resolve(num_nodes=nodes, num_processes=devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"shard_size": 3}, "^shard_size=3 does not divide the number of ranks, 8"),
+        ({"replicate_size": 3}, "^replicate_size=3 does not divide"),
+        ({"tensor_size": 3}, "^tensor_size=3 does not divide"),
+        ({"shard_size": 4, "context_size": 4}, "^shard_size=4 x context_size=4 = 16 does not divide the number of"),
+        ({"replicate_size": 2, "shard_size": 2}, "= 4 ranks, but there are 8 .*2 nodes x 4 devices.*replicate_size=2"),
+        (
+            {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},
+            "2 replicas x 2 shards x 3 context ranks x 4 tensor ranks = 48 ranks, .*context_size=3, tensor_size=4, or",
+        ),
+        ({"data_parallel_size": 4}, "but there are 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_errors(sizes: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        MeshSizes(**sizes).resolve(num_nodes=2, num_processes=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"replicate_size": 0}, "replicate_size must be"),
+        ({"shard_size": "all"}, "shard_size must be"),
+        ({"shard_size": True}, "shard_size must be"),
+        ({"context_size": "auto"}, "context_size must be an integer"),
+        ({"tensor_size": 0}, "tensor_size must be an integer"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 'auto' or an integer"),
+        ({"tensor_size": 2, "tensor_parallel_size": 1}, "tensor_size=2 contradicts tensor_parallel_size=1"),
+        ({"data_parallel_size": 4, "replicate_size": 2}, "contradicts"),
+        ({"data_parallel_size": 4, "shard_size": 2}, "contradicts"),
+        ({"data_parallel_size": 4, "context_size": 2}, "no context axis for context_size=2"),
+    ],
+)
+def test_impossible_sizes_are_errors_at_once(sizes: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        MeshSizes(**sizes)
+
+
+def _describe(mesh: DeviceMesh | None) -> Any:
+    return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
+
+
+def _meshes(**sizes: int) -> dict[str, Any]:
+    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "context", "tensor")}
+    return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
+
+
+FOUR, TWO_BY_TWO = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "user", "data"),
+    [
+        ({}, (("replicate", "shard"), FOUR), (("shard",), [0, 1, 2, 3])),
+        ({"replicate_size": 2}, (("replicate", "shard"), TWO_BY_TWO), (("replicate", "shard"), TWO_BY_TWO)),
+        ({"shard_size": 1}, *[(("replicate", "shard"), [[0], [1], [2], [3]])] * 2),
+        (
+            {"data_parallel_size": 4},
+            (("data_parallel", "tensor_parallel"), [[0], [1], [2], [3]]),
+            (("data_parallel",), [0, 1, 2, 3]),
+        ),
+    ],
+)
+def test_the_mesh_has_the_axes_that_its_users_expect(gloo: ProcessPool, sizes: Any, user: Any, data: Any) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
+        alone = {"context": None, "tensor": None}
+        assert found == {"user": user, "data": data, **alone, "data_rank": rank, "num_data_ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"tensor_size": 2}, ("replicate", "shard", "tensor")),
+        ({"tensor_parallel_size": 2}, ("data_parallel", "tensor_parallel")),
+        ({"tensor_parallel_size": 2, "shard_size": 2}, ("replicate", "shard", "tensor")),
+    ],
+)
+def test_tensor_ranks_are_neighbours_and_see_the_same_samples(
+    gloo: ProcessPool, sizes: Any, names: tuple[str, ...]
+) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
+        assert found["user"] == (names, [TWO_BY_TWO] if len(names) == 3 else TWO_BY_TWO)
+        assert found["data"] == (names[-2:-1], [rank % 2, rank % 2 + 2])
+        assert found["tensor"] == (names[-1:], TWO_BY_TWO[rank // 2])
+        assert found["context"] is None
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def test_weights_are_sharded_over_context_ranks_too_but_samples_are_shared(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, context_size=2)):
+        assert found["user"] == (("replicate", "shard", "context"), [TWO_BY_TWO])
+        assert found["data"] == (("shard",), [0, 1, 2, 3])
+        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
+        assert found["tensor"] is None
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def test_context_and_tensor_ranks_go_together(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, context_size=2, tensor_size=2)):
+        assert found["user"] == (("replicate", "shard", "context", "tensor"), [[TWO_BY_TWO]])
+        assert found["data"] == (("shard",), [rank % 2, rank % 2 + 2])
+        assert found["context"] == (("context",), [rank % 2, rank % 2 + 2])
+        assert found["tensor"] == (("tensor",), TWO_BY_TWO[rank // 2])
+        assert (found["data_rank"], found["num_data_ranks"]) == (0, 1)
+
+
+def test_replicas_of_context_ranks_have_a_replicate_axis(gloo: ProcessPool) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, replicate_size=2, context_size=2)):
+        assert found["data"] == (("replicate", "shard"), TWO_BY_TWO)
+        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
+        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def _nodes(**sizes: int) -> Any:
+    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    return _describe(meshes.nodes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({}, FOUR), ({"replicate_size": 2}, TWO_BY_TWO), ({"replicate_size": 2, "context_size": 2}, TWO_BY_TWO)],
+)
+def test_nodes_have_two_axes_also_if_there_is_one(gloo: ProcessPool, sizes: Any, ranks: Any) -> None:
+    assert gloo.run(_nodes, **sizes) == [(("replicate", "shard"), ranks)] * 4
+
+
+def test_the_axes_of_lightning_have_no_nodes(gloo: ProcessPool) -> None:
+    assert gloo.run(_nodes, data_parallel_size=4) == [None] * 4

@@ -1,0 +1,132 @@
+"""Weights to save where nodes have their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_muon.integrations.node_weights import NodeWeights, common_weights, copied, of_first_node
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.replicators.dct_topk import DCTTopK
+from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.replicators.none import NoReplication
+from tests.support.processes import ProcessPool
+
+
+def test_copies_are_apart_from_the_weights_and_tied_as_they_are() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    state = copied({"a": weight, "b": weight, "extra": "text"})
+    assert state["a"] is state["b"] and state["extra"] == "text"
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(state["a"] + 1, weight)
+
+
+def _first(shape: tuple[int, int]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    rank = dist.get_rank()
+    own = torch.full((2, 3), float(rank))
+    state = {
+        "sharded": DTensor.from_local(own, mesh["shard"], [Shard(0)], run_check=False),
+        "flags": torch.tensor([rank % 2 == 0, True]),
+        "count": torch.tensor(rank),
+        "empty": torch.empty(0),
+    }
+    found = of_first_node(state, mesh)
+    assert torch.equal(own, torch.full((2, 3), float(rank))), "the weights themselves stay"
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (1, 2)])
+def test_every_shard_is_that_of_the_first_node(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+    for rank, found in enumerate(gloo.run(_first, shape, world_size=shape[0] * shape[1])):
+        first = rank % shape[1]
+        assert torch.equal(found["sharded"], torch.full((2, 3), float(first)))
+        assert found["flags"].tolist() == [first % 2 == 0, True]
+        assert found["count"].item() == first
+
+
+def _flexdemo(replicator: Any) -> tuple[Tensor, FlexDeMo]:
+    weight = nn.Parameter(torch.ones(4, 4))
+    return weight, FlexDeMo([weight], lr=0.5, sign=False, replicator=replicator)
+
+
+def test_only_nodes_that_train_by_themselves_have_weights_of_their_own() -> None:
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with common_weights([sgd, _flexdemo(DCTTopK())[1]]) as differ:
+        assert not differ
+
+
+def _after_one_step() -> tuple[Tensor, FlexDeMo]:
+    """A weight of 0.5 whose last average is 1."""
+    weight, optimizer = _flexdemo(DiLoCo(period=10))
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert weight.unique().tolist() == [0.5]
+    return weight, optimizer
+
+
+def test_the_weights_of_the_last_average_are_there_inside_only() -> None:
+    weight, optimizer = _after_one_step()
+    with common_weights([optimizer]) as differ:
+        assert differ
+        assert weight.unique().tolist() == [1.0]
+    assert weight.unique().tolist() == [0.5]
+
+
+def test_before_the_first_step_the_weights_are_those_of_all() -> None:
+    weight, optimizer = _flexdemo(DiLoCo(period=10))
+    with torch.no_grad():
+        weight.fill_(7.0)
+    with common_weights([optimizer]) as differ:
+        assert not differ
+        assert weight.unique().tolist() == [7.0]
+
+
+def test_an_average_is_shown_for_a_while() -> None:
+    weight, optimizer = _after_one_step()
+    shown = NodeWeights()
+    assert not shown.show_own(), "there is nothing to undo"
+    assert shown.show_common([optimizer]) and not shown.show_common([optimizer])
+    assert weight.unique().tolist() == [1.0]
+    with shown.common([optimizer]) as must_copy:
+        assert not must_copy and weight.unique().tolist() == [1.0]
+    with shown.own():
+        assert weight.unique().tolist() == [0.5]
+    assert weight.unique().tolist() == [1.0]
+    assert shown.show_own() and not shown.show_own()
+    assert weight.unique().tolist() == [0.5]
+
+
+def test_an_average_that_stays_keeps_what_is_changed_afterwards() -> None:
+    weight, optimizer = _after_one_step()
+    shown = NodeWeights()
+    assert shown.stay_common([optimizer]) and not shown.show_own()
+    assert weight.unique().tolist() == [1.0]
+    with torch.no_grad():
+        weight.fill_(7.0)
+    with shown.own():
+        assert weight.unique().tolist() == [0.5]
+    assert weight.unique().tolist() == [7.0]
+    with shown.common([optimizer]):
+        assert weight.unique().tolist() == [7.0]
+    shown.forget()
+    with shown.own():
+        assert weight.unique().tolist() == [7.0]
+
+
+def test_nodes_without_averages_keep_their_weights_but_share_those_of_the_first() -> None:
+    weight, optimizer = _flexdemo(NoReplication())
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    shown = NodeWeights()
+    assert not shown.show_common([optimizer]) and not shown.stay_common([optimizer])
+    assert weight.unique().tolist() == [0.5]
+    with shown.common([optimizer]) as must_copy:
+        assert must_copy

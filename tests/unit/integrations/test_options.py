@@ -1,0 +1,160 @@
+import json
+import re
+import textwrap
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_muon import DCTTopK, FlexDeMoConfig, ModeOptions, MuonConfig, Options
+from lightning_muon.integrations.mesh import MeshSizes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 30}, "timeout must be a datetime.timedelta, got 30"),
+        ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
+        ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
+        ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+        ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
+        ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
+        (
+            {"sharding": "zero2", "early_all_gather": True},
+            "early_all_gather=True means nothing.*fsdp",
+        ),
+        ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
+        ({"sharding": "none", "reshard_after_backward": False}, "reshard_after_backward=False means nothing"),
+        ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
+        ({"sharding": "ddp", "wrap_policy": ()}, r"wrap_policy=\(\) means nothing with sharding='ddp'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+def test_everything_goes_with_what_it_needs() -> None:
+    Options(tensor_size=2, context_size=2, reshard_after_backward=False, early_all_gather=True)
+    Options(sharding="zero2", context_size=2, loss_scaling="tokens", clip_groups="elementwise")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"sharding": name}, f"needs sharding='fsdp', got '{name}'") for name in ("ddp", "zero2", "none")),
+        ({"tensor_size": 2}, "does not go with tensor_size=2"),
+        ({"tensor_parallel_size": 2}, "does not go with tensor_size=2"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 replaces by Lightning's; give replicate_size and shard_size"),
+    ],
+)
+def test_nodes_need_a_mesh_and_a_sharding_that_know_them(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(optimizer=FlexDeMoConfig(), **options)
+    Options(optimizer=FlexDeMoConfig(), replicate_size=2, context_size=2, loss_scaling="tokens")
+
+
+def test_the_parts_of_the_engine_get_what_they_take() -> None:
+    wrap = ("Block",)
+    options = Options(shard_size=3, context_size=2, wrap_policy=wrap, reshard_after_backward=False)
+    assert options.mesh_sizes == MeshSizes(shard_size=3, context_size=2)
+    assert options.mode_options == ModeOptions(wrap_policy=wrap, reshard_after_backward=False)
+    assert options.config == MuonConfig() and not options.has_nodes
+    with_nodes = Options(optimizer=FlexDeMoConfig(lr=0.5))
+    assert with_nodes.mode_options == ModeOptions(decoupled_nodes=True)
+    assert with_nodes.config.lr == 0.5 and with_nodes.has_nodes
+
+
+_YAML = """
+replicate_size: 2
+wrap_policy: [Block]
+timeout: "0:00:30"
+optimizer:
+  class_path: lightning_muon.FlexDeMoConfig
+  init_args:
+    lr: 1e-3
+    betas: [0.5, 0.25]
+    fused: {"*.qkv.weight": 3}
+    replicator:
+      class_path: lightning_muon.DCTTopK
+      init_args: {top_k: 4}
+"""
+
+
+def _expected() -> Options:
+    replicator = DCTTopK(top_k=4)
+    optimizer = FlexDeMoConfig(lr=1e-3, betas=(0.5, 0.25), fused={"*.qkv.weight": 3}, replicator=replicator)
+    return Options(replicate_size=2, wrap_policy=["Block"], optimizer=optimizer, timeout=timedelta(seconds=30))
+
+
+def test_a_file_has_the_forms_of_lightning(tmp_path: Path) -> None:
+    (tmp_path / "side.yaml").write_text(_YAML)
+    assert Options.from_file(tmp_path / "side.yaml") == _expected()
+    section = "".join(f"  {line}\n" for line in _YAML.splitlines())
+    (tmp_path / "both.yaml").write_text(f"mixed_precision: bf16\nlightning_muon:{section}")
+    assert Options.from_file(tmp_path / "both.yaml") == _expected()
+    (tmp_path / "empty.yaml").write_text("lightning_muon:\n")
+    assert Options.from_file(tmp_path / "empty.yaml") == Options()
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")
+def test_lightning_reads_the_same_from_the_same_file(tmp_path: Path) -> None:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    lines = "".join(f"      {line}\n" for line in _YAML.splitlines() if line)
+    (tmp_path / "fit.yaml").write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n"
+        f"    class_path: lightning_muon.ParallelMuonStrategy\n    init_args:\n{lines}"
+    )
+    arguments = ["--config", str(tmp_path / "fit.yaml"), "--model", "lightning.pytorch.demos.BoringModel"]
+    made = cli.LightningCLI(args=arguments, run=False, save_config_callback=None)
+    theirs, ours = made.trainer.strategy.options, _expected()
+    # jsonargparse makes other sequences of some; what they hold is equal.
+    assert {key: str(value) for key, value in asdict(theirs).items()} == {k: str(v) for k, v in asdict(ours).items()}
+
+
+def test_keys_of_a_config_need_no_class_path() -> None:
+    assert Options.from_mapping({"optimizer": {"momentum": 0.5}}) == Options(optimizer=MuonConfig(momentum=0.5))
+    assert Options.from_mapping({"optimizer": {"lr": 0.5}}).optimizer == MuonConfig(lr=0.5)
+    assert Options.from_mapping({"optimizer": {"base": "adamw"}}).optimizer == FlexDeMoConfig(base="adamw")
+    config = MuonConfig(lr=0.25)
+    assert Options.from_mapping({"optimizer": config}).optimizer is config
+    assert Options.from_mapping({"optimizer": "keep"}).optimizer == "keep"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"shard_sise": 2}, "^side.yaml: there is no option 'shard_sise'; did you mean 'shard_size'"),
+        (
+            {"optimizer": {"momentun": 0.5}},
+            r"^side.yaml: optimizer \(MuonConfig\): .*'momentun'; did you mean 'momentum'",
+        ),
+        ({"optimizer": {"base": "sgd", "decy": 0}}, r"FlexDeMoConfig\): .*'decy'; did you mean 'decay'"),
+        (
+            {"optimizer": {"class_path": "lightning_muon.MuonConfig", "init_args": {"learning_rate": 1}}},
+            "^side.yaml: optimizer: .*'learning_rate'; did you mean 'lr'",
+        ),
+        ({"shard_size": 0}, "^side.yaml: shard_size must be 'auto' or an integer of at least 1, got 0"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.from_mapping(mapping, source="side.yaml")
+
+
+def test_the_example_runs() -> None:
+    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", Options.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
+    exec(example, {"Options": Options, "MuonConfig": MuonConfig})
+
+
+def test_the_documentation_has_every_option_and_its_default() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "options.md").read_text()
+    rows = [line.split("|") for line in page[: page.index("## Where")].splitlines() if line.startswith("| `")]
+    documented = {name: row[2].strip() for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    expected = {key: json.dumps(value) for key, value in vars(Options()).items() if key != "timeout"}
+    words = {"true": "True", "false": "False", "null": "None", str(25 * 2**20): "25 MiB"}
+    expected = {key: words.get(value, value) for key, value in expected.items()} | {"timeout": "30 minutes"}
+    assert {name: value.replace("`", "") for name, value in documented.items()} == expected

@@ -1,0 +1,153 @@
+"""What a Trainer is given, the groups it makes, and Accelerators that cannot work with it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import DistributedType, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_optimizer import is_optimizer_factory
+
+import lightning_muon.hf
+from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
+from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
+from tests.support.processes import ProcessPool
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=4,
+        intermediate_size=6,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        attention_bias=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def one_process() -> Iterator[Accelerator]:
+    with fresh_accelerate({}):
+        yield Accelerator(cpu=True)
+
+
+def _make(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    factory, arguments = lightning_muon.hf.optimizer(*args, **options)
+    assert is_optimizer_factory(factory)
+    return factory()(model, **arguments)
+
+
+def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out(
+    model: LlamaForCausalLM, one_process: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.lm_head.weight.requires_grad_(False)
+    with caplog.at_level(logging.INFO, logger="lightning_muon"):
+        optimizer = _make(model, lr=0.02, weight_decay=0.3)
+    assert isinstance(optimizer, ParallelMuon) and "Muon: 7 tensors" in caplog.text
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed, rest = optimizer.param_groups
+    assert (decayed["lr"], decayed["weight_decay"], rest["lr"], rest["weight_decay"]) == (0.02, 0.3, 0.02, 0.0)
+    assert all("norm" in names[p] or "bias" in names[p] for p in rest["params"])
+    assert {*names.values()} - {names[p] for group in (decayed, rest) for p in group["params"]} == {"lm_head.weight"}
+    kinds = {route.name: route.algorithm for route in optimizer.routes}
+    assert {name for name, kind in kinds.items() if kind == "muon"} == {
+        name for name in kinds if name.endswith("proj.weight")
+    }
+
+
+def test_the_example_makes_a_parallel_muon(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = re.search(r"Example::\n\n(.*?)\n\n    ``Training", lightning_muon.hf.optimizer.__doc__ or "", re.DOTALL)
+    assert text is not None
+    names = {"Trainer": Trainer, "TrainingArguments": TrainingArguments, "model": model, "dataset": []}
+    with fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
+        exec(textwrap.dedent(text[1]), names)
+        optimizer = names["trainer"].create_optimizer()
+    assert isinstance(optimizer, ParallelMuon) and optimizer.param_groups[0]["lr"] == 3e-4
+
+
+def test_a_config_may_be_changed_by_keywords(model: LlamaForCausalLM, one_process: Accelerator) -> None:
+    _, arguments = lightning_muon.hf.optimizer(MuonConfig(momentum=0.8), lr=0.5)
+    assert arguments == {"config": MuonConfig(momentum=0.8, lr=0.5)}
+    optimizer = _make(model, FlexDeMoConfig(base="adamw"), lr=0.5, weight_decay=0.1)
+    assert isinstance(optimizer, FlexDeMo) and optimizer.config == FlexDeMoConfig(
+        base="adamw", lr=0.5, weight_decay=0.1
+    )
+
+
+def test_a_wrong_option_names_the_nearest_right_one() -> None:
+    with pytest.raises(TypeError, match=r"no option 'wieght_decay' of MuonConfig; the nearest is 'weight_decay'"):
+        lightning_muon.hf.optimizer(wieght_decay=0.1)
+    with pytest.raises(TypeError, match=r"no option 'learning_rate' of MuonConfig; the nearest is 'lr'"):
+        lightning_muon.hf.optimizer(learning_rate=0.1)
+    with pytest.raises(TypeError, match=r"no option 'replikator' of FlexDeMoConfig; the nearest is 'replicator'"):
+        lightning_muon.hf.optimizer(FlexDeMoConfig(), replikator=3)
+    with pytest.raises(TypeError, match=r"a MuonConfig or a FlexDeMoConfig, got 0\.1"):
+        lightning_muon.hf.optimizer(0.1)
+    with pytest.raises(ValueError, match="ns_steps must be in"):
+        lightning_muon.hf.optimizer(ns_steps=0)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_an_accelerator_with_its_own_optimizer_is_refused(
+    model: LlamaForCausalLM, one_process: Accelerator, monkeypatch: pytest.MonkeyPatch, kind: DistributedType
+) -> None:
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+    with pytest.raises(ValueError, match=rf"distributed_type {kind.value} .* use FSDP2 \(fsdp_version: 2\), DDP"):
+        _make(model)
+
+
+def test_float16_is_refused(model: LlamaForCausalLM, one_process: Accelerator) -> None:
+    one_process.state._mixed_precision = "fp16"
+    with pytest.raises(ValueError, match=r"fp16 scales the loss.*bf16=True"):
+        _make(model)
+
+
+def _make_under(kind: str, config: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
+    if kind == "fsdp1":
+        with fsdp2_on_cpu(FSDP_VERSION="1"):
+            Accelerator()
+            _make(model, config)
+    else:
+        with fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
+            Accelerator()
+            _make(model, config)
+
+
+def _ranks_that_divide_the_work() -> int:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
+    with fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
+        Accelerator()
+        optimizer = _make(model, dedupe="always")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    groups = optimizer._bound.binding.exchange_groups
+    return max(group.axes.size for group in groups)
+
+
+def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
+    assert gloo.run(_ranks_that_divide_the_work, world_size=2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("fsdp1", MuonConfig(), "FSDP1 flattens parameters.*fsdp_version: 2"),
+        ("ddp", FlexDeMoConfig(), "DDP averages them over all ranks.*lightning-muon launch"),
+    ],
+)
+def test_what_cannot_be_right_is_an_error_on_all_ranks(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
+    gloo.expect_error_on_all_ranks(_make_under, kind, config, match=message, world_size=2)
