@@ -55,7 +55,7 @@ def sequences(num_samples: int = 512) -> TensorDataset:
     return TensorDataset(torch.cat(tokens, dim=1))
 
 
-def train(fabric: Fabric, *, steps: int, accumulate: int, directory: Path) -> float:
+def train(fabric: Fabric, *, steps: int, accumulate: int, directory: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
@@ -66,6 +66,9 @@ def train(fabric: Fabric, *, steps: int, accumulate: int, directory: Path) -> fl
     checkpoint = directory / "checkpoint"
     if checkpoint.exists():
         fabric.load(checkpoint, state)
+    if state["step"] >= steps:
+        fabric.print(f"{checkpoint} is at step {state['step']}, so --steps {steps} leaves nothing to do")
+        return
 
     loss, index = torch.zeros(()), 0
     while state["step"] < steps:
@@ -86,7 +89,8 @@ def train(fabric: Fabric, *, steps: int, accumulate: int, directory: Path) -> fl
                 break
 
     fabric.save(checkpoint, state)
-    return float(fabric.all_reduce(loss.detach()))
+    loss = fabric.all_reduce(loss.detach())
+    fabric.print(f"step {state['step']} loss {float(loss):.4f}")
 
 
 def main() -> None:
@@ -101,8 +105,7 @@ def main() -> None:
     fabric = Fabric(accelerator=arguments.accelerator, devices=arguments.devices, strategy=arguments.strategy)
     fabric.launch()
     fabric.seed_everything(0)
-    loss = train(fabric, steps=arguments.steps, accumulate=arguments.accumulate, directory=arguments.directory)
-    fabric.print(f"step {arguments.steps} loss {loss:.4f}")
+    train(fabric, steps=arguments.steps, accumulate=arguments.accumulate, directory=arguments.directory)
 
 
 if __name__ == "__main__":

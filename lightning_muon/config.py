@@ -1,10 +1,18 @@
-"""Frozen dataclasses with every option and its default: the one list for Python, YAML and command line."""
+"""Frozen dataclasses with every option and its default: the one list for Python, YAML and command line.
+
+Also what all options share: checks of their values, and what is said of a name that does not exist.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 Algorithm = Literal["auto", "muon", "adamw"]
@@ -14,6 +22,57 @@ Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["backward", "step", "off"]
 
 
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """What ``name`` was probably meant to be, by its initials (``learning_rate`` is ``lr``) or its letters."""
+    initials = "".join(part[:1] for part in name.split("_"))
+    if len(initials) > 1 and initials in names:
+        return initials
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+
+
+def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
+    """What to say of an option that does not exist: the nearest one, the place where it belongs, or all there are.
+
+    Args:
+        key: What was given.
+        names: All options at this place.
+        elsewhere: Another place, such as ``"under optimizer:"`` -> its options.
+    """
+    places = {name: f"belongs {place}" for place, others in (elsewhere or {}).items() for name in others}
+    found = nearest(str(key), [*names, *places])
+    if found is None:
+        hint = f"the options are {', '.join(names)}" if names else "it takes none"
+    elif found in names:
+        hint = f"did you mean {found!r}?"
+    else:
+        hint = f"it {places[found]}" if found == key else f"did you mean {found!r}? It {places[found]}"
+    return f"there is no option {key!r}; {hint}"
+
+
+def explains_keywords(elsewhere: Mapping[str, Collection[str]] | None = None) -> Callable[[type[T]], type[T]]:
+    """Decorator of a class whose constructor meets an unknown keyword with :func:`unknown_option`, in a ``TypeError``.
+
+    The signature stays as it is, for readers and for LightningCLI.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        init = kind.__init__
+        names = [name for name in inspect.signature(init).parameters if name != "self"]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for key in kwargs:
+                if key not in names:
+                    raise TypeError(f"{type(self).__name__}: {unknown_option(key, names, elsewhere)}")
+            init(self, *args, **kwargs)
+
+        setattr(kind, "__init__", checked)  # noqa: B010 - type checkers refuse the plain assignment
+        return kind
+
+    return decorate
+
+
+@explains_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
     """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
@@ -78,39 +137,84 @@ class MuonConfig:
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
         check_plan_options(vars(self))
+        check_shared_options(vars(self))
 
 
 _ADJUST_LR = ("original", "match_rms_adamw")
 _ALGORITHMS = ("auto", "muon", "adamw")
 
 
-def check_hyperparameters(group: Mapping[str, object]) -> None:
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for the first hyper-parameter of a parameter group that is out of range."""
     for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
-        value = float(group[key])  # type: ignore[arg-type]
-        if not 0.0 <= value < float("inf"):
+        check_number(key, group[key])
+        if not 0.0 <= float(group[key]) < float("inf"):
             raise ValueError(f"{key} must be finite and >= 0, got {group[key]}")
-    if float(group["momentum"]) >= 1.0:  # type: ignore[arg-type]
+    if float(group["momentum"]) >= 1.0:
         raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
     betas = group["betas"]
-    if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(0.0 <= float(b) < 1.0 for b in betas)):
+    if not (_are_numbers(betas, 2) and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    coefficients = group["ns_coefficients"]
-    if not (isinstance(coefficients, tuple | list) and len(coefficients) == 3):
-        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {coefficients}")
+    if not _are_numbers(group["ns_coefficients"], 3):
+        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {group['ns_coefficients']}")
     if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
+    check_flag("nesterov", group.get("nesterov", True))
     for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
-        if group.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"{key} must be one of {allowed}, got {group[key]!r}")
+        check_one_of(key, group.get(key, allowed[0]), allowed)
 
 
-def check_plan_options(options: Mapping[str, object]) -> None:
+def check_plan_options(options: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for the first option of the plan that is out of range."""
     for key in ("chunk_bytes", "look_ahead"):
-        value = options[key]
-        if not (isinstance(value, int) and value >= 1):
-            raise ValueError(f"{key} must be at least 1, got {value!r}")
+        check_whole(key, options[key], at_least=1)
     for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
-        if options[key] not in get_args(allowed):
-            raise ValueError(f"{key} must be one of {get_args(allowed)}, got {options[key]!r}")
+        check_one_of(key, options[key], get_args(allowed))
+    check_flag("error_if_nonfinite", options["error_if_nonfinite"])
+
+
+def check_shared_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for the first option that all configs of optimizers have and that is no such value."""
+    for key in ("compute_dtype", "wire_dtype"):
+        check_one_of(key, options[key], get_args(DtypeName))
+    for key in ("adamw_patterns", "muon_patterns"):
+        patterns = options[key]
+        is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
+        if not (is_sequence and all(isinstance(pattern, str) for pattern in patterns)):
+            raise ValueError(f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}")
+    if not isinstance(options["fused"], Mapping):
+        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {options['fused']!r}")
+    check_whole("max_skipped_steps", options["max_skipped_steps"], at_least=0)
+
+
+def check_flag(key: str, value: object) -> None:
+    """Raise ``ValueError`` for anything but a bool: ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be True or False, got {value!r}")
+
+
+def check_number(key: str, value: object) -> None:
+    """Raise ``ValueError`` for what is no number, as text is none, though ``float`` would read it."""
+    if not _is_number(value):
+        raise ValueError(f"{key} must be a number, got {value!r}")
+
+
+def check_whole(key: str, value: object, *, at_least: int, other: str = "") -> None:
+    """Raise ``ValueError`` for anything but an integer of at least ``at_least``; ``other`` names what else there is."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{key} must be {other}an integer of at least {at_least}, got {value!r}")
+
+
+def check_one_of(key: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ``ValueError`` for a value that is not in ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{key} must be one of {allowed}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    # So do scalar tensors and NumPy's numbers.
+    return hasattr(value, "__float__") and not isinstance(value, bool)
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    return isinstance(values, tuple | list) and len(values) == count and all(map(_is_number, values))

@@ -14,8 +14,7 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_muon.config import MuonConfig
-from lightning_muon.integrations.mesh import MeshSizes
+from lightning_muon.config import MuonConfig, check_whole
 from lightning_muon.integrations.options import SECTION, Options
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.registry import Sharding
@@ -55,17 +54,16 @@ def config_file(arguments: argparse.Namespace) -> str:
     import yaml  # Comes with accelerate.
 
     with_nodes = arguments.optimizer == "flexdemo"
-    sizes = MeshSizes(replicate_size=arguments.replicate_size, shard_size=arguments.shard_size)
-    Options(sharding=arguments.sharding, **({"optimizer": FlexDeMoConfig()} if with_nodes else {}))
-    machines, processes = arguments.num_machines, arguments.num_processes or _default_processes(arguments)
-    if processes % machines:
-        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
-    replicas, shards = sizes.resolve(num_nodes=machines, num_processes=processes // machines)
+    asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
+    optimizer = {"optimizer": FlexDeMoConfig()} if with_nodes else {}
+    options = Options(sharding=arguments.sharding, **asked, **optimizer)
+    machines, processes = arguments.num_machines, _num_processes(arguments)
+    replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate divides models only where they have several shards, and only on accelerators.
     is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not arguments.cpu
     stock = _accelerate_part(arguments, processes, (replicas, shards) if is_fsdp else None)
     live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
-    if not is_fsdp and arguments.sharding == "fsdp" and processes > 1:
+    if processes > 1 and not is_fsdp and (arguments.sharding == "fsdp" or set(asked.values()) != {"auto"}):
         live |= {"replicate_size": replicas, "shard_size": shards}
     header = f"# Start a program with: lightning-muon launch --config_file {arguments.output or 'FILE'} program.py\n"
     section = "\n".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
@@ -160,11 +158,24 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _default_processes(arguments: argparse.Namespace) -> int:
-    """As many as both sizes ask for, or one for each device."""
-    if arguments.sharding == "fsdp" and "auto" not in (arguments.replicate_size, arguments.shard_size):
-        return arguments.replicate_size * arguments.shard_size
-    return max(1, 1 if arguments.cpu else torch.cuda.device_count()) * arguments.num_machines
+def _num_processes(arguments: argparse.Namespace) -> int:
+    """On all machines: as asked for, else as many as both sizes make, else one for each device.
+
+    Raises:
+        ValueError: If ``sharding`` or the machines do not go with it.
+    """
+    machines, processes = arguments.num_machines, arguments.num_processes
+    check_whole("--num-machines", machines, at_least=1)
+    if processes is None and "auto" not in (arguments.replicate_size, arguments.shard_size):
+        processes = arguments.replicate_size * arguments.shard_size
+    elif processes is None:
+        processes = max(1, 0 if arguments.cpu else torch.cuda.device_count()) * machines
+    check_whole("--num-processes", processes, at_least=1)
+    if processes % machines:
+        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
+    if arguments.sharding == "none" and processes > 1:
+        raise ValueError(f"--sharding none is for one process, but there are {processes}; use fsdp, zero2 or ddp")
+    return processes
 
 
 def _size(text: str) -> int | str:
@@ -179,7 +190,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
-    add("--num-processes", type=int, metavar="N", help="on all machines (default: one for each device of this one)")
+    add(
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="on all machines (default: replicas x shards if both are given, else one for each device of this one)",
+    )
     add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     add("--cpu", action="store_true", help="processes with gloo on the CPU")

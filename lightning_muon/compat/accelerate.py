@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -28,13 +28,24 @@ def is_prepared(value: Any) -> bool:
 
 @contextmanager
 def in_place_of_states(
-    accelerator: Any, when: Literal["save", "load"], action: Callable[[str], None]
+    accelerator: Any,
+    when: Literal["save", "load"],
+    action: Callable[[str, bool], None],
+    offer: Callable[[], Sequence[Any]] = tuple,
 ) -> Generator[None]:
-    """Let ``action(directory)`` do what ``save_state`` or ``load_state`` does for models and optimizers; local.
+    """Let ``action`` do what ``save_state`` or ``load_state`` does for models and optimizers; local.
 
-    Both deal with models, then optimizers, then call hooks, then deal with everything else. Inside this context they
-    find no model and no optimizer. The first hook is ``action``; from it on they are there again, so that the hooks of
-    the user see them.
+    With FSDP both deal with models and optimizers, then call hooks with an empty list, then deal with everything else.
+    Without, they call hooks with a list of weights (save) or models (load), from which hooks take what they have dealt
+    with, then deal with what is left, and with everything else. Inside this context they find no model and no
+    optimizer, and ``action`` has the place of one or the other. The hooks of the user find ``accelerator._models`` as
+    it was.
+
+    Args:
+        accelerator: Of any kind.
+        when: Which of the two.
+        action: Takes the directory, and whether hooks have left all that they were offered.
+        offer: What to put into the list of the hooks. If that is nothing, ``action`` comes before them, else after.
 
     Uses ``Accelerator._models``, ``_optimizers``, ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook``
     (1.15).
@@ -44,19 +55,30 @@ def in_place_of_states(
     def restore() -> None:
         accelerator._models, accelerator._optimizers = models, optimizers
 
-    def hook(*arguments: Any) -> None:
-        restore()
-        action(str(arguments[-1]))
+    offered: list[Any] = []
 
-    hooks = getattr(accelerator, f"_{when}_model_state_pre_hook")
-    handle = getattr(accelerator, f"register_{when}_state_pre_hook")(hook)
-    hooks.move_to_end(handle.id, last=False)
+    def begin(*arguments: Any) -> None:
+        restore()
+        offered.extend(offer())
+        arguments[-2].extend(offered)
+        if not offered:
+            action(str(arguments[-1]), True)
+
+    def end(*arguments: Any) -> None:
+        if offered:
+            action(str(arguments[-1]), len(arguments[-2]) == len(offered))
+            arguments[-2].clear()
+
+    register = getattr(accelerator, f"register_{when}_state_pre_hook")
+    handles = [register(begin), register(end)]
+    getattr(accelerator, f"_{when}_model_state_pre_hook").move_to_end(handles[0].id, last=False)
     accelerator._models, accelerator._optimizers = [], []
     try:
         yield
     finally:
         restore()
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def launch_on_cpus(arguments: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,23 @@ def shards_over_one_rank(unit: FSDPModule) -> bool:
     Uses ``FSDPParamGroup.mesh_info.shard_mesh_size`` (2.11 to 2.13).
     """
     return any(getattr(group.mesh_info, "shard_mesh_size", 1) == 1 for group in _parameter_groups(unit))
+
+
+def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor]) -> None:
+    """Drop what backward passes without reduction have left for those of ``parameters`` that an FSDP2 unit holds.
+
+    Uses ``FSDPParamGroup.fsdp_params``, ``FSDPParam.sharded_param``, ``FSDPParam._unsharded_param`` and
+    ``FSDPParam.unsharded_accumulated_grad`` (2.11 to 2.13).
+    """
+    wanted = set(parameters)
+    for group in _parameter_groups(unit):
+        for held in group.fsdp_params:
+            if held.sharded_param in wanted:
+                if held.unsharded_accumulated_grad is not None:
+                    # In the dtype of the reduction, which all of a unit must have: there may be others that stay.
+                    held.unsharded_accumulated_grad.zero_()
+                if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
+                    held._unsharded_param.grad = None
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -35,6 +35,8 @@ class Checkpoint:
         weights_only: As in ``torch.load``.
     """
 
+    otherwise = "LightningModule.strict_loading = False loads what fits"  # What to do if the weights do not.
+
     def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
         self.path = path
         self.is_sharded = (path / metadata_name).is_file()
@@ -63,8 +65,7 @@ class Checkpoint:
                 dcp.load(weights, checkpoint_id=self.path, planner=planner)
             except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
                 raise RuntimeError(
-                    f"{key!r} in {self.path} does not fit {type(module).__name__}; strict=False "
-                    f"(LightningModule.strict_loading = False) loads what is there. ({problem})"
+                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.otherwise}. ({problem})"
                 ) from problem
             set_model_state_dict(module, weights[key], options=StateDictOptions(strict=self.strict))
             return
@@ -73,7 +74,7 @@ class Checkpoint:
         if self.strict and (missing or unexpected):
             raise RuntimeError(
                 f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
-                f"{unexpected[:8] or 'nothing'}; strict=False (LightningModule.strict_loading = False) loads what fits"
+                f"{unexpected[:8] or 'nothing'}; {self.otherwise}"
             )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(module, {key: weights[key] for key in weights if key not in unexpected}, options=options)

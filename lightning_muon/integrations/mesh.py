@@ -9,7 +9,12 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_muon.config import check_whole
+
 Size = int | Literal["auto"]
+
+# Where users of each framework set it.
+_NUM_PROCESSES = "the number of processes (devices and num_nodes of a Trainer or Fabric, --num-processes of a launcher)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,9 +70,9 @@ class MeshSizes:
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
             if key in ("context_size", "tensor_size"):
-                _check_size(key, value, "")
+                check_whole(key, value, at_least=1)
             elif value != "auto":
-                _check_size(key, value, "'auto' or ")
+                check_whole(key, value, at_least=1, other="'auto' or ")
         if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
             raise ValueError(
                 f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}, which "
@@ -113,8 +118,8 @@ class MeshSizes:
         if math.prod(sizes) * inner != world_size:
             raise ValueError(
                 f"{self._product(*sizes)} = {math.prod(sizes) * inner} ranks, but there are {world_size} "
-                f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or the "
-                "number of processes, in Lightning Trainer(devices=..., num_nodes=...)"
+                f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or "
+                f"{_NUM_PROCESSES}"
             )
         return sizes
 
@@ -168,8 +173,7 @@ class MeshSizes:
             asked = self._asked(" x ")
             product = f"{asked} = {factors}" if " x " in asked else asked
             raise ValueError(
-                f"{product} does not divide the number of ranks, {world_size}; change it, or the number of "
-                "processes, in Lightning Trainer(devices=..., num_nodes=...)"
+                f"{product} does not divide the number of ranks, {world_size}; change it, or {_NUM_PROCESSES}"
             )
         return world_size // factors
 
@@ -183,11 +187,6 @@ class MeshSizes:
         return separator.join(
             f"{key}={value}" for key, value in vars(self).items() if value not in ("auto", defaults.get(key))
         )
-
-
-def _check_size(key: str, value: object, other: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be {other}an integer of at least 1, got {value!r}")
 
 
 def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, explains_keywords
 from lightning_muon.integrations.adoption import OptimizerChoice, check_choice, config_of
 from lightning_muon.integrations.mesh import MeshSizes, Size
-from lightning_muon.integrations.parsing import build, class_with_keys, read_yaml
+from lightning_muon.integrations.parsing import build, build_class, check_keys, class_with_keys, read_yaml
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
@@ -23,8 +23,12 @@ SECTION = "lightning_muon"  # Of a file that has the options of Accelerate, too.
 
 # Options of the modes that users set, by their names here.
 _SET_BY_USERS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "bucket_bytes")
+_CONFIGS = (MuonConfig, FlexDeMoConfig)
+# Where else a wrong key may belong.
+ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
 
 
+@explains_keywords(ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a training may be told beside its model and data.
@@ -41,6 +45,7 @@ class Options:
             same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
             and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
             are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
+            A mapping of its keys stands for a config.
         wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
         sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
@@ -61,6 +66,7 @@ class Options:
         timeout: Of collectives.
 
     Raises:
+        TypeError: For a wrong keyword, with the nearest right one.
         ValueError: For a value that does not exist, or that the others cannot honour.
     """
 
@@ -84,6 +90,8 @@ class Options:
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
 
     def __post_init__(self) -> None:
+        if isinstance(self.optimizer, Mapping):
+            object.__setattr__(self, "optimizer", _built_optimizer(self.optimizer, where="optimizer"))
         sizes = self.mesh_sizes
         _check_values(self)
         _check_combinations(self.sharding, self.mode_options, num_tensor_ranks=sizes.num_tensor_ranks)
@@ -106,10 +114,11 @@ class Options:
             UnknownOptionError: For a wrong key at any depth, with the nearest right one.
             ValueError: For a wrong value.
         """
-        if isinstance(mapping, Mapping) and isinstance(mapping.get("optimizer"), Mapping):
-            where = f"{source}: optimizer"
-            optimizer = class_with_keys(mapping["optimizer"], (MuonConfig, FlexDeMoConfig), where=where)
-            mapping = {**mapping, "optimizer": optimizer}
+        if isinstance(mapping, Mapping):
+            check_keys(mapping, [field.name for field in fields(cls)], where=source, elsewhere=ELSEWHERE)
+            if isinstance(mapping.get("optimizer"), Mapping):
+                optimizer = _built_optimizer(mapping["optimizer"], where=f"{source}: optimizer")
+                mapping = {**mapping, "optimizer": optimizer}
         return build(cls, mapping, where=source)
 
     @classmethod
@@ -147,17 +156,39 @@ class Options:
         return isinstance(self.optimizer, FlexDeMoConfig)
 
 
+def _built_optimizer(mapping: Mapping[str, Any], *, where: str) -> Any:
+    """The config that a mapping stands for."""
+    return build_class(class_with_keys(mapping, _CONFIGS, where=where), where=where)
+
+
 def _check_values(options: Options) -> None:
     """Raise ``ValueError`` for a value that does not exist."""
     check_mode(options.sharding)
     check_choice(options.optimizer)
     for key, allowed in (("clip_groups", ClipGroups), ("loss_scaling", LossScaling)):
-        if getattr(options, key) not in get_args(allowed):
-            raise ValueError(f"{key} must be one of {get_args(allowed)}, got {getattr(options, key)!r}")
-    if not isinstance(options.bucket_bytes, int) or options.bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {options.bucket_bytes!r}")
-    if not isinstance(options.timeout, timedelta):
-        raise ValueError(f"timeout must be a datetime.timedelta, got {options.timeout!r}")
+        check_one_of(key, getattr(options, key), get_args(allowed))
+    for field in fields(options):
+        if isinstance(field.default, bool):
+            check_flag(field.name, getattr(options, field.name))
+    check_whole("bucket_bytes", options.bucket_bytes, at_least=1)
+    if not isinstance(options.process_group_backend, str | None):
+        raise ValueError(
+            f"process_group_backend must be None or a name such as 'nccl', got {options.process_group_backend!r}"
+        )
+    if not (isinstance(options.timeout, timedelta) and options.timeout > timedelta(0)):
+        raise ValueError(f"timeout must be a datetime.timedelta of more than 0 seconds, got {options.timeout!r}")
+    _check_wrap_policy(options.wrap_policy)
+
+
+def _check_wrap_policy(policy: object) -> None:
+    """Raise ``ValueError`` for anything but a :data:`WrapPolicy`; what the model has is known later."""
+    is_function = callable(policy) and not isinstance(policy, type)
+    is_classes = isinstance(policy, Collection) and all(isinstance(name, str | type) for name in policy)
+    if policy != "auto" and not is_function and (isinstance(policy, str) or not is_classes):
+        raise ValueError(
+            "wrap_policy must be 'auto', a sequence of classes or class names, such as ('Block',), or a function "
+            f"(name, module) -> bool, got {policy!r}"
+        )
 
 
 def _check_decoupled_nodes(sharding: str, sizes: MeshSizes) -> None:

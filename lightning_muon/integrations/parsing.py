@@ -5,7 +5,6 @@ Values take the forms that they have in a LightningCLI file, because jsonargpars
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from argparse import ArgumentError
@@ -13,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_muon.config import nearest, unknown_option
 from lightning_muon.errors import UnknownOptionError
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         raise ValueError(f"{where}: must be a mapping of options, got {mapping!r}")
     check_keys(mapping, list(inspect.signature(kind).parameters), where=where)
     built = {
-        key: _build_from_path(value, where=f"{where}: {key}") if _names_class(value) else value
+        key: build_class(value, where=f"{where}: {key}") if _names_class(value) else value
         for key, value in mapping.items()
         if _names_class(value) or not isinstance(value, _PLAIN)
     }
@@ -69,11 +69,32 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
-def check_keys(given: Collection[str], allowed: Sequence[str], *, where: str) -> None:
-    """Raise ``UnknownOptionError`` for the first of ``given`` that is not in ``allowed``, with the nearest one."""
+def build_class(value: Mapping[str, Any], *, where: str) -> Any:
+    """The object that ``{class_path: ..., init_args: {...}}`` describes; errors as those of :func:`build`."""
+    kind = _import_class(value["class_path"], where)
+    elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
+    check_keys(value, _CLASS_KEYS, where=where, elsewhere=elsewhere)
+    return build(kind, value.get("init_args") or {}, where=where)
+
+
+def check_keys(
+    given: Collection[object],
+    allowed: Sequence[str],
+    *,
+    where: str,
+    elsewhere: Mapping[str, Collection[str]] | None = None,
+) -> None:
+    """Raise ``UnknownOptionError`` for the first of ``given`` that is not in ``allowed``.
+
+    Args:
+        given: Keys that the user wrote.
+        allowed: Those that there are.
+        where: What the error names.
+        elsewhere: As in :func:`lightning_muon.config.unknown_option`.
+    """
     for key in given:
         if key not in allowed:
-            raise UnknownOptionError(f"{where}: there is no option {key!r}; {_nearest(key, allowed)}")
+            raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere)}")
 
 
 def class_with_keys(mapping: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: str) -> Mapping[str, Any]:
@@ -86,17 +107,13 @@ def class_with_keys(mapping: Mapping[str, Any], kinds: Sequence[type[Any]], *, w
         return mapping
     parameters = {kind: list(inspect.signature(kind).parameters) for kind in kinds}
     best = max(kinds, key=lambda kind: sum(key in parameters[kind] for key in mapping))
-    check_keys(mapping, parameters[best], where=f"{where} ({best.__name__})")
+    elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
+    check_keys(mapping, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere)
     return {"class_path": f"{best.__module__}.{best.__qualname__}", "init_args": dict(mapping)}
 
 
 def _names_class(value: object) -> bool:
     return isinstance(value, Mapping) and "class_path" in value
-
-
-def _build_from_path(value: Mapping[str, Any], *, where: str) -> Any:
-    check_keys(value, _CLASS_KEYS, where=where)
-    return build(_import_class(value["class_path"], where), value.get("init_args") or {}, where=where)
 
 
 def _import_class(path: object, where: str) -> type[Any]:
@@ -107,7 +124,11 @@ def _import_class(path: object, where: str) -> type[Any]:
         raise ValueError(f"{where}: class_path {path!r} cannot be imported: {error}") from error
     found = getattr(module, name, None)
     if not isinstance(found, type):
-        raise ValueError(f"{where}: class_path {path!r} names no class; {_nearest(name, dir(module))}")
+        classes = [key for key, value in vars(module).items() if isinstance(value, type) and not key.startswith("_")]
+        meant = nearest(name, classes)
+        raise ValueError(
+            f"{where}: class_path {path!r} names no class" + (f"; did you mean {meant!r}?" if meant else "")
+        )
     return found
 
 
@@ -119,10 +140,3 @@ def _converted(kind: type[Any], values: Mapping[str, Any], *, skip: set[str]) ->
     parser.add_class_arguments(kind, skip=skip, fail_untyped=False)
     parsed = parser.instantiate(parser.parse_object(dict(values)))
     return {key: parsed[key] for key in values}
-
-
-def _nearest(key: str, allowed: Sequence[str]) -> str:
-    public = [name for name in allowed if not name.startswith("_")]
-    initials = "".join(part[:1] for part in key.split("_"))  # learning_rate is lr.
-    close = [initials] if initials in public else difflib.get_close_matches(key, public, n=1, cutoff=0.0)
-    return f"did you mean {close[0]!r}?" if close else "it takes none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import fail_together
 from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.node_weights import common_weights, copied, of_first_node
+from lightning_muon.integrations.replacement import on_first_rank, replacing, together, write_shards
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 
@@ -47,7 +47,7 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
     """Write a checkpoint. Collective over all ranks; every rank must call it.
 
     Args:
-        path: The same on all ranks; a checkpoint that is there is replaced.
+        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
         state: What to write.
         mesh: The ranks with batches of their own.
         filters: Key -> (name, value) -> whether to write it.
@@ -59,32 +59,35 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
         content[key] = weights_to_save(module, optimizers, mesh, whole=whole)
     for key, (module, optimizer) in state.optimizers.items():
         content[key] = optimizer_state_to_save(module, optimizer, whole=whole)
-    rest = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.rest.items()}
-    content, rest = _filtered(content, filters), _filtered(rest, filters)
-    together(lambda: _require_replaceable(path))
-    on_first_rank(lambda: _clear(path, metadata_name))
-    if metadata_name is None:
-        on_first_rank(lambda: torch.save(content | rest, path))
-        return
-    dcp.save(content, checkpoint_id=path)
-    on_first_rank(lambda: torch.save(rest, path / metadata_name))
+    # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
+    content = together(lambda: _filtered(content, filters))
+    rest = together(lambda: _filtered(_plain(state.rest), filters))
+    with replacing(path, whole=whole) as (draft,):
+        if metadata_name is None:
+            on_first_rank(lambda: torch.save(content | rest, draft))
+            return
+        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
+        write_shards(content, draft)
 
 
 class StateCheckpoint(Checkpoint):
     """A checkpoint that is being read, whose keys are those of the program that saved it."""
 
+    otherwise = "strict=False loads what fits"
+
     def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
         super().__init__(path, metadata_name=metadata_name, weights_only=weights_only)
+        self._keys_of_shards: set[str] = set()
         if self.is_sharded:
             # Made up by the base class, where the checkpoint is that of a Trainer.
             self.content.pop("optimizer_states", None)
+            places = dcp.FileSystemReader(path).read_metadata().planner_data or {}
+            self._keys_of_shards = {place[0] for place in places.values()}
 
     @classmethod
     def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> StateCheckpoint:
         """Read all but tensors. Collective over all ranks; every rank must call it."""
-        found: list[StateCheckpoint] = []
-        together(lambda: found.append(cls(path, metadata_name=metadata_name, weights_only=weights_only)))
-        return found[0]
+        return together(lambda: cls(path, metadata_name=metadata_name, weights_only=weights_only))
 
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names. Collective over all ranks; every rank must call it.
@@ -97,18 +100,15 @@ class StateCheckpoint(Checkpoint):
         Returns:
             What is in the checkpoint beside that, without shards.
         """
-        missing = [key for key in state.rest if key not in self.content]
-        if strict and missing:
-            raise KeyError(
-                f"{self.path} has no {', '.join(map(repr, missing))}; it has {sorted(self.content)} beside shards, and "
-                "strict=False loads what is there"
-            )
+        absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
-            self.load_module(key, module, strict=strict)
+            if key not in absent:
+                self.load_module(key, module, strict=strict)
         for key, (module, optimizer) in state.optimizers.items():
-            self.load_state_of(key, module, optimizer)
+            if key not in absent:
+                self.load_state_of(key, module, optimizer)
         for key, value in state.rest.items():
-            if key not in self.content:
+            if key in absent:
                 continue
             if isinstance(value, Stateful):
                 value.load_state_dict(self.content.pop(key))
@@ -120,22 +120,29 @@ class StateCheckpoint(Checkpoint):
         """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
         self.strict = strict
         if not self.is_sharded:
-            self._require_key(key)
             self.weights = self.content[key]
         self.load_weights(module, key)
 
     def load_state_of(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fill the state of an optimizer. Collective over all ranks; every rank must call it."""
+        self._load_state(key, module, optimizer, whole=lambda: self.content[key], instead=f"load without {key!r}")
 
-        def whole() -> Mapping[str, Any]:
-            self._require_key(key)
-            return self.content[key]
-
-        self._load_state(key, module, optimizer, whole=whole, instead=f"load without {key!r}")
-
-    def _require_key(self, key: str) -> None:
-        if key not in self.content:
-            raise KeyError(f"{self.path} has no {key!r}; it has {sorted(map(str, self.content))}")
+    def _absent(self, state: State, *, strict: bool) -> set[str]:
+        """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
+        divided = state.modules.keys() | state.optimizers.keys()
+        there = self._keys_of_shards if self.is_sharded else self.content.keys()
+        absent = {key for key in divided if key not in there} | (state.rest.keys() - self.content.keys())
+        if not absent:
+            return absent
+        saved = sorted(map(str, self._keys_of_shards | self.content.keys()))
+        message = f"{self.path} has no {', '.join(sorted(map(repr, absent)))}; it has {saved}"
+        if strict:
+            raise KeyError(f"{message}, and strict=False loads what is there")
+        if absent == divided | state.rest.keys():
+            raise KeyError(f"{message}, and so nothing that could be loaded")
+        if dist.get_rank() == 0:
+            warnings.warn(f"{message}. What is not there stays as it is, because of strict=False.", stacklevel=2)
+        return absent
 
 
 def load_alone(checkpoint: StateCheckpoint, state: State, *, strict: bool) -> None:
@@ -171,6 +178,15 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
     return numbered_optimizer_state(state, module, optimizer) if whole and state else state
 
 
+def _plain(rest: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in rest.items()}
+
+
+def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir()
+    torch.save(rest, path)
+
+
 def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in content.items():
@@ -181,33 +197,3 @@ def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
         elif filters[key](key, value):
             result[key] = value
     return result
-
-
-def _require_replaceable(path: Path) -> None:
-    """Raise for a directory that is no checkpoint, rather than remove it."""
-    if path.is_dir() and any(path.iterdir()) and not (path / ".metadata").is_file():
-        raise IsADirectoryError(f"{path} is a directory with other files; save the checkpoint under another name")
-
-
-def _clear(path: Path, metadata_name: str | None) -> None:
-    """Make place for a checkpoint."""
-    if path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
-    (path if metadata_name is not None else path.parent).mkdir(parents=True, exist_ok=True)
-
-
-def on_first_rank(action: Callable[[], Any]) -> None:
-    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
-    together(action if dist.get_rank() == 0 else lambda: None)
-
-
-def together(action: Callable[[], Any]) -> None:
-    """Run ``action``; if it fails on any rank, all raise. Collective over all ranks; every rank must call it."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as problem:  # Also unpickling, which runs code of any kind.
-        error = problem
-    fail_together(error, None)

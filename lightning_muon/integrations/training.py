@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_muon.integrations.adoption import ReplacedParameters
 from lightning_muon.integrations.handle import Handle
 from lightning_muon.integrations.lightning.gradient_rules import GradientRules
+from lightning_muon.integrations.one_division import OneDivision
 from lightning_muon.integrations.options import ClipGroups
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
@@ -46,6 +47,7 @@ class Training:
         self._options: dict[str, Any] = {"clip_groups": clip_groups, "max_skipped_steps": max_skipped_steps}
         self._handles: list[Handle] = []
         self._rules: _Rules | None = None
+        self._division: OneDivision | None = None
         self._watchdog: Watchdog | None = None
         self._has_run = False
         self._is_reduced = True
@@ -104,12 +106,41 @@ class Training:
         """Whether the next backward pass through this module reduces gradients."""
         return self._rules is not None and self._has_run and self._rules.is_last_micro_batch
 
+    @property
+    def gradient_note(self) -> str | None:
+        """What whoever expects gradients in ``parameter.grad`` should know."""
+        if not self.mode.parameters_arrive_late:
+            return None
+        return (
+            f"sharding={self.mode.name!r}: parameter.grad is None after backward, since no rank has whole gradients; "
+            "torch.nn.utils.clip_grad_norm_ would clip nothing, clip_gradients of a Fabric and clip_grad_norm_ of an "
+            "Accelerator clip all of them"
+        )
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the micro-batch of now leaves gradients unreduced."""
+        return self._rules is not None and not self._rules.is_last_micro_batch
+
+    def divide_gradients_by(self, num_tokens: float) -> None:
+        """Let the backward pass that comes next, the last of a step, divide the sums over the ranks by this.
+
+        Local, the same on all ranks; from the first call on it belongs before each reducing backward pass.
+        """
+        self.mode.set_gradient_divisor(num_tokens)
+        if self._division is None:
+            parameters = [p for own in self.optimizers for group in own.param_groups for p in group["params"]]
+            self._division = OneDivision(parameters, self.mode, type(self.module).__name__)
+
     @contextmanager
     def around_backward(self) -> Generator[None]:
         """Enter it around each backward pass.
 
         Collective over the mesh in the last micro-batch, if the module has run; every rank must call it.
         """
+        division = self._division if self.is_last_micro_batch else None
+        if division is not None:
+            division.begin_backward()
         with self.explaining():
             try:
                 yield
@@ -119,6 +150,8 @@ class Training:
             if self._rules is not None and self._has_run:
                 self._is_reduced = self._rules.is_last_micro_batch
                 self._rules.after_backward()
+            if division is not None:
+                division.end_backward()
 
     def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip, and return the norm before. Collective over the mesh; every rank must call it."""
@@ -160,8 +193,11 @@ class Training:
                 result = take_step(optimizer)
             else:
                 result = take_step(optimizer, closure=with_finished_gradients)
-            self.mode.end_step()
+            # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
+            self.weights_have_changed()
         self._has_run = False
+        if self._division is not None:
+            self._division.end_step()
         for handle in self._handles:
             if handle.used is optimizer:
                 handle.follow()
@@ -186,6 +222,9 @@ class Training:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        if self._division is not None:
+            self._division.close()
+            self._division = None
         self.mode.close()
 
     def _watch(self) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.config import AdjustLr, Algorithm, Assignment, Dedupe, DtypeName, MuonConfig, Overlap
+from lightning_muon.config import (
+    AdjustLr,
+    Algorithm,
+    Assignment,
+    Dedupe,
+    DtypeName,
+    MuonConfig,
+    Overlap,
+    explains_keywords,
+)
 from lightning_muon.optim.binding import COMPARED, Binding
 from lightning_muon.optim.early_gathers import EarlyGathers
 from lightning_muon.optim.matrix_step import MatrixStep
@@ -17,6 +26,7 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOpti
 from lightning_muon.params.layout import TensorLayout
 
 
+@explains_keywords()
 class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 

@@ -25,6 +25,7 @@ from lightning_muon.optim.state import convert_, init_state
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
+from lightning_muon.sharding.runtime import forget_unreduced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that live outside of the tensors are forgotten, too."""
         super().zero_grad(set_to_none)
-        self._layout.forget([param for group in self.param_groups for param in group["params"]])
+        parameters = [param for group in self.param_groups for param in group["params"]]
+        self._layout.forget(parameters)
+        if self._module is not None:
+            forget_unreduced(self._module, parameters)
 
     def _step(self) -> None:
         bound = self._bound or self._bind()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.torch import (
+    drop_unreduced_gradients,
     forward_resharding,
     init_fsdp_root,
     set_forward_resharding,
@@ -117,6 +118,15 @@ def _divider(divisor: float) -> Callable[[Tensor], None]:
         reduced.div_(divisor)
 
     return divide
+
+
+def forget_unreduced(module: nn.Module, parameters: Collection[Tensor]) -> None:
+    """Drop the gradients of ``parameters`` that no backward pass has reduced yet; local.
+
+    FSDP2 keeps those of micro-batches without reduction at its whole weights, where ``zero_grad`` does not see them.
+    """
+    for unit in fsdp_modules(module):
+        drop_unreduced_gradients(unit, parameters)
 
 
 def free_unsharded(module: nn.Module) -> None:

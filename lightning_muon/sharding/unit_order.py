@@ -234,7 +234,7 @@ class UnitOrder:
         def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
                 return
-            outputs = [tensor for tensor in _tensors(output, set()) if tensor.requires_grad]
+            outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
             if outputs:
                 if passes[0].has_begun:
                     passes[0] = _BackwardPass()
@@ -267,7 +267,7 @@ class _BackwardPass:
     has_begun: bool = False
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in what a module returns; ``seen`` holds the containers on the way, which may be in a cycle."""
     if isinstance(value, Tensor):
         yield value
@@ -283,7 +283,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(value) not in seen:
         seen.add(id(value))
         for entry in entries:
-            yield from _tensors(entry, seen)
+            yield from tensors_in(entry, seen)
 
 
 def _class_name(unit: FSDPModule) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_muon.config import MuonConfig, check_hyperparameters
+from lightning_muon.config import MuonConfig, check_hyperparameters, explains_keywords, nearest, unknown_option
 
 
 def test_the_defaults_are_valid_and_frozen() -> None:
@@ -20,8 +22,63 @@ def test_the_defaults_are_valid_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("lr", -1e-3), ("lr", float("inf")), ("momentum", 1.0), ("eps", -1.0), ("betas", (0.9,)), ("ns_steps", 100),
-     ("ns_steps", 2.5), ("adjust_lr_fn", "adamw"), ("ns_coefficients", (1, 2)), ("chunk_bytes", 0)],
+     ("ns_steps", 2.5), ("adjust_lr_fn", "adamw"), ("ns_coefficients", (1, 2)), ("chunk_bytes", 0),
+     ("lr", "1e-3"), ("lr", None), ("momentum", True), ("betas", ("0.9", 0.95)), ("ns_coefficients", (1, 2, "3")),
+     ("nesterov", "no"), ("error_if_nonfinite", 1), ("compute_dtype", "float16"), ("compute_dtype", torch.bfloat16),
+     ("wire_dtype", "bf16"), ("adamw_patterns", "*.x"), ("muon_patterns", (3,)), ("fused", ["*.qkv"]),
+     ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):
         MuonConfig(**{option: value})
+
+
+def test_numbers_of_other_libraries_and_lists_are_taken() -> None:
+    config = MuonConfig(lr=torch.tensor(0.5), betas=[0, 0.5], adamw_patterns=["*.x"], max_skipped_steps=0)  # type: ignore[arg-type]
+    assert (float(config.lr), config.betas, config.adamw_patterns) == (0.5, [0, 0.5], ["*.x"])
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("momentun", "momentum"), ("learning_rate", "lr"), ("betta", "betas"), ("lr", "lr"), ("x", None), ("", None)],
+)
+def test_the_nearest_name_is_one_that_is_alike(key: str, expected: str | None) -> None:
+    assert nearest(key, ["betas", "momentum", "lr"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("shard_sise", "there is no option 'shard_sise'; did you mean 'shard_size'?"),
+        ("momentum", "there is no option 'momentum'; it belongs under optimizer:"),
+        ("momentun", "there is no option 'momentun'; did you mean 'momentum'? It belongs under optimizer:"),
+        ("learning_rate", "there is no option 'learning_rate'; did you mean 'lr'? It belongs under optimizer:"),
+        ("colour", "there is no option 'colour'; the options are timeout, shard_size"),
+        (1, "there is no option 1; the options are timeout, shard_size"),
+    ],
+)
+def test_an_unknown_option_is_met_with_what_helps(key: object, message: str) -> None:
+    assert unknown_option(key, ["timeout", "shard_size"], {"under optimizer:": ["lr", "momentum"]}) == message
+    assert unknown_option(key, []) == f"there is no option {key!r}; it takes none"
+
+
+def test_a_wrong_keyword_names_the_nearest_and_the_signature_stays() -> None:
+    class Base:
+        def __init__(self, width: int, *, height: int = 2) -> None:
+            self.area = width * height
+
+    plain = inspect.signature(Base)
+    decorated = explains_keywords({"under size:": ["depth"]})(Base)
+
+    class Child(decorated): ...  # type: ignore[misc,valid-type]
+
+    assert decorated is Base and inspect.signature(Base) == plain
+    assert (Base(3).area, Child(width=3, height=5).area) == (6, 15)
+    with pytest.raises(TypeError, match=r"^Child: there is no option 'hieght'; did you mean 'height'\?$"):
+        Child(1, hieght=2)
+    with pytest.raises(TypeError, match=r"^Base: there is no option 'depth'; it belongs under size:$"):
+        Base(1, depth=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'"):
+        Base()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^MuonConfig: .*'momentun'; did you mean 'momentum'"):
+        MuonConfig(momentun=0.9)  # type: ignore[call-arg]

@@ -141,7 +141,7 @@ class MuonAccelerator(SavesStates):
             super().backward(loss, **kwargs)  # type: ignore[misc]
             return
         if self._tokens is not None and training.is_last_micro_batch:
-            training.mode.set_gradient_divisor(self._tokens.divisor(self.gradient_accumulation_steps))
+            training.divide_gradients_by(self._tokens.divisor(self.gradient_accumulation_steps))
         with training.around_backward():
             super().backward(loss, **kwargs)  # type: ignore[misc]
 

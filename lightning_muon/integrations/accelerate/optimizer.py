@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from lightning_muon.integrations.training import Training
+from lightning_muon.integrations.accelerate.training import PreparedTraining
 
 
 class DividedOptimizer(AcceleratedOptimizer):
@@ -19,7 +19,7 @@ class DividedOptimizer(AcceleratedOptimizer):
         training: The model, and what its gradients go through.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, training: PreparedTraining) -> None:
         # Its state is on the device of its parameters already.
         super().__init__(optimizer, device_placement=False)
         self._training = training
@@ -27,7 +27,7 @@ class DividedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
         # torch's tools for state dicts step optimizers that have no state yet, without any backward pass.
-        has_gradients = closure is not None or self._training.is_last_micro_batch
+        has_gradients = closure is not None or self._training.has_run
         if not (self.gradient_state.sync_gradients and has_gradients):
             return super().step(closure)
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.integrations.state_checkpoint import (
-    StateCheckpoint,
-    on_first_rank,
-    together,
-    weights_to_save,
-)
+from lightning_muon.integrations.replacement import on_first_rank, remove, replacing, together, write_shards
+from lightning_muon.integrations.state_checkpoint import StateCheckpoint, weights_to_save
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
 _MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
@@ -26,9 +20,17 @@ _OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
 
 
 def save_parts(
-    directory: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, *, whole: bool
+    directory: Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    *,
+    whole: bool,
+    with_model: bool = True,
 ) -> None:
     """Write weights and states of optimizers. Collective over all ranks; every rank must call it.
+
+    None of what was there goes before all is written.
 
     Args:
         directory: The same on all ranks.
@@ -36,23 +38,32 @@ def save_parts(
         optimizers: Those that step it.
         mesh: The ranks with batches of their own.
         whole: One file for each, in place of directories with the shards of each rank.
+        with_model: Write the weights, too; the same on all ranks.
     """
-    content: Mapping[str, Any] = {_MODEL_KEY: weights_to_save(module, optimizers, mesh, whole=whole)}
-    _write(_paths(directory, _MODEL, 0), content, whole=whole)
     options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
-    for index, optimizer in enumerate(optimizers):
-        content = {_OPTIMIZER_KEY: get_optimizer_state_dict(module, optimizer, options=options)}
-        _write(_paths(directory, _OPTIMIZER, index), content, whole=whole)
+    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(optimizers))]
+    if with_model:
+        places.append(_paths(directory, _MODEL, 0))
+    with replacing(*(place[whole] for place in places), whole=whole) as drafts:
+        if with_model:
+            _write(drafts[-1], {_MODEL_KEY: weights_to_save(module, optimizers, mesh, whole=whole)}, whole=whole)
+        for draft, optimizer in zip(drafts, optimizers, strict=False):
+            state = get_optimizer_state_dict(module, optimizer, options=options)
+            _write(draft, {_OPTIMIZER_KEY: state}, whole=whole)
+    on_first_rank(lambda: [remove(place[not whole]) for place in places])  # What was saved in the other format.
 
 
-def load_parts(directory: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def load_parts(
+    directory: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, with_model: bool = True
+) -> None:
     """Read what :func:`save_parts` wrote on any number of ranks. Collective over all ranks; every rank must call it.
 
     Raises:
         FileNotFoundError: On all ranks, if there is nothing.
         RuntimeError: On all ranks, if it does not fit.
     """
-    _Part.find(directory, _MODEL, 0, _MODEL_KEY).load_module(_MODEL_KEY, module, strict=True)
+    if with_model:
+        _Part.find(directory, _MODEL, 0, _MODEL_KEY).load_module(_MODEL_KEY, module, strict=True)
     for index, optimizer in enumerate(optimizers):
         part = _Part.find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY)
         part.load_state_of(_OPTIMIZER_KEY, module, optimizer)
@@ -60,6 +71,8 @@ def load_parts(directory: Path, module: nn.Module, optimizers: Sequence[torch.op
 
 class _Part(StateCheckpoint):
     """The directory with the shards of one object, or the file with all of it."""
+
+    otherwise = "load_state needs the model that was saved"
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.is_sharded, self.strict = path, path.is_dir(), True
@@ -70,9 +83,8 @@ class _Part(StateCheckpoint):
     @classmethod
     def find(cls, directory: Path, name: str, index: int, key: str) -> _Part:
         """Open what is there. Collective over all ranks; every rank must call it."""
-        found: list[_Part] = []
 
-        def look() -> None:
+        def look() -> _Part:
             paths = _paths(directory, name, index)
             path = next((path for path in paths if path.exists()), None)
             if path is None:
@@ -80,10 +92,9 @@ class _Part(StateCheckpoint):
                     f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
                     "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
                 )
-            found.append(cls(path, key))
+            return cls(path, key)
 
-        together(look)
-        return found[0]
+        return together(look)
 
 
 def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
@@ -91,17 +102,10 @@ def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
     return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
 
 
-def _write(paths: tuple[Path, Path], content: Mapping[str, Any], *, whole: bool) -> None:
-    """Write one object in place of what was there. Collective over all ranks; every rank must call it."""
-    shards, file = paths
-
-    def clear() -> None:
-        shutil.rmtree(shards, ignore_errors=True)
-        file.unlink(missing_ok=True)
-
-    on_first_rank(clear)
-    if whole:
-        (value,) = content.values()
-        on_first_rank(lambda: torch.save(value, file))
-    else:
-        dcp.save(dict(content), checkpoint_id=shards)
+def _write(path: Path, content: Mapping[str, Any], *, whole: bool) -> None:
+    """Write one object. Collective over all ranks; every rank must call it."""
+    if not whole:
+        write_shards(content, path)
+        return
+    (value,) = content.values()
+    on_first_rank(lambda: torch.save(value, path))

@@ -116,8 +116,15 @@ def attach(
     kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
     require_equal(kinds, None, "what was given to prepare")
     used = [adoption.optimizer for adoption in adoptions]
-    training.attach(used, [Handle(old, new) for old, new in zip(given, used, strict=True) if new is not old])
+    try:
+        training.attach(used, [Handle(old, new) for old, new in zip(given, used, strict=True) if new is not old])
+    except ValueError as error:
+        if options.optimizer == "keep":
+            error.add_note("The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW.")
+        raise
     _log.info(describe_optimizers(adoptions))
+    if note := training.gradient_note:
+        _log.info(note)
     for message in optimizer_warnings(adoptions, options.optimizer):
         _log.warning(message)
     return used

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
-from lightning_muon.comm.agreement import fail_together
-from lightning_muon.compat.accelerate import in_place_of_states
+from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.integrations.accelerate.parts import load_parts, save_parts
 from lightning_muon.integrations.accelerate.preparation import mesh_of
 from lightning_muon.integrations.accelerate.training import PreparedTraining
@@ -38,25 +40,24 @@ class SavesStates:
 
         Weights and states of optimizers are written as Accelerate does it for FSDP2: directories with the shards of
         each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or ``save_distributed_checkpoint=False``) a file
-        for each.
+        for each. Where every rank has whole weights, hooks get them, and the model is written unless rank 0 has taken
+        them.
         """
         stock, training = super().save_state, self._training  # type: ignore[misc]
         if training is None:
             return stock(output_dir, safe_serialization, **kwargs)
 
-        def save(directory: str) -> None:
+        def save(directory: str, with_model: bool) -> None:
+            chosen = [with_model]
+            dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
             self._prepare_for_reading(training)
-            optimizers = training.optimizers
-            save_parts(Path(directory), training.module, optimizers, self._mesh(), whole=self._saves_whole())
+            options = {"whole": self._saves_whole(), "with_model": chosen[0]}
+            save_parts(Path(directory), training.module, training.optimizers, self._mesh(), **options)
 
-        error, result = None, None
-        try:
-            with in_place_of_states(self, "save", save):
-                result = stock(output_dir, safe_serialization, **kwargs)
-        except Exception as problem:  # Objects of the user write themselves.
-            error = problem
-        fail_together(error, None)
-        return result
+        def weights() -> Sequence[Any]:
+            return () if training.mode.divides_weights else [self.get_state_dict(training.module)]
+
+        return self._among_hooks("save", partial(stock, output_dir, safe_serialization, **kwargs), save, weights)
 
     def load_state(
         self,
@@ -66,6 +67,7 @@ class SavesStates:
     ) -> None:
         """As in Accelerate; the number of ranks, and what divides the model, may have changed since.
 
+        Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
         Collective over all ranks; every rank must call it.
         """
         stock, training = super().load_state, self._training  # type: ignore[misc]
@@ -75,18 +77,16 @@ class SavesStates:
         missing = input_dir is not None and not Path(input_dir).expanduser().is_dir()
         fail_together(FileNotFoundError(f"there is no directory {input_dir}") if missing else None, None)
 
-        def load(directory: str) -> None:
+        def load(directory: str, with_model: bool) -> None:
+            require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
             self._prepare_for_reading(training)
-            load_parts(Path(directory), training.module, training.optimizers)
+            load_parts(Path(directory), training.module, training.optimizers, with_model=with_model)
             training.weights_have_changed()
 
-        error = None
-        try:
-            with in_place_of_states(self, "load", load):
-                stock(input_dir, load_kwargs, **load_model_func_kwargs)
-        except Exception as problem:  # Objects of the user load themselves.
-            error = problem
-        fail_together(error, None)
+        def models() -> Sequence[Any]:
+            return () if training.mode.divides_weights else prepared_models(self)
+
+        self._among_hooks("load", partial(stock, input_dir, load_kwargs, **load_model_func_kwargs), load, models)
         # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
         step = [self.step]
         dist.broadcast_object_list(step, src=0)
@@ -104,6 +104,37 @@ class SavesStates:
         if not training.mode.divides_weights:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         return weights_to_save(training.module, training.optimizers, self._mesh(), whole=True)
+
+    def _among_hooks(
+        self,
+        when: Literal["save", "load"],
+        stock: Callable[[], Any],
+        action: Callable[[str, bool], None],
+        offer: Callable[[], Sequence[Any]],
+    ) -> Any:
+        """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks; every rank must call it.
+
+        Hooks and objects of the user may fail on any rank, before ``action`` or after it; then all ranks raise.
+        """
+        is_agreeing = False
+
+        def act(directory: str, with_model: bool) -> None:
+            nonlocal is_agreeing
+            is_agreeing = True
+            fail_together(None, None)  # Ranks that have failed before are in the other one.
+            is_agreeing = False
+            action(directory, with_model)
+
+        error, result = None, None
+        try:
+            with in_place_of_states(self, when, act, offer):
+                result = stock()
+        except Exception as problem:
+            if is_agreeing:
+                raise
+            error = problem
+        fail_together(error, None)
+        return result
 
     def _prepare_for_reading(self, training: PreparedTraining) -> None:
         """Weights have their new values, and are shards; local."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.integrations.options import ClipGroups
 from lightning_muon.integrations.training import Training
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.sharding.unit_order import tensors_in
 
 
 class PreparedTraining(Training):
@@ -21,7 +24,22 @@ class PreparedTraining(Training):
     def __init__(self, module: nn.Module, *args: Any, clip_groups: ClipGroups, **kwargs: Any) -> None:
         super().__init__(module, *args, clip_groups=clip_groups, **kwargs)
         self._clips_all = clip_groups == "all"
-        self._hooks: list[RemovableHandle] = [module.register_forward_pre_hook(self._before_forward)]
+        self._hooks: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(torch.compiler.disable(self._after_forward)),
+        ]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the module has run since the last step, so that there may be gradients."""
+        return self._has_run
+
+    @contextmanager
+    def around_backward(self) -> Generator[None]:
+        """As in the base class; the loss may also come from another method of the model than its forward."""
+        self._has_run = True
+        with super().around_backward():
+            yield
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by one norm, and return the norm before. Collective over the mesh; every rank must call it."""
@@ -42,11 +60,6 @@ class PreparedTraining(Training):
             rules.finish_gradients()
             clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether the micro-batch of now leaves gradients unreduced."""
-        return self._rules is not None and not self._rules.is_last_micro_batch
-
     def close(self) -> None:
         """As in the base class."""
         for hook in self._hooks:
@@ -57,6 +70,17 @@ class PreparedTraining(Training):
     def _before_forward(self, *_: Any) -> None:
         with self.around_forward():
             pass
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Nobody is told of loss.backward().
+        outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            register_multi_grad_hook(outputs, self._begin_backward, mode="any")
+
+    def _begin_backward(self, _: Tensor) -> None:
+        if self._rules is not None:
+            self._is_reduced = self._rules.is_last_micro_batch
+            self._rules.begin_step()
 
     def _clipped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         if self._clips_all:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class ParallelMuonFabric(FabricEnvironment):
         assert self._meshes is not None, "fabric.launch() comes first"
         if self._meshes.tensor is not None:
             check_tensor_parallel(module, self._meshes.tensor)
+        self._give_up(module)
         replaced = ReplacedParameters(module)
         options = replace(
             self.options.mode_options,
@@ -110,7 +112,8 @@ class ParallelMuonFabric(FabricEnvironment):
             max_skipped_steps=self.options.config.max_skipped_steps,
         )
         self._trainings.append(training)
-        return Entry(module, training.around_forward)
+        # Not this training: the module may be set up again.
+        return Entry(module, partial(_around_forward, self._trainings, module))
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return what becomes of it. Collective over all ranks; every rank must call it."""
@@ -148,9 +151,15 @@ class ParallelMuonFabric(FabricEnvironment):
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
         if self._tokens is not None:
             self._tokens.begin_backward()
-            for training in self._trainings:
-                if training.is_last_micro_batch:
-                    training.mode.set_gradient_divisor(self._tokens.divisor())
+            last = [training for training in self._trainings if training.is_last_micro_batch]
+            if last and any(training.is_accumulating for training in self._trainings):
+                raise RuntimeError(
+                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
+                    "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
+                    "enter no_backward_sync of each of them"
+                )
+            for training in last:
+                training.divide_gradients_by(self._tokens.divisor())
         with ExitStack() as stack:
             for training in self._trainings:
                 stack.enter_context(training.around_backward())
@@ -249,6 +258,8 @@ class ParallelMuonFabric(FabricEnvironment):
         fresh = adoptions[len(before) - len(given) :]
         rank_zero = self.package.fabric("utilities.rank_zero")
         rank_zero.rank_zero_info(describe_optimizers(fresh))
+        if len(fresh) == len(adoptions) and (note := training.gradient_note):
+            rank_zero.rank_zero_info(note)
         for message in optimizer_warnings(fresh, self.options.optimizer):
             rank_zero.rank_zero_warn(message)
         return after[len(before) - len(given) :]
@@ -293,8 +304,38 @@ class ParallelMuonFabric(FabricEnvironment):
         return result
 
     def _no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        inner = unwrapped(module)
-        return next(training for training in self._trainings if training.module is inner).no_sync()
+        training = _training_with(self._trainings, unwrapped(module))
+        if training is None:
+            raise ValueError(
+                f"no_backward_sync of a {type(module).__name__} that this Fabric does not train (any more)"
+            )
+        return training.no_sync()
+
+    def _give_up(self, module: nn.Module) -> None:
+        """End what trains ``module`` so far, which is set up again; local.
+
+        Raises:
+            ValueError: If it shares parameters with another module that is trained.
+        """
+        before = _training_with(self._trainings, module)
+        if before is not None:
+            before.close()
+            self._trainings.remove(before)
+        for training in self._trainings:
+            if training.optimizers and not set(module.parameters()).isdisjoint(training.module.parameters()):
+                raise ValueError(
+                    f"{type(module).__name__} shares parameters with {type(training.module).__name__}, which has been "
+                    "set up with optimizers of its own; set up one module that holds all parameters they share"
+                )
+
+
+def _training_with(trainings: Sequence[Training], module: nn.Module) -> Training | None:
+    return next((training for training in trainings if training.module is module), None)
+
+
+def _around_forward(trainings: Sequence[Training], module: nn.Module) -> AbstractContextManager[None]:
+    training = _training_with(trainings, module)
+    return nullcontext() if training is None else training.around_forward()
 
 
 def _close(trainings: list[Training]) -> None:

@@ -19,6 +19,7 @@ from lightning_muon.compat.lightning import (
     set_device_mesh,
     start_process_group,
 )
+from lightning_muon.config import explains_keywords
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.adoption import (
     OptimizerChoice,
@@ -53,7 +54,7 @@ from lightning_muon.integrations.lightning.registry import STRATEGIES
 from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
 from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.integrations.mesh import Meshes, Size
-from lightning_muon.integrations.options import ClipGroups, LossScaling, Options
+from lightning_muon.integrations.options import ELSEWHERE, ClipGroups, LossScaling, Options
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
@@ -61,6 +62,7 @@ from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
 
 
+@explains_keywords(ELSEWHERE)
 class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 

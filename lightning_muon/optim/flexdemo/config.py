@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, check_hyperparameters
+from lightning_muon.config import (
+    AdjustLr,
+    DtypeName,
+    MuonConfig,
+    check_flag,
+    check_hyperparameters,
+    check_number,
+    check_one_of,
+    check_shared_options,
+    check_whole,
+    explains_keywords,
+)
 from lightning_muon.replicators.checks import check_replicator
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.local_steps import LocalSteps
@@ -19,6 +30,7 @@ Compat = Literal["none", "demo", "detonation"]
 ExchangeOverlap = Literal["backward", "step"]
 
 
+@explains_keywords()
 @dataclass(frozen=True, kw_only=True)
 class FlexDeMoConfig:
     """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
@@ -88,6 +100,8 @@ class FlexDeMoConfig:
 
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self) | {"momentum": 0.0})
+        check_shared_options(vars(self))
+        check_flag("error_if_nonfinite", self.error_if_nonfinite)
         choices = {
             "base": Base,
             "merge": Merge,
@@ -96,16 +110,14 @@ class FlexDeMoConfig:
             "overlap": ExchangeOverlap,
         }
         for key, allowed in choices.items():
-            if getattr(self, key) not in get_args(allowed):
-                raise ValueError(f"{key} must be one of {get_args(allowed)}, got {getattr(self, key)!r}")
+            check_one_of(key, getattr(self, key), get_args(allowed))
         for key, smallest in (("dense_below", 0), ("check_every", 0), ("chunk_bytes", 4)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ValueError(f"{key} must be an integer of at least {smallest}, got {value!r}")
+            check_whole(key, getattr(self, key), at_least=smallest)
         if self.delay not in (0, 1):
             raise ValueError(f"delay must be 0 or 1 steps, got {self.delay!r}")
         if self.sign not in (True, False, "auto"):
             raise ValueError(f"sign must be True, False or 'auto', got {self.sign!r}")
+        check_number("decay", self.decay)
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if not isinstance(self.replicator, Replicator | LocalSteps):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import axis_group, host_group
-from lightning_muon.config import AdjustLr, DtypeName, MuonConfig
+from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import init_adamw_state, step_sgd_
@@ -42,6 +42,7 @@ from lightning_muon.replicators.replicator import Replicator
 _DEFAULTS = FlexDeMoConfig()
 
 
+@explains_keywords()
 class FlexDeMo(PlannedOptimizer):
     """SGD, AdamW or Muon on momenta of which the nodes send each other only what moves fast.
 

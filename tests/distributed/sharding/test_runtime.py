@@ -16,6 +16,7 @@ from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.runtime import (
     MicroBatches,
+    forget_unreduced,
     free_unsharded,
     initialize_roots,
     let_gathers_start,
@@ -58,6 +59,41 @@ def test_micro_batches_without_reduction_add_up(gloo: ProcessPool) -> None:
     for results in gloo.run(_micro_batches, (2, 2), world_size=4):
         for gradients in results:
             assert_close(gradients, expected)
+
+
+def _forgotten(reduce_dtype: torch.dtype | None) -> list[dict[str, Tensor | None]]:
+    """Gradients after a micro-batch of which all but the head's, then all, were forgotten, and a reducing one."""
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(
+        model,
+        make_mesh((1, 2)),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        forward_methods=("training_step",),
+    )
+    agreement = GradientAgreement(model, make_mesh((1, 2)))
+    tokens = tokens_of_all(2)[dist.get_rank()]
+    kept = list(model.blocks[0].parameters())
+    results = []
+    for forgotten in ([p for p in model.parameters() if all(p is not each for each in kept)], list(model.parameters())):
+        model.zero_grad()
+        set_gradient_sync(model, False)
+        model.training_step(tokens).backward()
+        forget_unreduced(model, forgotten)
+        model.zero_grad()  # 0-d parameters are no business of FSDP2.
+        set_gradient_sync(model, True)
+        model.training_step(tokens).backward()
+        agreement.finish()
+        results.append(gradients_of(model))
+    return results
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_gradients_that_were_not_reduced_can_be_forgotten(gloo: ProcessPool, reduce_dtype: torch.dtype | None) -> None:
+    once, twice = reference_gradients(2), reference_gradients(2, repeats=2)
+    some, all_of_them = gloo.run(_forgotten, reduce_dtype, world_size=2)[0]
+    assert_close(all_of_them, once)
+    assert_close(some, {name: (twice if name.startswith("blocks.0.") else once)[name] for name in once})
 
 
 def _evaluate_then_call_the_inside() -> list[bool]:

@@ -16,7 +16,7 @@ from lightning_muon.monitor.watchdog import watching
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.runtime import free_unsharded
 from lightning_muon.sharding.unit_notes import Gate
-from lightning_muon.sharding.unit_order import UnitOrder, _tensors
+from lightning_muon.sharding.unit_order import UnitOrder, tensors_in
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
@@ -122,7 +122,7 @@ def test_containers_that_contain_themselves_are_searched_once() -> None:
     tensor = torch.ones(3)
     nested: list[object] = [tensor, Slots]
     nested.append({"again": nested, "slots": Slots(tensor)})
-    assert [id(found) for found in _tensors(nested, set())] == [id(tensor)] * 2
+    assert [id(found) for found in tensors_in(nested, set())] == [id(tensor)] * 2
 
 
 def _gate_calls() -> list[Gate]:

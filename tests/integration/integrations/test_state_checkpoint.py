@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def _filtered(path: str, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Te
     saved = weights(run.model)
     run.fabric.strategy.teardown()
     other = _Run(seed=1, save_distributed_checkpoint=sharded)
-    with pytest.raises(RuntimeError, match=r"head\.(weight|bias)"):
+    with pytest.raises(RuntimeError, match=r"(?s)(?=.*head\.(weight|bias)).*; strict=False loads what fits"):
         other.fabric.load(path, {"model": other.model})
     with pytest.raises(KeyError, match="'missing'"):
         other.fabric.load(path, {"model": other.model, "missing": 0})
@@ -242,6 +243,12 @@ def test_raw_weights_load_from_files_only(gloo: ProcessPool, tmp_path: Path) -> 
     gloo.expect_error_on_all_ranks(_raw, str(tmp_path), match="is a directory of shards", world_size=2)
 
 
+def _refuses_on_rank_1(name: str, value: Any) -> bool:
+    if dist.get_rank() == 1:
+        raise RuntimeError("the program's mistake")
+    return True
+
+
 def _broken(path: str, what: str) -> None:
     run = _Run()
     run.train(1)
@@ -252,9 +259,8 @@ def _broken(path: str, what: str) -> None:
         run.fabric.load(f"{path}/nothing", state)
     if what == "empty":
         run.fabric.load(f"{path}/nothing", {})
-    if what == "optimizer":
-        run.fabric.save(f"{path}/checkpoint", {"model": run.model})
-        run.fabric.load(f"{path}/checkpoint", state)
+    if what == "filter":
+        run.fabric.save(f"{path}/checkpoint", state, filter={"model": _refuses_on_rank_1})
     if what == "options":
         run.fabric.strategy.save_checkpoint(path, state, storage_options={})
 
@@ -265,7 +271,7 @@ def _broken(path: str, what: str) -> None:
         ("occupied", IsADirectoryError, "is a directory with other files"),
         ("missing", FileNotFoundError, "is no checkpoint"),
         ("empty", ValueError, "needs a state to load into"),
-        ("optimizer", RuntimeError, "the state 'optimizer' in .* does not fit ParallelMuon"),
+        ("filter", RuntimeError, "the program's mistake"),
         ("options", TypeError, "storage_options"),
     ],
 )
@@ -275,6 +281,93 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
     (tmp_path / "notes.txt").write_text("mine")
     gloo.expect_error_on_all_ranks(_broken, str(tmp_path), what, exception=exception, match=match, world_size=2)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class _CannotBePickled:
+    def __reduce__(self) -> str:
+        raise OSError("the disk is full")
+
+
+def _saved_badly(path: str, sharded: bool) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """The step that is in a checkpoint after a save over it has failed; weights then, and what it has of them."""
+    run = _Run(save_distributed_checkpoint=sharded)
+    run.train(1)
+    run.fabric.save(path, run.state)
+    saved = weights(run.model)
+    run.train(2)
+    with pytest.raises((OSError, RuntimeError), match="the disk is full"):
+        run.fabric.save(path, run.state | {"note": _CannotBePickled()})
+    run.fabric.load(path, run.state)
+    found = run.finish()
+    return run.state["step"], saved, found[0]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    step, saved, found = gloo.run(_saved_badly, str(tmp_path / "checkpoint"), sharded, world_size=2)[0]
+    assert step == 1
+    assert saved and all(torch.equal(found[name], saved[name]) for name in saved)
+    assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_files_of_the_program_stay_in_a_checkpoint_that_is_replaced(gloo: ProcessPool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    gloo.run(_save, str(path), at=1, until=1, world_size=2)
+    (path / "mine.json").touch()
+    gloo.run(_save, str(path), at=1, until=1, world_size=2)
+    assert {item.name for item in path.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "meta.pt",
+        "mine.json",
+    }
+
+
+def _asks_for_more(path: str, sharded: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Errors and warnings, and weights that were saved and loaded with other keys beside them."""
+    run = _Run(save_distributed_checkpoint=sharded)
+    run.train(1)
+    run.fabric.save(path, {"first.model": run.model, "note": "x"})
+    saved = weights(run.model)
+    run.train(2)
+    errors = [
+        _message(KeyError, run.fabric.load, path, {"first.model": run.model, "optimizer": run.optimizer}),
+        _message(KeyError, run.fabric.load, path, {"net": run.model, "note": ""}),
+        _message(KeyError, run.fabric.load, path, {"net": run.model}, strict=False),
+    ]
+    more = {"first.model": run.model, "optimizer": run.optimizer, "step": 5}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run.fabric.load(path, more, strict=False) == {"note": "x"}
+    assert more["step"] == 5
+    found = [str(warning.message) for warning in caught if "has no" in str(warning.message)]
+    return errors, found, saved, run.finish()[0]
+
+
+def _message(exception: type[Exception], action: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(exception) as caught:
+        action(*args, **kwargs)
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_keys_that_are_not_there_are_named_in_both_formats(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "checkpoint"
+    first, second = gloo.run(_asks_for_more, str(path), sharded, world_size=2)
+    there = "it has ['first.model', 'note']"
+    for errors in (first[0], second[0]):
+        assert errors == [
+            f"{path} has no 'optimizer'; {there}, and strict=False loads what is there",
+            f"{path} has no 'net'; {there}, and strict=False loads what is there",
+            f"{path} has no 'net'; {there}, and so nothing that could be loaded",
+        ]
+    _, warned, saved, found = first
+    assert warned == [
+        f"{path} has no 'optimizer', 'step'; {there}. What is not there stays as it is, because of strict=False."
+    ]
+    assert second[1] == [], "one rank warns for all"
+    assert saved and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def _evaluated_after_loading(path: str) -> float:

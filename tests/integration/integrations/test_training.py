@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric.loop import (
     HYPER,
     MATRICES,
+    ROWS,
     adamw,
     launch,
     micro_batch,
@@ -21,7 +24,7 @@ from tests.integration.integrations.fabric.loop import (
     reference,
     weights,
 )
-from tests.integration.training import loss_of, max_difference
+from tests.integration.training import full_weights, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
@@ -171,6 +174,83 @@ def _never_reduced(what: str) -> None:
 )
 def test_gradients_that_were_not_reduced_are_an_error(gloo: ProcessPool, what: str, match: str) -> None:
     gloo.expect_error_on_all_ranks(_never_reduced, what, exception=RuntimeError, match=match, world_size=2)
+
+
+def _forward_before_step(kind: str) -> dict[str, Tensor]:
+    """A forward pass between backward and step, such as one that logs a loss."""
+    if kind == "accelerate":
+        with accelerator_on_cpu(accumulate=1) as accelerator:
+            module: Any = network()
+            model, optimizer = accelerator.prepare(module, adamw(module))
+            _log_before_steps(accelerator, model, optimizer, range(accelerator.process_index, ROWS, 2))
+            return full_weights(module)
+    fabric, model, optimizer = _setup()
+    _log_before_steps(fabric, model, optimizer, range(fabric.global_rank, ROWS, 2))
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def _log_before_steps(runner: Any, model: Any, optimizer: Any, rows: range) -> None:
+    for step in range(4):
+        tokens, targets = (whole[list(rows)] for whole in micro_batch(step, 0))
+        runner.backward(loss_of(model(tokens), targets))
+        assert loss_of(model(tokens), targets).isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["fabric", "accelerate"])
+def test_a_forward_between_backward_and_step_leaves_no_old_weights(gloo: ProcessPool, kind: str) -> None:
+    expected = reference(accumulate=1)
+    assert max_difference(gloo.run(_forward_before_step, kind, world_size=2)[0], expected) <= 1e-6
+
+
+def _thrown_away(precision: str, **options: Any) -> dict[str, Tensor]:
+    """A micro-batch without reduction that ``zero_grad`` throws away, before each step."""
+    fabric = launch(precision=precision, **options)
+    model: Any = network()
+    model, optimizer = fabric.setup(model, adamw(model))
+    for step in range(4):
+        for index in range(2):
+            tokens, targets = own_rows(fabric, micro_batch(step, 1 - index))
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                fabric.backward(loss_of(model(tokens), targets) * (1.0 if index else 1000.0))
+            if index == 0:
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_backward": False}, {"sharding": "zero2"}], ids=["fsdp", "whole", "zero2"]
+)
+def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    found = gloo.run(_thrown_away, "32-true", world_size=2, **options)[0]
+    assert max_difference(found, reference(accumulate=1)) <= 1e-6
+
+
+def _note_of(sharding: str) -> tuple[list[str], float, bool]:
+    """What was said at setup, the norm that torch finds after backward, and whether there are gradients."""
+    with mock.patch("lightning.fabric.utilities.rank_zero.rank_zero_info") as info:
+        fabric, model, _ = _setup(sharding=sharding)
+    tokens, targets = own_rows(fabric, micro_batch(0, 0))
+    fabric.backward(loss_of(model(tokens), targets))
+    has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    fabric.strategy.teardown()
+    return [str(call.args[0]) for call in info.call_args_list], float(norm), has_gradients
+
+
+def test_the_user_is_told_where_torch_would_clip_nothing(gloo: ProcessPool) -> None:
+    for sharding, is_seen in (("zero2", False), ("ddp", True)):
+        notes, norm, has_gradients = gloo.run(_note_of, sharding, world_size=2)[0]
+        assert has_gradients == (norm > 0) == is_seen
+        said = sum("torch.nn.utils.clip_grad_norm_ would clip nothing" in note for note in notes)
+        assert said == (0 if is_seen else 1), notes
 
 
 def _without_optimizer() -> None:

@@ -51,18 +51,42 @@ def test_an_action_takes_the_place_of_models_and_optimizers(accelerator: Any, tm
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(("save", list(models))))
     accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(("load", accelerator._models[:])))
     for when in ("save", "load"):
-        with in_place_of_states(accelerator, when, seen.append):
+        with in_place_of_states(accelerator, when, lambda *arguments: seen.append(arguments)):
             getattr(accelerator, f"{when}_state")(str(tmp_path))
         assert accelerator._models == [model] and accelerator._optimizers == [optimizer]
-    assert seen == [str(tmp_path), ("save", [model]), str(tmp_path), ("load", [model])]
+    assert seen == [(str(tmp_path), True), ("save", [model]), (str(tmp_path), True), ("load", [model])]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["random_states_0.pkl", "scheduler.bin"]
     assert accelerator._schedulers == [scheduler]
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_hooks_may_take_what_they_are_offered_before_the_action(accelerator: Any, tmp_path: Path, takes: bool) -> None:
+    seen: list[Any] = []
+    model, _ = accelerator.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def hook(*arguments: Any) -> None:
+        offered = arguments[-2]
+        seen.append((arguments[0] is accelerator._models, list(offered)))
+        if takes:
+            offered.pop()
+
+    accelerator.register_save_state_pre_hook(hook)
+    accelerator.register_load_state_pre_hook(hook)
+    for when, offered in (("save", model.state_dict()), ("load", model)):
+        act = lambda *arguments: seen.append(arguments)  # noqa: E731
+        with in_place_of_states(accelerator, when, act, lambda offered=offered: [offered]):  # type: ignore[arg-type]
+            getattr(accelerator, f"{when}_state")(str(tmp_path))
+        assert seen == [(when == "save", [offered]), (str(tmp_path), not takes)]
+        seen.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["random_states_0.pkl"]
+    assert accelerator._models == [model]
+    assert list(accelerator._save_model_state_pre_hook.values()) == [hook]
 
 
 def test_after_an_error_everything_is_as_before(accelerator: Any, tmp_path: Path) -> None:
     model = accelerator.prepare(nn.Linear(2, 2))
 
-    def fail(folder: str) -> None:
+    def fail(folder: str, with_model: bool) -> None:
         raise OSError(folder)
 
     for directory in (tmp_path, tmp_path / "missing"):  # After the action began, and before it.

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.compat.torch import (
     collective_counts,
     cpu_multiplies_bfloat16_fast,
+    drop_unreduced_gradients,
     forward_resharding,
     init_fsdp_root,
     local_shape_and_offset,
@@ -75,5 +76,22 @@ def test_resharding_after_forward_can_be_read_and_put_back() -> None:
         assert forward_resharding(unit) == saved
         assert shards_over_one_rank(unit)
         assert not shards_over_one_rank(fully_shard(nn.Sequential(), mesh=mesh))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_gradients_that_fsdp2_has_not_reduced_can_be_dropped(reduce_dtype: torch.dtype | None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        unit = fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        drop_unreduced_gradients(unit, unit.parameters())  # Before the first forward there is nothing.
+        for is_reduced in (False, True):
+            unit.set_requires_gradient_sync(is_reduced)
+            unit(torch.ones(3, 2)).sum().backward()
+            drop_unreduced_gradients(unit, [] if is_reduced else [unit.weight])
+        assert unit.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 2
+        assert unit.bias.grad.full_tensor().tolist() == [6.0, 6.0]
     finally:
         dist.destroy_process_group()

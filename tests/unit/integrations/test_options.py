@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 import textwrap
@@ -7,19 +8,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from lightning_muon import DCTTopK, FlexDeMoConfig, ModeOptions, MuonConfig, Options
+from lightning_muon import (
+    DCTTopK,
+    FlexDeMo,
+    FlexDeMoConfig,
+    ModeOptions,
+    MuonConfig,
+    Options,
+    ParallelMuon,
+    ParallelMuonStrategy,
+)
 from lightning_muon.integrations.mesh import MeshSizes
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout": 30}, "timeout must be a datetime.timedelta, got 30"),
+        ({"timeout": 30}, "timeout must be a datetime.timedelta of more than 0 seconds, got 30"),
+        ({"timeout": timedelta(-1)}, "timeout must be a .* of more than 0 seconds, got .*days=-1"),
+        ({"timeout": timedelta(0)}, "timeout must be a .* of more than 0 seconds"),
+        *(
+            ({key: "no"}, f"{key} must be True or False, got 'no'")
+            for key in (
+                "reshard_after_forward",
+                "reshard_after_backward",
+                "early_all_gather",
+                "save_distributed_checkpoint",
+            )
+        ),
+        ({"process_group_backend": 3}, "process_group_backend must be None or a name such as 'nccl', got 3"),
+        *(
+            ({"wrap_policy": value}, "wrap_policy must be 'auto', a sequence of")
+            for value in (3, "Block", None, [3], Path)
+        ),
+        ({"optimizer": {"momentun": 0.5}}, r"^optimizer \(MuonConfig\): .*did you mean 'momentum'"),
         ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
         ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
         ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be an integer of at least 1, got 0"),
         ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
         ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
         (
@@ -40,6 +68,8 @@ def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: s
 def test_everything_goes_with_what_it_needs() -> None:
     Options(tensor_size=2, context_size=2, reshard_after_backward=False, early_all_gather=True)
     Options(sharding="zero2", context_size=2, loss_scaling="tokens", clip_groups="elementwise")
+    for policy in ("auto", [], ("Block",), {dict}, lambda name, module: name == "blocks.0"):
+        Options(wrap_policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +154,26 @@ def test_keys_of_a_config_need_no_class_path() -> None:
     assert Options.from_mapping({"optimizer": "keep"}).optimizer == "keep"
 
 
+def test_python_takes_the_forms_of_a_file() -> None:
+    from_keys = Options(optimizer={"momentum": 0.5, "betas": [0.5, 0.25]})  # type: ignore[arg-type]
+    assert from_keys == Options(optimizer=MuonConfig(momentum=0.5, betas=(0.5, 0.25)))
+    from_class = Options(optimizer={"class_path": "FlexDeMoConfig", "init_args": {"base": "adamw"}})  # type: ignore[arg-type]
+    assert from_class == Options(optimizer=FlexDeMoConfig(base="adamw")) and from_class.has_nodes
+
+
+def test_a_wrong_keyword_names_the_nearest_one_wherever_it_is_given() -> None:
+    calls = [Options, ParallelMuonStrategy]
+    calls.append(importlib.import_module("lightning_muon.integrations.fabric").ParallelMuonFabricStrategy)
+    for call in calls:
+        with pytest.raises(TypeError, match=r": there is no option 'replicat_size'; did you mean 'replicate_size'\?"):
+            call(replicat_size=2)
+        with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs under optimizer:"):
+            call(momentum=0.9)
+    for optimizer in (ParallelMuon, FlexDeMo):
+        with pytest.raises(TypeError, match=f"^{optimizer.__name__}: .*'ns_stepss'; did you mean 'ns_steps'"):
+            optimizer(nn.Linear(2, 3), ns_stepss=3)
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
@@ -137,6 +187,18 @@ def test_keys_of_a_config_need_no_class_path() -> None:
             {"optimizer": {"class_path": "lightning_muon.MuonConfig", "init_args": {"learning_rate": 1}}},
             "^side.yaml: optimizer: .*'learning_rate'; did you mean 'lr'",
         ),
+        ({"learning_rate": 1}, "^side.yaml: .*'learning_rate'; did you mean 'lr'. It belongs under optimizer:"),
+        ({"replicator": {}}, "^side.yaml: there is no option 'replicator'; it belongs under optimizer:"),
+        ({1: 2}, "^side.yaml: there is no option 1; the options are replicate_size, shard_size, optimizer, "),
+        (
+            {"optimizer": {"class_path": "lightning_muon.MuonConfig", "momentum": 0.9}},
+            "^side.yaml: optimizer: there is no option 'momentum'; it belongs under init_args:",
+        ),
+        (
+            {"optimizer": {"momentum": 0.9, "base": "adamw"}},
+            r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
+        ),
+        ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
         ({"shard_size": 0}, "^side.yaml: shard_size must be 'auto' or an integer of at least 1, got 0"),
     ],
 )

@@ -54,7 +54,9 @@ def test_what_is_built_already_is_taken_as_it_is() -> None:
         ([1], r"^f: must be a mapping of options, got \[1\]"),
         ({"engine": {"class_path": _ENGINE, "init_arg": {}}}, "^f: engine: .*'init_arg'; did you mean 'init_args'"),
         ({"engine": {"class_path": _ENGINE, "init_args": {"nam": 1}}}, "^f: engine: .*'nam'; did you mean 'name'"),
+        ({"engine": {"class_path": _ENGINE, "name": "x"}}, "^f: engine: .*'name'; it belongs under init_args:"),
         ({"engine": {"class_path": _ENGINE}}, "^f: engine: .*power_watts"),
+        ({"engine": {"class_path": "os.path.join"}}, "'os.path.join' names no class$"),
         ({"engine": {"class_path": "lightning_muon.DCTTopp"}}, "names no class; did you mean 'DCTTopK'"),
         (
             {"engine": {"class_path": "no_such.Thing"}},
@@ -73,6 +75,8 @@ def test_a_key_by_its_initials_is_found() -> None:
         check_keys(["name", "power_limit"], ["power", "pl", "name"], where="here")
     with pytest.raises(ValueError, match="'a'; it takes none"):
         check_keys(["a"], [], where="here")
+    with pytest.raises(ValueError, match="here: there is no option 'depth'; it belongs to sizes"):
+        check_keys(["name", "depth"], ["name"], where="here", elsewhere={"to sizes": ["depth"]})
     check_keys(["name"], ["name", "pl"], where="here")
 
 
@@ -81,7 +85,7 @@ def test_the_class_is_the_first_one_that_has_all_keys() -> None:
     assert class_with_keys({"name": "x"}, kinds, where="f") == {"class_path": _ENGINE, "init_args": {"name": "x"}}
     assert class_with_keys({"wheels": 1}, kinds, where="f")["class_path"].endswith("._Car")
     assert class_with_keys({"class_path": "any"}, kinds, where="f") == {"class_path": "any"}
-    with pytest.raises(ValueError, match=r"f \(_Car\): there is no option 'name'"):
+    with pytest.raises(ValueError, match=r"f \(_Car\): there is no option 'name'; it belongs to _Engine"):
         class_with_keys({"wheels": 1, "engine": 2, "name": "x"}, kinds, where="f")
 
 

@@ -56,8 +56,8 @@ def _options(**changed: Any) -> PlannedOptions:
     [
         ({"compute_dtype": "float8"}, "compute_dtype"),
         ({"wire_dtype": "int8"}, "wire_dtype"),
-        ({"chunk_bytes": 0}, "chunk_bytes must be at least 1, got 0"),
-        ({"look_ahead": 0}, "look_ahead must be at least 1, got 0"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be an integer of at least 1, got 0"),
+        ({"look_ahead": 0}, "look_ahead must be an integer of at least 1, got 0"),
         ({"assignment": "first"}, "assignment must be one of .* got 'first'"),
         ({"dedupe": True}, "dedupe must be one of .* got True"),
         ({"overlap": "always"}, "overlap must be one of .* got 'always'"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -66,3 +68,75 @@ def test_gradients_are_whole_whoever_called_backward(gloo: ProcessPool) -> None:
         optimizer.step()
     found = gloo.run(_backward_of_torch, world_size=2)[0]
     assert max_difference(found, dict(module.state_dict())) <= 1e-6
+
+
+def _also_by_torch(sharding: str, *, beside: bool) -> dict[str, Tensor]:
+    """``loss.backward()`` in the last micro-batch: after a backward of Accelerate in this one, or in the one before."""
+    with accelerator_on_cpu(is_fsdp=sharding == "fsdp", sharding=sharding) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        for step in range(2):
+            for index in range(2):
+                tokens, targets = own_rows(accelerator, micro_batch(step, index))
+                with accelerator.accumulate(model):
+                    losses = [loss_of(model(tokens), targets) / (1 + beside) for _ in range(1 + beside)]
+                    if index == 0 or beside:
+                        accelerator.backward(losses.pop())
+                    for loss in losses:
+                        (loss / 2).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(("sharding", "beside"), [("fsdp", False), ("ddp", False), ("ddp", True)])
+def test_backward_passes_of_both_kinds_go_into_one_step(gloo: ProcessPool, sharding: str, beside: bool) -> None:
+    found = gloo.run(_also_by_torch, sharding, beside=beside, world_size=2)[0]
+    assert max_difference(found, reference(steps=2)) <= 1e-6
+
+
+def _unreduced(*, raw: bool, inside: bool) -> None:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        for is_last in (False, True):  # A step that was reduced does not hide the next one.
+            tokens, targets = own_rows(accelerator, micro_batch(0, 0))
+            with accelerator.no_sync(model) if is_last else nullcontext():
+                loss = loss_of(model(tokens), targets)
+                loss.backward() if raw else accelerator.backward(loss)
+                if inside:
+                    optimizer.step()
+            if not inside:
+                optimizer.step()
+            assert not is_last, "the step has used gradients of this rank alone"
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("raw", "inside"), [(False, True), (True, False), (True, True)])
+def test_a_step_after_unreduced_gradients_is_an_error(gloo: ProcessPool, raw: bool, inside: bool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _unreduced,
+        raw=raw,
+        inside=inside,
+        exception=RuntimeError,
+        match="optimizer.step after micro-batches that were all inside",
+        world_size=2,
+    )
+
+
+def _through_another_method(sharding: str) -> dict[str, Tensor]:
+    with accelerator_on_cpu(accumulate=1, is_fsdp=False, sharding=sharding) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        for step in range(3):
+            tokens, targets = own_rows(accelerator, micro_batch(step, 0))
+            accelerator.backward(loss_of(model.forward(tokens), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2"])
+def test_a_loss_that_does_not_come_from_calling_the_model_trains_it(gloo: ProcessPool, sharding: str) -> None:
+    found = gloo.run(_through_another_method, sharding, world_size=2)[0]
+    assert max_difference(found, reference(steps=3, accumulate=1)) <= 1e-6

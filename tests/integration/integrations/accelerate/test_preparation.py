@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -110,6 +111,18 @@ def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool) -> None:
     assert found == [["ParallelMuon", "SGD"]] * 2
     found = gloo.run(_kinds, mixed_precision="bf16", optimizer="keep", world_size=2)
     assert found == [["AdamW", "SGD"]] * 2
+
+
+def _whole_gradients() -> str:
+    with accelerator_on_cpu(is_fsdp=False, sharding="zero2", optimizer="keep") as accelerator:
+        model: Any = network()
+        with pytest.raises(ValueError, match="zero2") as error:
+            accelerator.prepare(model, adamw(model))
+        return " ".join(error.value.__notes__)
+
+
+def test_an_optimizer_that_is_kept_against_the_sharding_names_the_option(gloo: ProcessPool) -> None:
+    assert all("optimizer='keep'" in note for note in gloo.run(_whole_gradients, world_size=2))
 
 
 def _alone() -> dict[str, Tensor]:

@@ -179,6 +179,68 @@ def test_names_and_hooks_are_those_of_accelerate(gloo: ProcessPool, tmp_path: Pa
     assert files == ["optimizer_0", "pytorch_model_fsdp_0", "random_states_0.pkl", "random_states_1.pkl"]
 
 
+def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
+    """Files, and a weight that is loaded by a hook; and one after it was loaded by us."""
+    taken: list[Any] = []
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        if accelerator.is_main_process:
+            torch.save(weights.pop(), f"{folder}/own.pt")
+
+    def load(models: list[Any], folder: str) -> None:
+        taken.append(models.pop())
+        state = torch.load(f"{folder}/own.pt")
+        taken[-1].load_state_dict({name: 2 * value for name, value in state.items()})
+
+    with accelerator_on_cpu(is_fsdp=False, sharding=sharding) as accelerator:
+        model: Any = network()
+        model, _ = accelerator.prepare(model, adamw(model))
+        own = accelerator.register_save_state_pre_hook(save)
+        accelerator.save_state(directory)
+        files = sorted(path.name for path in Path(directory).iterdir())
+        own.remove()
+        accelerator.save_state(directory)  # The model, too.
+        own = accelerator.register_load_state_pre_hook(load)
+        accelerator.load_state(directory)
+        assert taken == [model]
+        by_hook = model.head.weight.detach().clone()
+        own.remove()
+        accelerator.load_state(directory)
+        return files, by_hook, model.head.weight.detach().clone()
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2"])
+def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path: Path, sharding: str) -> None:
+    weight = network().head.weight.detach()
+    for files, by_hook, by_us in gloo.run(_with_hooks, str(tmp_path), sharding, world_size=2):
+        assert files == ["optimizer_0", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
+        assert torch.equal(by_hook, 2 * weight) and torch.equal(by_us, weight)
+
+
+def _fails_in_a_hook(directory: str, when: str) -> None:
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("a hook's own mistake")
+
+    with accelerator_on_cpu(is_fsdp=False, sharding="ddp") as accelerator:
+        model: Any = network()
+        model, _ = accelerator.prepare(model, adamw(model))
+        if when == "load":
+            accelerator.save_state(directory)
+            accelerator.register_load_state_pre_hook(lambda models, _: models.pop() if dist.get_rank() else None)
+        else:
+            accelerator.register_save_state_pre_hook(hook)
+            accelerator.save_state(directory)
+        accelerator.load_state(directory)
+
+
+@pytest.mark.parametrize(("when", "match"), [("save", "own mistake"), ("load", "leave to be loaded differs")])
+def test_what_a_hook_does_on_one_rank_is_known_to_all(gloo: ProcessPool, tmp_path: Path, when: str, match: str) -> None:
+    with pytest.raises(Exception, match=match) as failed:
+        gloo.run(_fails_in_a_hook, str(tmp_path), when, world_size=2)
+    assert len(failed.value.failures) == 2
+
+
 class _FailsOnOneRank(_Counter):
     def load_state_dict(self, state: dict[str, int]) -> None:
         if dist.get_rank() == 1:

@@ -192,6 +192,25 @@ def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
     return result
 
 
+def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
+    fabric = launch(**options)
+    module: Any = network()
+    first, _ = fabric.setup(module, adamw(module))
+    model, optimizer = fabric.setup(module, adamw(module))
+    model = first if calls_first else model
+    run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=0.1))
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize("calls_first", [False, True])
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
+def test_a_module_may_be_set_up_again(gloo: ProcessPool, sharding: str, calls_first: bool) -> None:
+    found = gloo.run(_set_up_twice, calls_first=calls_first, sharding=sharding, world_size=2)[0]
+    assert max_difference(found, reference(max_norm=0.1)) <= _TOLERANCE
+
+
 def _two_modules_alone() -> list[dict[str, Tensor]]:
     modules = [network(0), network(1)]
     optimizers = [MuonAndAdamW(module, MATRICES, **HYPER) for module in modules]
@@ -269,6 +288,11 @@ def _not_set_up(what: str) -> None:
         model = fabric.setup_module(model)
         fabric.setup_optimizers(foreign)
     model, optimizer = fabric.setup(model, adamw(model))
+    if what == "shared":
+        fabric.setup(torch.nn.Sequential(model.module), adamw(model))
+    if what == "first":
+        fabric.setup(model.module, adamw(model))
+        optimizer.step()
     if what == "step":
         fabric.strategy.optimizer_step(foreign)
     if what == "norm":
@@ -282,6 +306,8 @@ def _not_set_up(what: str) -> None:
     [
         ("setup", ValueError, "parameters of no module that was set up before it"),
         ("step", ValueError, "this AdamW was not set up"),
+        ("shared", ValueError, r"Sequential shares parameters with \w*Network, which has been set up"),
+        ("first", ValueError, "this ParallelMuon was not set up"),
         ("norm", ValueError, "norm_type=2.0"),
         ("tokens", RuntimeError, "loss_scaling='tokens'"),
     ],

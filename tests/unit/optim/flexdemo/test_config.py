@@ -51,6 +51,12 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
         ({"decay": -0.1}, r"decay must be in \[0, 1\], got -0.1"),
         ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),
+        ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
+        ({"lr": "1e-3"}, "lr must be a number, got '1e-3'"),
+        ({"error_if_nonfinite": "no"}, "error_if_nonfinite must be True or False, got 'no'"),
+        ({"wire_dtype": "float16"}, r"wire_dtype must be one of \('auto', 'float32', 'bfloat16'\), got 'float16'"),
+        ({"muon_patterns": "*.x"}, "muon_patterns must be a sequence of patterns, .* got '\\*.x'"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps must be an integer of at least 0, got -1"),
         ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
         ({"lr": float("inf")}, "lr must be finite and >= 0, got inf"),
         ({"weight_decay": -0.1}, "weight_decay must be finite and >= 0, got -0.1"),
@@ -99,3 +105,8 @@ def test_signs_are_taken_for_sgd_unless_said_otherwise(base: Any, sign: Any, tak
 def test_values_at_the_border_are_taken(options: dict[str, Any]) -> None:
     config = FlexDeMoConfig(**options)
     assert {key: getattr(config, key) for key in options} == options
+
+
+def test_a_wrong_keyword_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^FlexDeMoConfig: .*'decy'; did you mean 'decay'"):
+        FlexDeMoConfig(decy=0.9)  # type: ignore[call-arg]
