@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,13 +20,8 @@ from lightning_muon.params.routing import route_module
 _log = logging.getLogger(__name__)
 Config = MuonConfig | FlexDeMoConfig
 _DEFAULT = MuonConfig()
-# What TrainingArguments calls them.
-_OTHER_NAMES = {
-    "learning_rate": "lr",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": "adamw_eps",
-}
+# Names that TrainingArguments has for options of ours.
+_OTHER_NAMES = {"adam_beta1": "betas[0]", "adam_beta2": "betas[1]", "adam_epsilon": "adamw_eps"}
 
 
 class OptimizerFactory:
@@ -85,14 +79,9 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     """
     if not isinstance(config, MuonConfig | FlexDeMoConfig):
         raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
-    known = [field.name for field in fields(config)]
     for name in options:
-        if name not in known:
-            nearest = _OTHER_NAMES.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise TypeError(
-                f"lightning_muon.hf.optimizer has no option {name!r} of {type(config).__name__}; the nearest is "
-                f"{nearest!r}, and all are {', '.join(known)}"
-            )
+        if name in _OTHER_NAMES:
+            raise TypeError(f"{name} of TrainingArguments is {_OTHER_NAMES[name]} of {type(config).__name__}")
     return OptimizerFactory, {"config": replace(config, **options)}
 
 

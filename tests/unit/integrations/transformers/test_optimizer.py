@@ -88,12 +88,14 @@ def test_a_config_may_be_changed_by_keywords(model: LlamaForCausalLM, one_proces
 
 
 def test_a_wrong_option_names_the_nearest_right_one() -> None:
-    with pytest.raises(TypeError, match=r"no option 'wieght_decay' of MuonConfig; the nearest is 'weight_decay'"):
+    with pytest.raises(TypeError, match=r"MuonConfig: there is no option 'wieght_decay'; did you mean 'weight_decay'"):
         lightning_muon.hf.optimizer(wieght_decay=0.1)
-    with pytest.raises(TypeError, match=r"no option 'learning_rate' of MuonConfig; the nearest is 'lr'"):
+    with pytest.raises(TypeError, match=r"MuonConfig: there is no option 'learning_rate'; did you mean 'lr'"):
         lightning_muon.hf.optimizer(learning_rate=0.1)
-    with pytest.raises(TypeError, match=r"no option 'replikator' of FlexDeMoConfig; the nearest is 'replicator'"):
+    with pytest.raises(TypeError, match=r"FlexDeMoConfig: there is no option 'replikator'; did you mean 'replicator'"):
         lightning_muon.hf.optimizer(FlexDeMoConfig(), replikator=3)
+    with pytest.raises(TypeError, match="adam_epsilon of TrainingArguments is adamw_eps of MuonConfig"):
+        lightning_muon.hf.optimizer(adam_epsilon=1e-6)
     with pytest.raises(TypeError, match=r"a MuonConfig or a FlexDeMoConfig, got 0\.1"):
         lightning_muon.hf.optimizer(0.1)
     with pytest.raises(ValueError, match="ns_steps must be in"):
