@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, nearest
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.diloco import DiLoCo
@@ -117,5 +116,5 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _nearest(wrong: str, right: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wrong, right, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    found = nearest(wrong, right)
+    return "" if found is None else f" (did you mean {found!r}?)"
