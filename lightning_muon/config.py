@@ -170,7 +170,6 @@ def check_plan_options(options: Mapping[str, Any]) -> None:
         check_whole(key, options[key], at_least=1)
     for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
         check_one_of(key, options[key], get_args(allowed))
-    check_flag("error_if_nonfinite", options["error_if_nonfinite"])
 
 
 def check_shared_options(options: Mapping[str, Any]) -> None:
@@ -184,6 +183,7 @@ def check_shared_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}")
     if not isinstance(options["fused"], Mapping):
         raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {options['fused']!r}")
+    check_flag("error_if_nonfinite", options["error_if_nonfinite"])
     check_whole("max_skipped_steps", options["max_skipped_steps"], at_least=0)
 
 

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.mesh import PrivateGroups
-from lightning_muon.config import Assignment, Dedupe, DtypeName, Overlap, check_hyperparameters, check_plan_options
+from lightning_muon.config import (
+    Assignment,
+    Dedupe,
+    DtypeName,
+    Overlap,
+    check_flag,
+    check_hyperparameters,
+    check_plan_options,
+)
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
@@ -48,6 +56,7 @@ class PlannedOptions:
     def __post_init__(self) -> None:
         check_dtypes(self.compute_dtype, self.wire_dtype)
         check_plan_options(vars(self))
+        check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
         """What the planner needs of this."""
