@@ -10,7 +10,6 @@ from lightning_muon.config import (
     AdjustLr,
     DtypeName,
     MuonConfig,
-    check_flag,
     check_hyperparameters,
     check_number,
     check_one_of,
@@ -101,7 +100,6 @@ class FlexDeMoConfig:
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self) | {"momentum": 0.0})
         check_shared_options(vars(self))
-        check_flag("error_if_nonfinite", self.error_if_nonfinite)
         choices = {
             "base": Base,
             "merge": Merge,
