@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+
+Result = TypeVar("Result")
 
 
 def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
@@ -46,6 +48,23 @@ def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> N
     if failed:
         rank, message = failed[0]
         raise RuntimeError(f"rank {rank} of the group failed, so all ranks stop: {message}")
+
+
+def together(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run ``action``; if it fails on any rank, all raise. Collective over ``group``; every rank must call it."""
+    error: Exception | None = None
+    results: list[Result] = []
+    try:
+        results.append(action())
+    except Exception as problem:  # Also unpickling, which runs code of any kind.
+        error = problem
+    fail_together(error, group)
+    return results[0]
+
+
+def on_first_rank(action: Callable[[], Any]) -> None:
+    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
+    together(action if dist.get_rank() == 0 else lambda: None)
 
 
 def _is_distributed(group: dist.ProcessGroup | None) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lightning_muon.comm.agreement import fail_together
-
-Result = TypeVar("Result")
+from lightning_muon.comm.agreement import on_first_rank, together
 
 _INDEX = ".metadata"
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
@@ -56,23 +54,6 @@ def write_shards(content: Mapping[str, Any], directory: Path) -> None:
         dcp.save(dict(content), checkpoint_id=directory)
     except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
-
-
-def on_first_rank(action: Callable[[], Any]) -> None:
-    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
-    together(action if dist.get_rank() == 0 else lambda: None)
-
-
-def together(action: Callable[[], Result]) -> Result:
-    """Run ``action``; if it fails on any rank, all raise. Collective over all ranks; every rank must call it."""
-    error: Exception | None = None
-    results: list[Result] = []
-    try:
-        results.append(action())
-    except Exception as problem:  # Also unpickling, which runs code of any kind.
-        error = problem
-    fail_together(error, None)
-    return results[0]
 
 
 def remove(path: Path) -> None:

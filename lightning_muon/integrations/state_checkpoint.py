@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
-from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.node_weights import common_weights, copied, of_first_node
-from lightning_muon.integrations.replacement import on_first_rank, replacing, together, write_shards
+from lightning_muon.integrations.replacement import replacing, write_shards
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.integrations.adoption import ReplacedParameters
+from lightning_muon.integrations.gradient_rules import GradientRules
 from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.lightning.gradient_rules import GradientRules
 from lightning_muon.integrations.one_division import OneDivision
 from lightning_muon.integrations.options import ClipGroups
 from lightning_muon.monitor.watchdog import Watchdog
@@ -26,7 +26,7 @@ class Training:
         module: The user's module, prepared by ``mode``.
         mode: How it is divided.
         replaced: The parameters that it had before.
-        clip_groups: As in :class:`~lightning_muon.integrations.lightning.gradient_rules.GradientRules`.
+        clip_groups: As in :class:`~lightning_muon.integrations.gradient_rules.GradientRules`.
         max_skipped_steps: As there.
 
     Attributes:

@@ -47,8 +47,8 @@ def _declared_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
             continue
         try:
             head = getter()
-        except (NotImplementedError, AttributeError, TypeError):
-            # transformers defines the method for every model, heads or not; another library may want arguments.
+        except (AttributeError, RuntimeError, TypeError):
+            # A model without a head may inherit a getter that raises; another library's may want arguments.
             continue
         weight = _registered_weight(head) if isinstance(head, nn.Module) else None
         if weight is not None:

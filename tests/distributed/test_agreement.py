@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
 from tests.support.processes import ProcessPool
 
 
@@ -45,6 +45,23 @@ def test_one_failing_rank_fails_all(gloo: ProcessPool) -> None:
     assert (
         results[0] == results[2] == "RuntimeError: rank 1 of the group failed, so all ranks stop: ValueError: disk full"
     )
+
+
+def _divide(*, on_first: bool) -> str:
+    rank = dist.get_rank()
+    try:
+        if on_first:
+            on_first_rank(lambda: 1 // rank)
+        return f"{together(lambda: 12 // (rank if rank else 3))}"
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+
+
+def test_each_rank_gets_its_own_result_or_all_fail(gloo: ProcessPool) -> None:
+    assert gloo.run(_divide, on_first=False, world_size=3) == ["4", "12", "6"]
+    first, *others = gloo.run(_divide, on_first=True, world_size=3)
+    assert first.startswith("ZeroDivisionError")
+    assert all(other.startswith("RuntimeError: rank 0 of the group failed") for other in others)
 
 
 def test_without_processes_nothing_is_compared_and_an_error_is_raised() -> None:

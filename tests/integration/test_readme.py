@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from lightning_muon import DCTTopK, FlexDeMo, ParallelMuon, full_state_dict
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
-
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT, program_environment, run_program
 
 
 def _block(word: str, page: str = "README.md") -> str:
@@ -33,7 +31,7 @@ def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_block("init_process_group"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=ROOT, env=program_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
     assert (ROOT / "examples" / "plain_loop.py").read_text().endswith(script.read_text())
@@ -76,8 +74,7 @@ def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> N
     assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
-@pytest.mark.timeout(120)
-def test_the_plain_loop_with_flexdemo_and_a_replicator_of_ones_own_run_under_torchrun(tmp_path: Path) -> None:
+def test_the_plain_loop_with_flexdemo_and_a_replicator_of_ones_own_run(tmp_path: Path) -> None:
     page = "docs/flexdemo.md"
     loop = _block("init_process_group", page)
     ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")
@@ -85,10 +82,7 @@ def test_the_plain_loop_with_flexdemo_and_a_replicator_of_ones_own_run_under_tor
     for name, program in (("loop", loop), ("own", _block("class Largest", page) + ours)):
         script = tmp_path / f"{name}.py"
         script.write_text(program)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-        result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        assert "2 nodes" in result.stdout
+        assert "2 nodes" in run_program(script, directory=ROOT, num_ranks=2)
 
 
 _AROUND_A_MODE = """
@@ -114,18 +108,14 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
 def test_a_mode_trains_without_lightning(tmp_path: Path, name: str) -> None:
     loop = _block("make_mode", "docs/gradients.md").replace('"zero2"', repr(name))
     script = tmp_path / "train.py"
     script.write_text(_AROUND_A_MODE.replace("{loop}", loop))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_program(script, directory=ROOT, num_ranks=2)
 
 
-@pytest.mark.timeout(120)
 def test_the_one_line_trains_a_lightning_program(tmp_path: Path) -> None:
     program = """
     import torch
@@ -139,17 +129,7 @@ def test_the_one_line_trains_a_lightning_program(tmp_path: Path) -> None:
     lines = lines.replace("datamodule)", "BoringDataModule())")
     script = tmp_path / "fit.py"
     script.write_text(textwrap.dedent(program).format(lines=lines))
-    result = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert "Optimizer: SGD, kept" in result.stdout + result.stderr
-
-
-def _environment() -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in launcher}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    assert "Optimizer: SGD, kept" in run_program(script, directory=tmp_path, num_ranks=2)
 
 
 def test_the_example_of_parallel_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.integration.training import PACKAGES, run_script
+from tests.support.programs import run_program
 
 _SCRIPT = """
 import sys
@@ -56,7 +57,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("package", "devices"), [(PACKAGES[0], 4), (PACKAGES[1], 2), (PACKAGES[0], 1)])
+@pytest.mark.parametrize(("package", "devices"), [(PACKAGES[0], 2), (PACKAGES[1], 1)])
 def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path, package: str, devices: int) -> None:
     pytest.importorskip(package)
     text = run_script(tmp_path, _SCRIPT.format(package=package, devices=devices, strategy="'parallel_muon'"))
@@ -67,13 +68,22 @@ def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path, package: st
     assert (tmp_path / "model.ckpt").is_dir()
 
 
-def test_a_single_file_loads_into_a_module_without_the_strategy(tmp_path: Path) -> None:
-    strategy = "lightning_muon.ParallelMuonStrategy(replicate_size=1, save_distributed_checkpoint=False)"
-    text = run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
-    val = float(re.findall(r"world 2 val ([\d.e-]+)", text)[0])
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A folder with a module in model.py, its checkpoint, a single file, and the validation loss."""
+    folder = tmp_path_factory.mktemp("trained")
+    strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
+    (folder / "model.py").write_text(_SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    text = run_program(folder / "model.py", directory=folder, num_ranks=2)
+    assert (folder / "model.ckpt").is_file()
+    return folder, float(re.findall(r"world 2 val ([\d.e-]+)", text)[0])
+
+
+def test_a_single_file_loads_into_a_module_without_the_strategy(trained: tuple[Path, float]) -> None:
+    folder, val = trained
     namespace: dict[str, object] = {"__name__": "train"}
     exec(_SCRIPT.format(package=PACKAGES[0], devices=1, strategy="'auto'"), namespace)
-    module = namespace["Classifier"].load_from_checkpoint(tmp_path / "model.ckpt")  # type: ignore[attr-defined]
+    module = namespace["Classifier"].load_from_checkpoint(folder / "model.ckpt")  # type: ignore[attr-defined]
     x = torch.arange(176) % 11
     loss = torch.nn.functional.cross_entropy(module(x), (x + 1) % 11)
     assert loss.item() == pytest.approx(val, abs=1e-5)
@@ -83,7 +93,7 @@ _RESUME = """
 import lightning_muon
 import lightning.pytorch as pl
 import torch
-from train import Classifier
+from model import Classifier
 
 
 class Muon(Classifier):
@@ -103,10 +113,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_single_file_resumes_without_the_strategy(tmp_path: Path) -> None:
-    strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
-    run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
-    (tmp_path / "train.py").rename(tmp_path / "model.py")
-    text = run_script(tmp_path, _RESUME.replace("from train", "from model"))
+def test_a_single_file_resumes_without_the_strategy(trained: tuple[Path, float]) -> None:
+    folder, _ = trained
+    (folder / "resume.py").write_text(_RESUME)
+    text = run_program(folder / "resume.py", directory=folder)
     # 4 epochs of 22 steps on two ranks, one of 44 on one.
     assert "steps {132} 132" in text

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
+from tests.support.programs import program_environment
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 VOCABULARY, WIDTH, LENGTH = 23, 16, 6
@@ -162,12 +163,9 @@ def run_script(directory: Path, text: str, *arguments: str, timeout: float = 120
 
     script = directory / "train.py"
     script.write_text(text)
-    root = Path(lightning_muon.__file__).parents[1]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, str(script), *arguments],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+        cwd=directory, env=program_environment(), capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from recipes.t5_summarization.demo import CONFIG, run
 from recipes.t5_summarization.model import T5Summarizer
 from recipes.t5_summarization.plot import read_metric
 from tests.recipes.rows import write_csv
+from tests.support.programs import ROOT, run_program
 
 
 def arguments(folder: Path) -> list[str]:
@@ -81,16 +79,8 @@ def test_two_sharded_processes_end_with_a_table_of_what_ran_on_muon(tmp_path: Pa
         "--trainer.devices=2",
         "--trainer.strategy.init_args.replicate_size=1",
     ]
-    finished = subprocess.run(
-        [sys.executable, "-m", "recipes.t5_summarization.demo", *options],
-        cwd=CONFIG.parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    report = finished.stdout[finished.stdout.index("What ran on which optimizer") :]
+    text = run_program("-m", "recipes.t5_summarization.demo", *options, directory=ROOT, num_ranks=2, timeout=170.0)
+    report = text[text.index("What ran on which optimizer") :]
     assert "Muon: 36 tensors" in report
     assert "embedding, tied to model.lm_head.weight" in report
     assert report.count("generated  ") == 3

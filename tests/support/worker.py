@@ -65,7 +65,7 @@ def serve(connection: Connection, log_path: str) -> None:
     leaves early would show up on the others as a lost connection and hide the first error.
     """
     os.setpgid(0, 0)
-    _redirect_output(log_path)
+    redirect_output(log_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
@@ -185,7 +185,7 @@ def _torch_distributed_caches() -> Iterator[Any]:
                 yield from (v for v in vars(value).values() if isinstance(v, functools._lru_cache_wrapper))
 
 
-def _redirect_output(log_path: str) -> None:
+def redirect_output(log_path: str) -> None:
     """Send stdout and stderr, those of C++ included, to the log that the parent quotes when a call fails."""
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)

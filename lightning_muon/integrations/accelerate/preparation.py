@@ -13,7 +13,7 @@ from accelerate.utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.integrations.accelerate.settings import launched_layout, mesh_sizes, mode_options, sharding_of
 from lightning_muon.integrations.accelerate.training import PreparedTraining
 from lightning_muon.integrations.adoption import (
@@ -23,9 +23,9 @@ from lightning_muon.integrations.adoption import (
     optimizer_warnings,
 )
 from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.integrations.mesh import Meshes
 from lightning_muon.integrations.options import Options
+from lightning_muon.integrations.steps import register_steps
 from lightning_muon.sharding.modes.registry import make_mode
 from lightning_muon.sharding.runtime import free_unsharded
 
@@ -67,12 +67,7 @@ def divide(accelerator: Any, module: nn.Module, meshes: Meshes) -> PreparedTrain
     Every rank must call it.
     """
     options: Options = accelerator.options
-    error: Exception | None = None
-    try:
-        _check_module(module)
-    except ValueError as problem:
-        error = problem
-    fail_together(error, None)
+    together(lambda: _check_module(module))
     free_unsharded(module)  # It may have been divided and evaluated before.
     if accelerator.mixed_precision != "no":
         for parameter in module.parameters():

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.integrations.lightning.precision import mixed_precision_policy
 from lightning_muon.integrations.mesh import MeshSizes
 from lightning_muon.integrations.options import Options
+from lightning_muon.integrations.precision import mixed_precision_policy
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import Sharding
 from lightning_muon.sharding.wrap import WrapPolicy
@@ -183,8 +182,7 @@ def _precision_policy(state: Any, plugin: Any, module: nn.Module) -> MixedPrecis
     policy = None if plugin is None else plugin.mixed_precision_policy
     if policy is not None and policy != of_accelerate:
         return policy
-    precision = "bf16-mixed" if state.mixed_precision == "bf16" else "32-true"
-    return mixed_precision_policy(SimpleNamespace(precision=precision), module)
+    return mixed_precision_policy("bf16-mixed" if state.mixed_precision == "bf16" else "32-true", module)
 
 
 def _wrap_policy(plugin: Any) -> WrapPolicy:

@@ -28,9 +28,9 @@ from lightning_muon.integrations.fabric.environment import FabricEnvironment
 from lightning_muon.integrations.fabric.prepare import prepare
 from lightning_muon.integrations.fabric.tokens import ReportedTokens
 from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.lightning.precision import mixed_precision_policy
 from lightning_muon.integrations.mesh import Size
 from lightning_muon.integrations.options import Options
+from lightning_muon.integrations.precision import mixed_precision_policy
 from lightning_muon.integrations.state_checkpoint import Filters, State, StateCheckpoint, load_alone, save
 from lightning_muon.integrations.training import Training
 from lightning_muon.sharding.checks import check_tensor_parallel
@@ -97,7 +97,7 @@ class ParallelMuonFabric(FabricEnvironment):
         replaced = ReplacedParameters(module)
         options = replace(
             self.options.mode_options,
-            mp_policy=mixed_precision_policy(self.precision, module),
+            mp_policy=mixed_precision_policy(self.precision.precision, module),
             wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
         )
         mode = make_mode(self.options.sharding, self._mesh(), options)

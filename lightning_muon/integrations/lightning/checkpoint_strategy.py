@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from lightning_muon.comm.agreement import fail_together
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
 from lightning_muon.compat.torch import default_store
+from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
-from lightning_muon.integrations.lightning.evaluation import broadcast_buffers
 from lightning_muon.integrations.node_weights import NodeWeights, copied, of_first_node
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
@@ -78,13 +78,7 @@ class CheckpointStrategy:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
         path = Path(self.broadcast(checkpoint_path))  # type: ignore[attr-defined]
         name = metadata_filename(self.package)
-        error: Exception | None = None
-        try:
-            self._checkpoint = Checkpoint(path, metadata_name=name, weights_only=weights_only)
-        except Exception as problem:  # Unpickling runs code of any kind; the other ranks must stop, too.
-            error = problem
-        fail_together(error, None)
-        assert self._checkpoint is not None
+        self._checkpoint = together(lambda: Checkpoint(path, metadata_name=name, weights_only=weights_only))
         return self._checkpoint.content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -28,6 +28,7 @@ from lightning_muon.integrations.adoption import (
     describe_optimizers,
     optimizer_warnings,
 )
+from lightning_muon.integrations.gradient_rules import GradientRules
 from lightning_muon.integrations.lightning.callbacks import (
     before_weights_are_read,
     reads_gradients,
@@ -41,20 +42,20 @@ from lightning_muon.integrations.lightning.default_optimizer import (
     remove_default_optimizer,
 )
 from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
-from lightning_muon.integrations.lightning.gradient_rules import GradientRules
-from lightning_muon.integrations.lightning.materialize import (
+from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
+from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
+from lightning_muon.integrations.lightning.registry import STRATEGIES
+from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
+from lightning_muon.integrations.materialize import (
     has_meta_tensors,
     materialize_user_sharded,
     materialize_whole,
     shard_units_from_meta,
 )
-from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
-from lightning_muon.integrations.lightning.precision import mixed_precision_policy, sharded_plugin
-from lightning_muon.integrations.lightning.registry import STRATEGIES
-from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
-from lightning_muon.integrations.lightning.steps import register_steps
 from lightning_muon.integrations.mesh import Meshes, Size
 from lightning_muon.integrations.options import ELSEWHERE, ClipGroups, LossScaling, Options
+from lightning_muon.integrations.precision import mixed_precision_policy
+from lightning_muon.integrations.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import ModeOptions
@@ -207,7 +208,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         module: Any = self.lightning_module
         return replace(
             self.options.mode_options,
-            mp_policy=mixed_precision_policy(self.precision_plugin, module),
+            mp_policy=mixed_precision_policy(self.precision_plugin.precision, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
             wait_for_parameters=(

@@ -50,12 +50,19 @@ class Nodes:
     back: AxisGroup
     waiting: deque[Exchange] = field(default_factory=deque["Exchange"])
 
-    def bring_forward(self, until: Exchange | None = None) -> None:
-        """Send the sums that can be sent without waiting; with ``until`` wait, and send all up to this exchange."""
-        while self.waiting and (until is None or until in self.waiting):
-            if not self.waiting[0].start_last_leg(wait=until is not None):
-                return
+    def bring_forward(self, step: int) -> None:
+        """Send the sums that the step with this number waits for, as far as they can be sent without waiting.
+
+        Those of later steps stay: ranks differ in which they could send, and there may be no later step in which all
+        of them have sent the same.
+        """
+        while self.waiting and self.waiting[0].due <= step and self.waiting[0].start_last_leg(wait=False):
             self.waiting.popleft()
+
+    def send_until(self, exchange: Exchange) -> None:
+        """Send all sums up to those of ``exchange``; waits for what they are made of."""
+        while exchange in self.waiting:
+            self.waiting.popleft().start_last_leg(wait=True)
 
 
 @dataclass(eq=False)
@@ -69,11 +76,13 @@ class Exchange:
         plan: Of the bucket.
         own: What this node sends, rounded.
         nodes: Who takes part.
+        due: Number of the step that takes the result.
     """
 
     plan: BucketPlan
     own: Sequence[Components]
     nodes: Nodes
+    due: int = 0
     _works: Sequence[Handle] = ()
     _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _kept: list[Tensor] = field(default_factory=list[Tensor])
@@ -107,7 +116,7 @@ class Exchange:
 
     def result(self, rule: str) -> list[Components]:
         """What the nodes sent, merged; waits for it."""
-        self.nodes.bring_forward(until=self)
+        self.nodes.send_until(self)
         group = self.nodes.there
         if not self.plan.parts:
             return []

@@ -56,7 +56,8 @@ class MomentumExchange(BetweenNodes):
         parameters = optimizer.trainable
         residuals = {tensor: local_tensor(optimizer.states[tensor]["residual"])[0] for tensor in parameters}
         buckets = [Bucket(plan, parameters, residuals) for plan in self._plans(parameters)]
-        self._replication = Replication(buckets, optimizer.nodes, self._rules, self._scales)
+        delay = optimizer.config.delay
+        self._replication = Replication(buckets, optimizer.nodes, self._rules, self._scales, delay=delay)
         self._replication.step = num_steps
         return EarlyExchanges(self._replication, names) if optimizer.config.overlap == "backward" else None
 

@@ -96,16 +96,23 @@ class Replication:
         nodes: The ranks that hold the same shards.
         rules: What momenta become.
         scales: Factors of the gradients of some parameters, equal on all nodes.
+        delay: Steps after which the updates are taken.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], nodes: Nodes, rules: Rules, scales: Callable[[], Mapping[Tensor, float]]
+        self,
+        buckets: Sequence[Bucket],
+        nodes: Nodes,
+        rules: Rules,
+        scales: Callable[[], Mapping[Tensor, float]],
+        *,
+        delay: int = 0,
     ) -> None:
         self.buckets = {str(number): bucket for number, bucket in enumerate(buckets)}
         self._nodes, self._rules = nodes, rules
         self._in_flight: dict[str, InFlight] = {}
         self._seen: dict[str, _Seen] = {}
-        self._scales = scales
+        self._scales, self._delay = scales, delay
         # Number of the next step, equal on all nodes.
         self.step = 0
 
@@ -120,10 +127,11 @@ class Replication:
         Collective over the nodes; every rank of them must call it, in the same order of buckets.
         """
         bucket, turn = self.buckets[key], Turn(self.step, int(key))
-        self._nodes.bring_forward()
+        self._nodes.bring_forward(self.step)
         bucket.accumulate(gradients, self._rules.decay, self._scales())
         sent = bucket.encode(turn)
-        self._in_flight[key] = InFlight(bucket, Exchange(bucket.plan, sent, self._nodes), sent, turn)
+        exchange = Exchange(bucket.plan, sent, self._nodes, due=self.step + self._delay)
+        self._in_flight[key] = InFlight(bucket, exchange, sent, turn)
 
     def drop(self, key: str) -> None:
         """Wait for a bucket whose result is not wanted."""
@@ -157,7 +165,7 @@ class Replication:
             started = self._in_flight[key]
             bucket.settle(started.sent, started.turn, taking_part)
             in_flight.append(replace(started, taking_part=taking_part))
-            self._nodes.bring_forward()
+            self._nodes.bring_forward(self.step)
         self._in_flight.clear()
         return in_flight
 

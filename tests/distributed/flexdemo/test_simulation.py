@@ -104,7 +104,7 @@ def _step(
             there, back = (AxisGroup(leg, node, coordinates) for leg in ("there", "back"))  # type: ignore[arg-type]
             exchanges.append(Exchange(bucket.plan, own, Nodes(there, back)))
         for each in exchanges:
-            each.nodes.bring_forward(until=each)
+            each.nodes.send_until(each)
         for node, bucket in enumerate(of_nodes):
             merged = exchanges[node].result(config.merge)
             bucket.settle(exchanges[node].own, turn, gradients[node])

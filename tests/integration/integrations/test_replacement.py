@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_muon.integrations.replacement import on_first_rank, remove, replacing, together, write_shards
+from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.integrations.replacement import remove, replacing, write_shards
 from tests.support.processes import ProcessPool
 
 

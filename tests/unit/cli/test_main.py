@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import lightning_muon
 from lightning_muon.cli import main as command
+from tests.support.programs import program_environment, run_program
 
 _MODULE = """
 import lightning.pytorch as pl
@@ -84,27 +83,26 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(project: Path, *arguments: str) -> str:
+def _run(project: Path, *arguments: str, num_ranks: int = 2) -> str:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("lightning.pytorch")
-    root = Path(lightning_muon.__file__).parents[1]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "lightning_muon.cli.main", *arguments],
-        cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    return run_program("-m", "lightning_muon.cli.main", *arguments, directory=project, num_ranks=num_ranks)
 
 
 def test_print_config_shows_the_strategy(project: Path) -> None:
-    assert "strategy: parallel_muon" in _run(project, "fit", "--config", "config.yaml", "--print_config")
+    text = _run(project, "fit", "--config", "config.yaml", "--print_config", num_ranks=1)
+    assert "strategy: parallel_muon" in text
 
 
 def test_fit_needs_no_import_in_the_model_and_saves_its_config(project: Path) -> None:
-    text = _run(project, "fit", "--config", "config.yaml")
-    assert "ParallelMuon, as configured" in text
+    pytest.importorskip("lightning.pytorch")
+    # As a user starts it: the one process starts the other.
+    command = [sys.executable, "-m", "lightning_muon.cli.main", "fit", "--config", "config.yaml"]
+    result = subprocess.run(
+        command, cwd=project, env=program_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ParallelMuon, as configured" in result.stdout + result.stderr
     version = project / "lightning_logs" / "version_0"
     assert (version / "config.yaml").is_file()
     (checkpoint,) = (version / "checkpoints").iterdir()

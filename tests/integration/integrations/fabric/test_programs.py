@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-import lightning_muon
 from tests.integration.integrations.fabric.loop import launch
 from tests.integration.training import Block
 from tests.support.processes import ProcessPool
-
-_ROOT = Path(lightning_muon.__file__).parents[1]
+from tests.support.programs import ROOT, run_program
 
 
 def _documented(directory: str) -> tuple[str, list[Any]]:
@@ -50,7 +44,7 @@ def _documented(directory: str) -> tuple[str, list[Any]]:
 
 
 def _blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (_ROOT / "docs" / "fabric.md").read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "fabric.md").read_text(), re.DOTALL)
 
 
 def test_the_documented_loop_trains_and_saves(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -60,25 +54,19 @@ def test_the_documented_loop_trains_and_saves(gloo: ProcessPool, tmp_path: Path)
     assert (tmp_path / "checkpoint" / "meta.pt").is_file()
 
 
-@pytest.mark.timeout(150)
 def test_the_example_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    result = subprocess.run(
-        [sys.executable, str(_ROOT / "examples" / "fabric_loop.py"), "--directory", str(tmp_path), "--steps", "40"],
-        env=environment | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    (loss,) = re.findall(r"step 40 loss ([\d.]+)", result.stdout)
+    words = (ROOT / "examples" / "fabric_loop.py", "--directory", tmp_path, "--steps", "40", "--devices", "2")
+    text = run_program(*words, directory=ROOT, num_ranks=2)
+    (loss,) = re.findall(r"step 40 loss ([\d.]+)", text)
     assert float(loss) < 1.0, "an untrained model has log(32) = 3.5"
-    assert result.stderr.count("AdamW -> ParallelMuon") + result.stdout.count("AdamW -> ParallelMuon") == 1
+    assert text.count("AdamW -> ParallelMuon") == 1
     saved = torch.load(tmp_path / "checkpoint" / "meta.pt")
     assert saved["step"] == saved["scheduler"]["last_epoch"] == 40
 
 
 def _example_again(directory: str, steps: int) -> str:
     """What the training of the example prints on rank 0."""
-    names = runpy.run_path(str(_ROOT / "examples" / "fabric_loop.py"))
+    names = runpy.run_path(str(ROOT / "examples" / "fabric_loop.py"))
     fabric = launch()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names["train"](fabric, steps=steps, accumulate=1, directory=Path(directory))

@@ -66,7 +66,7 @@ def test_all_nodes_get_the_mean_of_what_was_sent_with_equal_bits(
     buckets, sent = _components(replicator, num_nodes, value_format)
     exchanges = _started(buckets, sent, nodes_of(num_nodes))
     for each in exchanges:
-        each.nodes.bring_forward(until=each)
+        each.nodes.send_until(each)
     found = [_decoded(buckets[0], each.result("mean")) for each in exchanges]
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     own = [_decoded(buckets[0], components) for components in sent]
@@ -82,7 +82,7 @@ def test_sums_are_rounded_alike_on_the_node_that_adds_and_on_the_others(post: Po
     buckets, sent = _components(Full(), 3, "bf16")
     exchanges = _started(buckets, sent, nodes_of(3))
     for each in exchanges:
-        each.nodes.bring_forward(until=each)
+        each.nodes.send_until(each)
     for each in exchanges:
         for values, _ in each.result("contributors"):
             assert torch.equal(values, values.bfloat16().float())
@@ -92,25 +92,36 @@ def test_a_sum_is_sent_only_when_everything_has_arrived_unless_one_waits(post: P
     buckets, sent = _components(Striding(rate=0.5), 3)
     nodes = nodes_of(3)
     first = [Exchange(buckets[n].plan, sent[n], nodes[n]) for n in (0, 1)]
-    nodes[0].bring_forward()
+    nodes[0].bring_forward(step=0)
     assert list(nodes[0].waiting) == [first[0]]
     assert not [box for box in post.boxes if box[0] == "back"]
     Exchange(buckets[2].plan, sent[2], nodes[2])
-    nodes[0].bring_forward()
+    nodes[0].bring_forward(step=0)
     assert not nodes[0].waiting
     assert {box[2] for box in post.boxes if box[:2] == ("back", 0)} == {1, 2}
+
+
+def test_the_sums_of_a_later_step_stay_until_it_comes(post: PostOffice) -> None:
+    buckets, sent = _components(Full(), 2)
+    nodes = nodes_of(2)
+    for bucket, own, each in zip(buckets, sent, nodes, strict=True):
+        Exchange(bucket.plan, own, each, due=5)
+    nodes[0].bring_forward(step=4)
+    assert len(nodes[0].waiting) == 1
+    nodes[0].bring_forward(step=5)
+    assert not nodes[0].waiting
 
 
 def test_sums_are_sent_in_the_order_of_the_exchanges_whoever_is_waited_for(post: PostOffice) -> None:
     nodes = nodes_of(3)
     of_buckets = [_started(*_components(Full(), 3, seed=seed), nodes) for seed in (1, 2, 3)]
     # Node 0 wants the second one, node 1 the last one, node 2 waits for none.
-    nodes[0].bring_forward(until=of_buckets[1][0])
-    nodes[1].bring_forward(until=of_buckets[2][1])
-    nodes[2].bring_forward()
+    nodes[0].send_until(of_buckets[1][0])
+    nodes[1].send_until(of_buckets[2][1])
+    nodes[2].bring_forward(step=0)
     assert list(nodes[0].waiting) == [of_buckets[2][0]]
     assert not nodes[1].waiting
-    nodes[0].bring_forward(until=of_buckets[2][0])
+    nodes[0].send_until(of_buckets[2][0])
     for number, exchanges in enumerate(of_buckets):
         found = [each.result("mean") for each in exchanges]
         _, sent = _components(Full(), 3, seed=number + 1)

@@ -180,7 +180,7 @@ def test_sent_bytes_are_those_that_leave_a_node(
     plan, components = _sent(LARGE, replicator, value_format)
     exchanges = [Exchange(plan, components, nodes) for nodes in nodes_of(num_nodes)]
     for each in exchanges:
-        each.nodes.bring_forward(until=each)
+        each.nodes.send_until(each)
     for node in range(num_nodes):
         assert post.sent_bytes.get(node, 0) == sent_bytes(plan, node, num_nodes)
 

@@ -1,19 +1,15 @@
-"""Precision: which settings are possible, the policy of FSDP2, and whose rules gradients follow."""
+"""Precision plugins of a Trainer: which are possible, and whose rules gradients follow."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor
 
 from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
-from lightning_muon.integrations.lightning.gradient_rules import GradientRules
-
-SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
-# These update running statistics, which stay float32, and take no weights of another dtype.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from lightning_muon.integrations.gradient_rules import GradientRules
+from lightning_muon.integrations.precision import SUPPORTED
 
 
 class RuledGradients:
@@ -69,24 +65,6 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     raise ValueError(
         f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
         f"(precision {precision!r}); set Trainer(precision=...) to one of these and pass no precision plugin"
-    )
-
-
-def mixed_precision_policy(plugin: Any, module: nn.Module) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces in.
-
-    With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of
-    the root is float32; Lightning's autocast stays on, so that losses are computed in float32. A model with batch norms
-    gathers float32 weights and leaves bfloat16 to autocast.
-    """
-    if getattr(plugin, "precision", "32-true") != "bf16-mixed":
-        return MixedPrecisionPolicy()
-    has_batch_norm = any(isinstance(child, _BATCH_NORMS) for child in module.modules())
-    return MixedPrecisionPolicy(
-        param_dtype=None if has_batch_norm else torch.bfloat16,
-        reduce_dtype=torch.float32,
-        # Children that are roots of their own (manual optimization) hand bfloat16 to each other.
-        output_dtype=torch.float32 if getattr(module, "automatic_optimization", True) else None,
     )
 
 

@@ -1,0 +1,120 @@
+"""Run programs as torchrun runs them, on processes that have imported torch and Lightning already.
+
+Importing them takes longer than what most programs of the tests do then. Whatever is about the start itself, or about a
+launcher, needs a real one: ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.worker import free_port, redirect_output
+
+ROOT = Path(__file__).parents[2]
+# Imported once, in the process from which all others are forked; what is not installed is left out.
+PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pytest",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers.models.t5.modeling_t5",
+]
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_program(*words: str | Path, directory: Path, num_ranks: int = 1, timeout: float = 120.0) -> str:
+    """Run a program from its first line to its end; what all ranks printed.
+
+    Args:
+        *words: A script, or ``"-m"`` and a module, and the arguments.
+        directory: Where it runs; modules in it can be imported.
+        num_ranks: A single one gets no environment of a launcher.
+        timeout: Seconds for all of it.
+
+    Raises:
+        AssertionError: If a rank fails or does not end in time; with what all of them printed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="program-") as logs:
+        log = Path(logs, "output")
+        log.touch()
+        ranks = [
+            context.Process(
+                target=_run,
+                args=([str(word) for word in words], str(directory), _environment(rank, num_ranks, port), str(log)),
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            deadline = time.monotonic() + timeout
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        text = log.read_text(errors="replace")
+    assert codes == [0] * num_ranks, f"exit codes {codes} (None: not in {timeout:g} s)\n{text[-10_000:]}"
+    return text
+
+
+def program_environment() -> dict[str, str]:
+    """The environment of a program that a user starts, in the checkout and with one thread."""
+    kept = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """As torchrun sets it."""
+    if num_ranks == 1:
+        return program_environment()
+    values = [rank, rank, num_ranks, num_ranks, "127.0.0.1", port]
+    launched = {key: str(value) for key, value in zip(_OF_LAUNCHERS, values, strict=True)}
+    return program_environment() | launched | {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+
+
+def _run(words: Sequence[str], directory: str, environment: Mapping[str, str], log: str) -> None:
+    """The child's side; ends the process."""
+    redirect_output(log)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    code = 0
+    try:
+        if words[0] == "-m":
+            sys.argv = [words[1], *words[2:]]
+            sys.path.insert(0, directory)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # A child of multiprocessing leaves them out.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
