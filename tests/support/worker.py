@@ -128,6 +128,7 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    clear_mesh_caches()
     # Threads of gloo spin as long as something refers to their groups.
     gc.collect()
     if len(sys.modules) > _LOOKED_AT.num_modules:
@@ -142,7 +143,6 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     random.seed(0)
-    clear_mesh_caches()
 
 
 @dataclass
@@ -171,6 +171,9 @@ def clear_mesh_caches() -> None:
     planner = sys.modules.get("torch.distributed.tensor._redistribute")
     if planner is not None:
         planner.clear_redistribute_planner_cache()
+    groups = sys.modules.get("lightning_muon.comm.mesh")
+    if groups is not None:
+        groups._made()  # Lets go those of a destroyed world.
 
 
 def _torch_distributed_caches() -> Iterator[Any]:
@@ -182,7 +185,8 @@ def _torch_distributed_caches() -> Iterator[Any]:
             if isinstance(value, functools._lru_cache_wrapper):
                 yield value
             elif isinstance(value, type) and value.__module__ == name:
-                yield from (v for v in vars(value).values() if isinstance(v, functools._lru_cache_wrapper))
+                members = (getattr(member, "__func__", member) for member in vars(value).values())
+                yield from (member for member in members if isinstance(member, functools._lru_cache_wrapper))
 
 
 def redirect_output(log_path: str) -> None:

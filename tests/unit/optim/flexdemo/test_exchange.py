@@ -102,8 +102,8 @@ def test_a_sum_is_sent_only_when_everything_has_arrived_unless_one_waits(post: P
 
 
 def test_the_sums_of_a_later_step_stay_until_it_comes(post: PostOffice) -> None:
-    buckets, sent = _components(Full(), 2)
-    nodes = nodes_of(2)
+    buckets, sent = _components(Full(), 3)
+    nodes = nodes_of(3)
     for bucket, own, each in zip(buckets, sent, nodes, strict=True):
         Exchange(bucket.plan, own, each, due=5)
     nodes[0].bring_forward(step=4)

@@ -137,7 +137,8 @@ def test_nodes_get_the_mean_also_where_only_one_has_sent_early(
     in_flight = [each.run(g, ("0",) if n == 0 else ()) for n, (each, g) in
                  enumerate(zip(replications, gradients, strict=True))]  # fmt: skip
     for each in of_nodes:
-        each.send_until(each.waiting[-1])
+        while each.waiting:
+            each.send_until(each.waiting[-1])
     # Sums travel in float32 with value_format_name="fp32".
     for updates in [Updates(one, RULES) for one in in_flight]:
         for tensor in tensors:
