@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -78,8 +79,12 @@ class TwoNodes:
 
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start ``command`` in the namespace of ``node`` (0 or 1), out of reach of Ctrl-C."""
-        inside = ["ip", "netns", "exec", self.names[node], *command]
-        return subprocess.Popen(inside, start_new_session=True, **options)
+        name = self.names[node]
+        process = subprocess.Popen(["ip", "netns", "exec", name, *command], start_new_session=True, **options)
+        # Until it has entered the namespace the guardian does not see it.
+        while process.poll() is None and not _is_inside(process.pid, name):
+            time.sleep(0.001)
+        return process
 
     def torchrun(
         self, arguments: Sequence[str], ranks_per_node: int, *, log: IO[bytes], environment: Mapping[str, str]
@@ -98,6 +103,13 @@ class TwoNodes:
             )
             for node in (0, 1)
         ]
+
+
+def _is_inside(pid: int, name: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/ns/net").samefile(f"/run/netns/{name}")
+    except OSError:  # It has just ended.
+        return False
 
 
 def why_not() -> str | None:
