@@ -81,7 +81,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (1, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (1, 3)], ids=str)
 def test_every_schedule_gives_the_same_bits(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh_shape).numel()
     for differences in gloo.run(_compare, mesh_shape, VARIANTS, plain, world_size=world_size):
