@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.compat.torch import inherit_timeout
+
 
 @dataclass(frozen=True)
 class AxisGroup:
@@ -146,4 +148,5 @@ def _new_group(ranks: tuple[int, ...], number: int | None = None, backend: str |
     key = ranks, number, backend
     if key not in groups:
         groups[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        inherit_timeout(groups[key])
     return groups[key]

@@ -27,6 +27,17 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give ``group`` the timeout of the default group, which torch gives to no other; local.
+
+    Uses ``torch.distributed.distributed_c10d._set_pg_timeout``, ``ProcessGroup._device_types``, ``_get_backend`` and
+    ``Backend.options._timeout`` (2.11 to 2.13).
+    """
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+
+
 def init_fsdp_root(root: FSDPModule) -> None:
     """Make ``root`` the root of the FSDP2 units inside it, as its first forward would; a no-op if it is one.
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_muon.compat.torch import inherit_timeout
 from lightning_muon.config import check_whole
 
 Size = int | Literal["auto"]
@@ -130,7 +131,7 @@ class MeshSizes:
         data_rank = dist.get_rank() // (context_size * tensor_size)
         if self.has_lightning_names:
             names = ("data_parallel", "tensor_parallel")
-            user = init_device_mesh(device_type, (shards, tensor_size), mesh_dim_names=names)
+            user = _named_mesh(device_type, dict(zip(names, (shards, tensor_size), strict=True)))
             data, nodes, context, tensor_axis = user["data_parallel"], None, None, "tensor_parallel"
         else:
             axes = {"replicate": replicas, "shard": shards}
@@ -190,4 +191,7 @@ class MeshSizes:
 
 
 def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        inherit_timeout(group)
+    return mesh

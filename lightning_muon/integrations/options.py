@@ -63,7 +63,7 @@ class Options:
         tensor_parallel_size: Lightning's name for ``tensor_size``.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
-        timeout: Of collectives.
+        timeout: Of collectives, on every axis of the mesh.
 
     Raises:
         TypeError: For a wrong keyword, with the nearest right one.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +34,20 @@ def test_a_group_spans_its_axes_only(gloo: ProcessPool, axes: tuple[int, ...], s
 def test_an_axis_of_one_rank_needs_no_group(gloo: ProcessPool) -> None:
     results = gloo.run(_sum_over, (2, 1), (1,), world_size=2)
     assert [(total, size) for total, size, _ in results] == [(0, 1), (1, 1)]
+
+
+def _seconds_until_a_collective_gives_up() -> float:
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
+    (group,) = PrivateGroups().of([axis_group(init_device_mesh("cpu", (2,)), (0,))])
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=group.group)
+    return time.monotonic() - begin
+
+
+def test_own_groups_wait_no_longer_than_the_default_group(gloo: ProcessPool) -> None:
+    assert gloo.run_fresh(_seconds_until_a_collective_gives_up, world_size=2)[0] < 30.0
 
 
 def _sum_over_half() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
     forward_resharding,
+    inherit_timeout,
     init_fsdp_root,
     local_shape_and_offset,
     process_groups,
@@ -60,6 +64,18 @@ def test_collectives_are_counted_by_group() -> None:
         before = collective_counts()[name]
         dist.all_reduce(torch.ones(1))
         assert collective_counts() == {name: before + 1}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_gets_the_timeout_of_the_default_group() -> None:
+    seconds = datetime.timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+    try:
+        group: Any = dist.new_group([0])
+        assert group._get_backend(torch.device("cpu")).options._timeout != seconds
+        inherit_timeout(group)
+        assert group._get_backend(torch.device("cpu")).options._timeout == seconds
     finally:
         dist.destroy_process_group()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -158,6 +160,19 @@ def test_replicas_of_context_ranks_have_a_replicate_axis(gloo: ProcessPool) -> N
         assert found["data"] == (("replicate", "shard"), TWO_BY_TWO)
         assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
         assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
+
+
+def _timeouts(**sizes: int) -> set[datetime.timedelta]:
+    groups: Any = [
+        dist.group.WORLD,
+        *MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=4).user.get_all_groups(),
+    ]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+@pytest.mark.parametrize("sizes", [{"replicate_size": 2}, {"data_parallel_size": 2, "tensor_parallel_size": 2}])
+def test_all_axes_have_the_timeout_of_the_run(gloo: ProcessPool, sizes: Any) -> None:
+    assert gloo.run(_timeouts, timeout=100.0, **sizes) == [{datetime.timedelta(seconds=75)}] * 4
 
 
 def _nodes(**sizes: int) -> Any:
