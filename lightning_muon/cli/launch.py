@@ -35,13 +35,18 @@ def launch_command(words: Sequence[str]) -> None:
     parser = launch_command_parser()
     parser.usage = _HELP
     arguments = parser.parse_args(list(words))
+    given = arguments.config_file
     try:
-        with split_config(arguments.config_file) as config_file:
+        with split_config(given) as config_file:
             arguments.config_file = config_file
+            check_sizes(arguments)
             run_by_us(arguments)
             (launch_on_cpus if needs_several_cpus(arguments) else launch)(arguments)
     except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"lightning-muon launch: {error}") from error
+        # Of a temporary file the user knows nothing.
+        text = str(error).replace(str(arguments.config_file), str(given))
+        where = f"{given}: " if given is not None and str(given) not in text else ""
+        raise SystemExit(f"lightning-muon launch: {where}{text}") from error
 
 
 @contextmanager
@@ -85,14 +90,28 @@ def split_config(path: str | None) -> Generator[str | None]:
 
 def needs_several_cpus(arguments: Any) -> bool:
     """Whether several processes are asked for on CPUs, without mpirun to start them."""
+    told = _told(arguments)
+    is_on_cpus = arguments.cpu or bool(told.get("use_cpu"))
+    return is_on_cpus and (told.get("num_processes") or 1) > 1 and told.get("mpirun_hostfile") is None
+
+
+def check_sizes(arguments: Any) -> None:
+    """Raise ``ValueError`` if the mesh of our options does not go with the number of processes, as far as it is known.
+
+    Before any process starts.
+    """
+    from lightning_muon.integrations.accelerate.settings import read_options
+
+    told = _told(arguments)
+    processes, machines = told.get("num_processes"), told.get("num_machines") or 1
+    if processes and processes % machines == 0:
+        read_options(None).mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
+
+
+def _told(arguments: Any) -> dict[str, Any]:
+    """What the config of Accelerate says, and the command line, which comes first."""
     content = {} if arguments.config_file is None else read_yaml(arguments.config_file)
-
-    def value(key: str) -> Any:
-        given = getattr(arguments, key, None)
-        return content.get(key) if given is None else given
-
-    is_on_cpus = arguments.cpu or bool(content.get("use_cpu"))
-    return is_on_cpus and (value("num_processes") or 1) > 1 and value("mpirun_hostfile") is None
+    return content | {key: value for key, value in vars(arguments).items() if value is not None}
 
 
 def run_by_us(arguments: Any) -> None:

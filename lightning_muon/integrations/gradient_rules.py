@@ -89,11 +89,15 @@ class GradientRules:
             for parameter in parameters:
                 parameter.grad = None
 
+    def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many of its steps were skipped so far, the same on all ranks; local."""
+        check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
+        return 0 if check is None else check.skipped_steps
+
     def log_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Log how many steps were skipped so far, once there was one; local."""
-        check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
-        if check is not None and check.skipped_steps:
-            self._module.log("skipped_steps", float(check.skipped_steps))
+        if skipped := self.skipped_steps(optimizer):
+            self._module.log("skipped_steps", float(skipped))
 
     def _clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         parameters = _parameters(optimizer)

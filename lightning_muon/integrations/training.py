@@ -203,6 +203,10 @@ class Training:
                 handle.follow()
         return result
 
+    def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
+        return self._require_optimizers("skipped_steps").skipped_steps(optimizer)
+
     def weights_have_changed(self) -> None:
         """Let the next forward gather the weights of now; local."""
         free_unsharded(self.module)

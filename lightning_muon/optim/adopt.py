@@ -79,7 +79,7 @@ def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfi
         adopted = _translated(ParallelMuon, optimizer, config, _ADAMW_KEYS)
         summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
     adopted.route(module)
-    return Adoption(optimizer=adopted, summary=summary)
+    return Adoption(optimizer=adopted, summary=summary, caution=_without_effect(config, adopted, name))
 
 
 def adopt_decoupled(optimizer: torch.optim.Optimizer, module: nn.Module, config: FlexDeMoConfig) -> Adoption:
@@ -117,7 +117,8 @@ def adopt_decoupled(optimizer: torch.optim.Optimizer, module: nn.Module, config:
         adopted = _translated(FlexDeMo, optimizer, config, _ADAMW_KEYS)
     adopted.route(module)
     summary = f"{name} -> FlexDeMo(base={base!r}), same learning rates and weight decay"
-    return Adoption(optimizer=adopted, summary=summary, caution=_caution(name, config))
+    cautions = (_caution(name, config), _without_effect(config, adopted, name))
+    return Adoption(optimizer=adopted, summary=summary, caution=" ".join(filter(None, cautions)))
 
 
 def has_matrices(optimizer: PlannedOptimizer) -> bool:
@@ -219,6 +220,23 @@ def _caution(name: str, config: FlexDeMoConfig) -> str:
             "FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments"
         )
     return ""
+
+
+def _without_effect(config: MuonConfig | FlexDeMoConfig, adopted: PlannedOptimizer, name: str) -> str:
+    """Options that the user has set, and that the optimizer of the program says otherwise."""
+    defaults = type(config)()
+    unused: list[str] = []
+    for key in sorted({*_MUON_KEYS.values(), *_ADAMW_KEYS.values()}):
+        value = getattr(config, key, None)
+        used = [group[key] for group in adopted.param_groups if key in group]
+        if value != getattr(defaults, key, None) and used and value not in used:
+            unused.append(f"{key}={value!r} (it says {', '.join(sorted(set(map(repr, used))))})")
+    if not unused:
+        return ""
+    return (
+        f"The {name} of the program decides, so these have no effect in {type(config).__name__}: {', '.join(unused)}. "
+        "They are for programs that make no optimizer."
+    )
 
 
 def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:

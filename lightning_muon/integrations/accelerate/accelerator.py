@@ -50,6 +50,7 @@ class MuonAccelerator(SavesStates):
     device: torch.device
     sync_gradients: bool
     gradient_accumulation_steps: int
+    even_batches: bool
     _meshes: Meshes | None = None
     _tokens: TokenCount | None = None
 
@@ -164,6 +165,24 @@ class MuonAccelerator(SavesStates):
         training = self._training
         with super().no_sync(model) if training is None else training.no_sync():  # type: ignore[misc]
             yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Generator[None]:
+        """As in Accelerate with its FSDP, where it has no effect; ranks with fewer batches would hold up the others.
+
+        Raises:
+            ValueError: If a model is divided and batches need not be even.
+        """
+        if self._training is None:
+            with super().join_uneven_inputs(joinables, even_batches):  # type: ignore[misc]
+                yield
+            return
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise ValueError(
+                "join_uneven_inputs with even_batches=False: a divided model needs as many batches on each rank; leave "
+                "even_batches=True, which repeats samples at the end (gather_for_metrics drops them again)"
+            )
+        yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the 2-norm over all shards, and return the norm before.

@@ -23,6 +23,12 @@ class DividedOptimizer(AcceleratedOptimizer):
         # Its state is on the device of its parameters already.
         super().__init__(optimizer, device_placement=False)
         self._training = training
+        self._was_skipped = False
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether a NaN or Inf in a gradient has made all ranks skip the last step; schedulers then wait."""
+        return self._was_skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
@@ -35,4 +41,7 @@ class DividedOptimizer(AcceleratedOptimizer):
             del optimizer
             return AcceleratedOptimizer.step(self, closure)
 
-        return self._training.step(self.optimizer, step, closure)
+        before = self._training.skipped_steps(self.optimizer)
+        result = self._training.step(self.optimizer, step, closure)
+        self._was_skipped = self._training.skipped_steps(self.optimizer) > before
+        return result

@@ -71,9 +71,19 @@ def test_a_wrong_key_of_ours_ends_the_command_with_the_nearest_one(both: Path) -
 
 
 def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
-    both.write_text(_BOTH + "num_proceses: 2\n")
-    with pytest.raises(SystemExit, match="num_proceses"):
+    for line in ("num_proceses: 2\n", "use_cpu: true\nmixed_precision: bf61\n"):
+        both.write_text(_BOTH.replace("mixed_precision: 'no'\n", "") + line)
+        with pytest.raises(SystemExit, match=r"num_proceses|bf61") as ended:
+            launch_command(["--config_file", str(both), "script.py"])
+        assert str(both) in str(ended.value) and "accelerate.yaml" not in str(ended.value)
+
+
+def test_a_mesh_that_the_processes_cannot_make_is_told_before_they_start(both: Path) -> None:
+    both.write_text(_CPU.replace("shard_size: 2", "shard_size: 3"))
+    with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
         launch_command(["--config_file", str(both), "script.py"])
+    with pytest.raises(SystemExit, match="shard_size=3"):
+        launch_command(["--config_file", str(both), "--num_processes", "4", "script.py"])
 
 
 def test_two_files_with_our_options_are_an_error(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,20 @@ def test_an_unknown_optimizer_is_kept_with_one_warning() -> None:
     assert "SGD is kept and does not run on Muon" in warning
 
 
+@pytest.mark.parametrize("config", [MuonConfig, FlexDeMoConfig])
+def test_options_that_the_optimizer_overrules_are_named(config: Any) -> None:
+    base = {"base": "adamw"} if config is FlexDeMoConfig else {}
+    choice = config(lr=0.5, weight_decay=0.02, betas=(0.5, 0.6), **base)
+    module = _Module()
+    adoptions = _choose(module, torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.02), choice=choice)
+    (warning,) = optimizer_warnings(adoptions, choice)
+    assert "AdamW of the program decides" in warning
+    assert "lr=0.5 (it says 0.003)" in warning and "betas=(0.5, 0.6) (it says (0.9, 0.999))" in warning
+    assert "weight_decay" not in warning
+    same = _choose(module, torch.optim.AdamW(module.parameters()), choice=config(**base))
+    assert optimizer_warnings(same, config(**base)) == []
+
+
 def test_keep_keeps_without_a_warning() -> None:
     module = _Module()
     adamw = torch.optim.AdamW(module.parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_muon.params.layout import local_tensor
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
 from tests.integration.training import loss_of, max_difference
@@ -140,3 +141,49 @@ def _through_another_method(sharding: str) -> dict[str, Tensor]:
 def test_a_loss_that_does_not_come_from_calling_the_model_trains_it(gloo: ProcessPool, sharding: str) -> None:
     found = gloo.run(_through_another_method, sharding, world_size=2)[0]
     assert max_difference(found, reference(steps=3, accumulate=1)) <= 1e-6
+
+
+def _skipped(choice: str, *, sharding: str) -> tuple[list[bool], list[float], bool]:
+    """Whether each step was skipped, the rate after each, and whether a skipped one has changed weights."""
+    options = {} if choice == "auto" else {"optimizer": choice}
+    with accelerator_on_cpu(accumulate=1, is_fsdp=sharding == "fsdp", sharding=sharding, **options) as accelerator:
+        model: Any = network()
+        optimizer: Any = adamw(model)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        told: list[bool] = []
+        rates: list[float] = []
+        has_changed = False
+        for step in range(3):
+            tokens, targets = own_rows(accelerator, micro_batch(step, 0))
+            before = [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
+            is_bad = step == 1 and accelerator.process_index == 1
+            accelerator.backward(loss_of(model(tokens), targets) * (float("nan") if is_bad else 1.0))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            after = [local_tensor(parameter) for parameter in model.parameters()]
+            told += [accelerator.optimizer_step_was_skipped]
+            rates += [optimizer.param_groups[0]["lr"] / HYPER["lr"]]
+            has_changed |= told[-1] and not all(map(torch.equal, before, after))
+        return told, rates, has_changed
+
+
+@pytest.mark.parametrize(("choice", "sharding"), [("auto", "fsdp"), ("keep", "fsdp"), ("auto", "ddp")])
+def test_a_skipped_step_is_told_and_schedulers_wait(gloo: ProcessPool, choice: str, sharding: str) -> None:
+    # Accelerate steps a scheduler once for each process.
+    expected = ([False, True, False], [1 / 4, 1 / 4, 1 / 16], False)
+    assert gloo.run(_skipped, choice, sharding=sharding, world_size=2) == [expected] * 2
+
+
+def _joined(*, even: bool) -> bool:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = network()
+        model, _ = accelerator.prepare(model, adamw(model))
+        with accelerator.join_uneven_inputs([model], even_batches=even):
+            return True
+
+
+def test_uneven_inputs_are_an_error(gloo: ProcessPool) -> None:
+    assert gloo.run(_joined, even=True, world_size=2) == [True] * 2
+    gloo.expect_error_on_all_ranks(_joined, even=False, match="as many batches on each rank", world_size=2)
