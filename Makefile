@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test check format setup venv clean
 
 help:
-	@echo "make demo    train the T5 recipe on 4 CPU processes (about 3 minutes)"
+	@echo "make demo    train the T5 recipe on 4 CPU processes (3 to 5 minutes)"
 	@echo "make test    run the test suite"
 	@echo "make check   run the linters, the type checks and the size limits"
 	@echo "make format  let ruff format and mend what it can"
