@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon import ParallelMuon
+from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize
 from lightning_muon.optim.dtypes import resolve_compute_dtype
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--chunk-bytes", type=int, default=ParallelMuon.__init__.__kwdefaults__["chunk_bytes"])
+    parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
     return parser.parse_args()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
@@ -50,10 +50,10 @@ def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> N
         raise RuntimeError(f"rank {rank} of the group failed, so all ranks stop: {message}")
 
 
-def together(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
     """Run ``action``; if it fails on any rank, all raise. Collective over ``group``; every rank must call it."""
     error: Exception | None = None
-    results: list[Result] = []
+    results: list[_Result] = []
     try:
         results.append(action())
     except Exception as problem:  # Also unpickling, which runs code of any kind.

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
@@ -18,6 +17,7 @@ from tests.integration.integrations.fabric.loop import (
     micro_batch,
     network,
     own_rows,
+    summed_loss,
     weights,
 )
 from tests.integration.training import max_difference
@@ -33,14 +33,10 @@ def _batch(step: int, index: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def _sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def _backward(fabric: Any, model: Any, step: int, index: int) -> None:
     tokens, targets = own_rows(fabric, _batch(step, index))
     fabric.strategy.report_tokens((targets != -100).sum())
-    fabric.backward(_sum(model(tokens), targets))
+    fabric.backward(summed_loss(model(tokens), targets))
 
 
 def _two_passes(sharding: str, *, zero_grad: bool) -> dict[str, Tensor]:
@@ -67,7 +63,7 @@ def _alone(seed: int, index: int) -> dict[str, Tensor]:
     for step in range(3):
         module.zero_grad()
         tokens, targets = _batch(step, index)
-        (_sum(module(tokens), targets) / (targets != -100).sum()).backward()
+        (summed_loss(module(tokens), targets) / (targets != -100).sum()).backward()
         optimizer.step()
     return dict(module.state_dict())
 
@@ -96,7 +92,7 @@ def _two_models(sharding: str) -> list[dict[str, Tensor]]:
     pairs: list[Any] = [fabric.setup(module, adamw(module)) for module in (network(0), network(1))]
     for step in range(3):
         batches = [own_rows(fabric, _batch(step, index)) for index in range(2)]
-        losses = [_sum(pair[0](tokens), targets) for pair, (tokens, targets) in zip(pairs, batches, strict=True)]
+        losses = [summed_loss(pair[0](tokens), targets) for pair, (tokens, targets) in zip(pairs, batches, strict=True)]
         for loss, (_, targets) in zip(losses, batches, strict=True):
             fabric.strategy.report_tokens((targets != -100).sum())
             fabric.backward(loss)
@@ -139,7 +135,7 @@ def _with_accelerate() -> None:
         for _ in range(2):
             tokens, targets = micro_batch(0, 0)
             accelerator.report_tokens(targets.numel())
-            accelerator.backward(_sum(model(tokens), targets))
+            accelerator.backward(summed_loss(model(tokens), targets))
 
 
 def test_accelerate_refuses_it_as_well(gloo: ProcessPool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon.integrations.fabric.registry import PACKAGES, strategy_class
@@ -47,6 +48,11 @@ def micro_batch(step: int, index: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + index)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     return tokens, (3 * tokens + 1) % VOCABULARY
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """For ``loss_scaling="tokens"``."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def own_rows(fabric: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.integration.integrations.fabric.loop import (
@@ -15,6 +14,7 @@ from tests.integration.integrations.fabric.loop import (
     micro_batch,
     network,
     own_rows,
+    summed_loss,
     weights,
 )
 from tests.integration.training import max_difference
@@ -30,10 +30,6 @@ def _masked(step: int, index: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def _sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def _train(sharding: str, *, silent: bool = False) -> dict[str, Tensor]:
     fabric = launch(sharding=sharding, loss_scaling="tokens")
     model: Any = network()
@@ -42,7 +38,7 @@ def _train(sharding: str, *, silent: bool = False) -> dict[str, Tensor]:
         for index in range(2):
             tokens, targets = own_rows(fabric, _masked(step, index))
             with fabric.no_backward_sync(model, enabled=index == 0):
-                loss = _sum(model(tokens), targets)
+                loss = summed_loss(model(tokens), targets)
                 if not (silent and fabric.global_rank == 1 and index == 0):
                     fabric.strategy.report_tokens((targets != -100).sum())
                 fabric.backward(loss)
@@ -61,7 +57,7 @@ def test_gradients_are_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
         batches = [_masked(step, index) for index in range(2)]
         num_tokens = sum(int((targets != -100).sum()) for _, targets in batches)
         for tokens, targets in batches:
-            (_sum(module(tokens), targets) / num_tokens).backward()
+            (summed_loss(module(tokens), targets) / num_tokens).backward()
         optimizer.step()
     expected = dict(module.state_dict())
     for sharding in ("fsdp", "zero2"):
