@@ -10,23 +10,36 @@ from lightning_muon.replicators.replicator import Components, Replicator, Turn
 
 # How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
 _ROUNDED = 0.02
+_TURN = Turn(1, 0)
 
 
 def check_replicator(replicator: Replicator) -> None:
     """Raise unless the replicator does what :class:`~lightning_muon.replicators.replicator.Replicator` says.
 
-    Tried on a small batch, since mistakes would change the training in silence.
+    Tried on small batches, since mistakes would change the training in silence.
     """
-    name, turn = type(replicator).__name__, Turn(1, 0)
     rows, cols = 48, 40
     shape = replicator.block_shape(rows, cols) or (rows * cols,)
-    numel = math.prod(shape)
+    for step in range(3):
+        check_blocks(replicator, shape, Turn(step, 0))
+
+
+def check_blocks(replicator: Replicator, shape: tuple[int, ...], turn: Turn = _TURN) -> None:
+    """As :func:`check_replicator`, for blocks of one shape.
+
+    Args:
+        replicator: To try.
+        shape: Of a block.
+        turn: What it is told.
+    """
+    name, numel = type(replicator).__name__, math.prod(shape)
     blocks = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     given = blocks.clone()
     sent = replicator.encode(blocks, turn)
     again = replicator.encode(blocks, turn)
     _require(torch.equal(blocks, given), f"{name}.encode changes the blocks that it is given")
     num_sent = replicator.num_sent(numel)
+    _require(num_sent >= 1, f"{name}.num_sent({numel}) is {num_sent}: blocks of shape {shape} would never be trained")
     _require(
         tuple(sent.values.shape) == (2, num_sent),
         f"{name}.encode gives values of shape {tuple(sent.values.shape)} for (2, {', '.join(map(str, shape))}) blocks; "
@@ -43,6 +56,17 @@ def check_replicator(replicator: Replicator) -> None:
     _require(decoded.shape == blocks.shape, f"{name}.decode gives {tuple(decoded.shape)}, not {tuple(blocks.shape)}")
     twice = replicator.decode(Components(2 * sent.values, sent.positions), shape, turn)
     _require(torch.allclose(twice, 2 * decoded, atol=1e-4), f"{name}.decode is not linear in the values")
+    left = blocks.clone()
+    replicator.subtract_(left, sent, turn)
+    _require(
+        torch.allclose(left, blocks - decoded, atol=1e-4),
+        f"{name}.subtract_ takes off something else than decode gives",
+    )
+    _require(
+        bool(left.norm() <= 1.001 * blocks.norm()),
+        f"{name}: what encode sends and decode turns back is no part of the blocks, which grow when it is taken off "
+        f"(from {blocks.norm():.3g} to {left.norm():.3g}); momenta would grow without end",
+    )
     if sent.positions is not None:
         inside = bool(((sent.positions >= 0) & (sent.positions < numel)).all())
         _require(

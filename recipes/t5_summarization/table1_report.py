@@ -109,10 +109,11 @@ def report_text(grid: Grid, rows: Sequence[RowSummary], result: Result) -> str:
         result: Any of the results: they agree in steps, size and processes.
     """
     nodes, ranks = result.world
+    samples = nodes * ranks * grid.settings[result.row]["data"]["batch_size"]
     heading = (
         f"{result.num_parameters / 1e6:.1f} million parameters, {nodes} nodes x {ranks} ranks, {result.steps} steps of "
-        f"{nodes * ranks * grid.settings[result.row]['data']['batch_size']} rows. Losses in nats per token; val loss: "
-        "mean +- half of the range over the seeds; lr factor: learning rate of all but the token embedding, as a "
+        f"{samples} samples. Losses in nats per token; val loss: mean +- half of the range over the seeds; "
+        "lr factor: learning rate of all but the token embedding, as a "
         f"multiple of AdamW's {grid.settings[result.row]['model']['lr']:g}."
     )
     differences = "\n".join(f"- {' '.join(sentence.split())}" for sentence in grid.differences)

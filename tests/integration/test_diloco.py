@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,20 @@ def test_a_state_of_another_algorithm_is_refused(
         _fit, PACKAGES[0], "", **(kind | loaded), resume=f"{tmp_path}/epoch=0.ckpt",
         exception=RuntimeError, match=f"does not fit FlexDeMo.*{words}",
     )  # fmt: skip
+
+
+def _warned(package: str, num_steps: int) -> list[str]:
+    pl = load(package)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitter = trainer(pl, strategy=_strategy(package, DiLoCo(period=4)), max_steps=num_steps, max_epochs=-1)
+        fitter.fit(_model(pl), loader())
+    return [str(warning.message) for warning in caught if "DiLoCo" in str(warning.message)]
+
+
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_steps_that_no_average_has_are_told_at_the_end(gloo: ProcessPool, num_steps: int) -> None:
+    first, second = gloo.run(_warned, PACKAGES[0], num_steps, world_size=2)
+    assert not second, "the first rank tells it"
+    assert len(first) == (num_steps == 3)
+    assert all("in the last 3 steps" in message for message in first)

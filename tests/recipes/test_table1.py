@@ -227,7 +227,7 @@ def test_speeds_come_from_short_runs_of_their_own_when_asked_for(
     arguments = ["--config", str(config), "--rows", "adamw", "k8", "--seeds", "3", "4"]
     assert table1.main(arguments) == 0
     table1.main([*arguments, "--speed-steps", "20"])
-    assert trained == [(row, seed, 300) for seed in (3, 4) for row in ("adamw", "k8")] + [
+    assert trained == [(row, seed, 120) for seed in (3, 4) for row in ("adamw", "k8")] + [
         ("adamw", 3, 20),
         ("k8", 3, 20),
     ]
@@ -241,7 +241,7 @@ def test_only_the_rate_of_the_embedding_does_not_follow_the_factor_of_a_row() ->
     factors = {
         row: grid_of().settings[row]["row"]["lr_scale"] for row in ("adamw", "strip4", "k8", "k32_muon", "diloco")
     }
-    assert factors == {"adamw": 1.0, "strip4": 0.2, "k8": 0.2, "k32_muon": 1.0, "diloco": 1.0}
+    assert factors == {"adamw": 1.0, "strip4": 2.0, "k8": 2.0, "k32_muon": 16.0, "diloco": 1.0}
 
 
 def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:

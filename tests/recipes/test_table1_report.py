@@ -58,11 +58,11 @@ def test_the_tables_show_losses_relative_to_adamw_in_the_order_of_the_file() -> 
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len({len(line) for line in cells}) == 1
     assert cells[2] == ["AdamW (HSDP)", "0.1234", "12.5", "3.500", "4.000", "+0.0%", "0.25", "1"]
-    assert [line[0] for line in cells[3:]] == ["k = 8 of 64 x 64", "k = 4 of strips of 64"]
-    assert [line[5] for line in cells[3:]] == ["+1.0%", "-2.5%"]
+    assert [line[0] for line in cells[3:]] == ["k = 4 of strips of 64", "k = 8 of 64 x 64"]
+    assert [line[5] for line in cells[3:]] == ["-2.5%", "+1.0%"]
     table = list(csv.DictReader(io.StringIO(csv_text(rows, grid.labels))))
-    assert [line["row"] for line in table] == ["adamw", "k8", "strip4"]
-    assert float(table[1]["val_loss_vs_adamw"]) == pytest.approx(0.01)
+    assert [line["row"] for line in table] == ["adamw", "strip4", "k8"]
+    assert float(table[2]["val_loss_vs_adamw"]) == pytest.approx(0.01)
     assert float(table[1]["sent_bytes"]) == 123_400.0
     without = summaries(grid, [result_of(grid.run("k8", 0), 4.0)])
     assert "%" not in markdown_table(without, grid.labels), "nothing to compare with"
@@ -78,7 +78,7 @@ def test_table_and_plot_show_what_is_stored_with_these_settings_only(tmp_path: P
     markdown, table, png = write_report(grid)
     text = markdown.read_text()
     assert "AdamW (HSDP)" in text and "k = 2 of 64 x 64" in text and "k = 32" not in text
-    assert "2 nodes x 2 ranks, 40 steps of 32 rows" in text
+    assert "2 nodes x 2 ranks, 40 steps of 128 samples" in text
     assert all(" ".join(sentence.split()) in text for sentence in FILE["differences"])
     assert all(" ".join(sentence.split()) in text for sentence in FILE["sizes"]["demo"]["differences"])
     assert [line["row"] for line in csv.DictReader(table.open())] == ["adamw", "k2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.gradient_rules import GradientRules
-from lightning_muon.integrations.node_weights import NodeWeights
+from lightning_muon.integrations.node_weights import NodeWeights, steps_left_out
 from lightning_muon.integrations.options import LossScaling
 from lightning_muon.integrations.steps import explain_shards
 from lightning_muon.monitor.watchdog import Watchdog
@@ -198,7 +199,16 @@ class RunningStrategy:
         """Leave equal running statistics on all ranks, and weights that all nodes have."""
         self.finish_parameters()
         broadcast_buffers(self.lightning_module)
-        if self._node_weights.stay_common(self._training_optimizers()):
+        optimizers = self._training_optimizers()
+        num_steps = steps_left_out(optimizers)
+        if num_steps and self.is_global_zero:
+            warnings.warn(
+                "DiLoCo: the weights after fit are those of the last average, without what the nodes have learnt in "
+                f"the last {num_steps} steps; let the number of steps be a multiple of the period, without overlap, or "
+                "go on from the last checkpoint",
+                stacklevel=2,
+            )
+        if self._node_weights.stay_common(optimizers):
             self._weights_have_changed()
         super().on_train_end()
 

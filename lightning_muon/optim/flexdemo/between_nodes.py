@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,10 +84,12 @@ class BetweenNodes(ABC):
         per_node: Those of them, and of :meth:`saved`, that have an entry for each node, (R, *shape) -> what another
             number of nodes gets: the ``"sum"`` over the saved nodes divided by the number of nodes now, so that the sum
             over the nodes stays what it was, or the ``"mean"`` over the saved nodes.
+        marks: Keys by which a saved state is known for one of this way.
     """
 
     own_state: ClassVar[frozenset[str]] = frozenset()
     per_node: ClassVar[Mapping[str, Rule]] = {}
+    marks: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, optimizer: OptimizerView) -> None:
         self._optimizer = optimizer
@@ -99,6 +101,9 @@ class BetweenNodes(ABC):
     def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one for each of ``parameters``, or nothing; local."""
         return parameters
+
+    def check(self) -> None:  # noqa: B027 - most need not
+        """Raise if the parameters that there are now cannot be exchanged; local."""
 
     def plan(self, names: Mapping[Tensor, str], num_steps: int) -> SentEarly | None:
         """Make ready for the parameters that there are now, after so many steps; what is sent early.
@@ -130,6 +135,17 @@ class BetweenNodes(ABC):
         """What a checkpoint has beside the state; local."""
         del parameter
         return {}
+
+    def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if the states of parameters are of nodes that followed each other in another way; local."""
+        marks = {"residual", "node_weights", "anchor"} & {key for state in states for key in state}
+        if marks and marks != self.marks:
+            alone = "DiLoCo" if "anchor" in marks else "NoReplication"
+            raise ValueError(
+                f"the state was saved with {'components of momenta' if 'residual' in marks else alone}, and the "
+                f"replicator is {self._optimizer.config.replicator} now; go on with the replicator of before, or load only the "
+                "weights of the model"
+            )
 
     @abstractmethod
     def load(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:

@@ -95,7 +95,7 @@ class Bucket:
         for part, components in zip(self.plan.parts, merged, strict=True):
             blocks = part.replicator.decode(components, part.batch_shape[1:], turn)
             if sign:
-                blocks = blocks.sign_()
+                blocks = blocks.sign_().add_(components.values.sum(), alpha=0)  # As in signs().
             from_blocks, into = self._views(part, blocks, updates)
             _copy_(into, from_blocks)
 
@@ -107,6 +107,11 @@ class Bucket:
             if self._all[place.number] in locals_
             for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
         )
+
+
+def signs(values: Tensor) -> Tensor:
+    """1, 0 and -1; NaN where ``values`` are NaN or infinite: with torch's 0 a training would stand still unnoticed."""
+    return values.sign().add_(values, alpha=0)
 
 
 def _flat(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -13,6 +13,10 @@ from lightning_muon.comm.agreement import fail_together
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.params.layout import local_tensor
 
+_NOT_SHARDED = (
+    ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
+    "before step(), over the ranks of each node"
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,13 +33,15 @@ def check_equal(tensors: Sequence[tuple[str, Tensor]], *, nodes: AxisGroup, ever
     sharded = [(name, tensor) for name, tensor in tensors if isinstance(tensor, DTensor)]
     plain = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]
     drifted = [f"{name} (node {ranks})" for name, ranks in _differing(sharded, nodes)]
-    drifted += [f"{name} (rank {ranks} of all nodes)" for name, ranks in _differing(plain, everyone)]
+    not_sharded = [f"{name} (rank {ranks} of all nodes)" for name, ranks in _differing(plain, everyone)]
+    drifted += not_sharded
     error: RuntimeError | None = None
     if drifted:
         error = RuntimeError(
             f"{len(drifted)} parameters are not what they are on node 0: {', '.join(drifted[:5])}. The nodes have "
-            "begun with different weights, or something has changed weights on some of them only, such as a callback "
-            "that runs on rank 0; let it run on all ranks, and load the last checkpoint"
+            "begun with different weights, or their learning rates differ (a scheduler that follows the loss of one "
+            "rank), or something has changed weights on some of them only, such as a callback that runs on rank 0; let "
+            "it be the same on all ranks, and load the last checkpoint" + (_NOT_SHARDED if not_sharded else "")
         )
     fail_together(error, everyone.group)
 

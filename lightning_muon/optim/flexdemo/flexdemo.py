@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -38,8 +38,10 @@ from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
 from lightning_muon.replicators.replicator import Replicator
+from lightning_muon.sharding.runtime import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
+_OF_BASE = ("algorithm", "momentum", "nesterov")
 
 
 @explains_keywords()
@@ -195,12 +197,19 @@ class FlexDeMo(PlannedOptimizer):
         """
         return self._nodes().per_node
 
-    def common_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
         """Inside, parameters are equal on all nodes also where nodes train by themselves for a while; local.
 
-        With DiLoCo they are those of the last average: what is to be saved or evaluated as the model.
+        With DiLoCo they are those of the last average: what is to be saved or evaluated as the model. FSDP2 gathers
+        weights anew if the optimizer knows the module; else call ``reshard()`` on the model before and after.
         """
-        return self._nodes().common_weights()
+        with self._nodes().common_weights():
+            self._weights_have_changed()
+            try:
+                yield
+            finally:
+                self._weights_have_changed()
 
     def summary(self) -> str:
         """What applies the updates, what travels between nodes, and the table of parameters."""
@@ -232,11 +241,22 @@ class FlexDeMo(PlannedOptimizer):
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
         }
+        between.check_saved(state_dict["state"].values())
+        # What the base optimizer is made of is no hyper-parameter that a state may bring.
+        own = [{key: group[key] for key in _OF_BASE} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": others})
+        for group, of_base in zip(self.param_groups, own, strict=True):
+            group.update(of_base)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         with torch.no_grad():
             for number, parameter in zip(numbers, self._all_parameters(), strict=True):
                 between.load(parameter, state_dict["state"].get(number, {}))
+        self._weights_have_changed()
+
+    def _weights_have_changed(self) -> None:
+        """Let the next forward gather the weights of now; local."""
+        if self._module is not None:
+            free_unsharded(self._module)
 
     def _abandon(self) -> None:
         """Receive all that is on its way, so that it is not taken for something later, and forget the plan.
@@ -312,6 +332,7 @@ class FlexDeMo(PlannedOptimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
+        self._nodes().check()
         for parameter in parameters:
             self._nodes().init_state(parameter.tensor)
             state = self.state[parameter.tensor]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
-from lightning_muon.optim.flexdemo.bucket import Bucket
+from lightning_muon.optim.flexdemo.bucket import Bucket, signs
 from lightning_muon.optim.flexdemo.layout import Rule, local_of_nodes, part_of
 from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets, sent_bytes
 from lightning_muon.optim.flexdemo.replication import EarlyExchanges, InFlight, Replication, Rules, Updates
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.replicators.checks import check_blocks
 from lightning_muon.replicators.replicator import Replicator
 
 
@@ -27,6 +28,7 @@ class MomentumExchange(BetweenNodes):
 
     own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update", "has_delayed_update"})
     per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
+    marks: ClassVar[frozenset[str]] = frozenset({"residual"})
 
     def __init__(self, optimizer: OptimizerView) -> None:
         super().__init__(optimizer)
@@ -37,6 +39,8 @@ class MomentumExchange(BetweenNodes):
         # Whether there may be residuals although there is one node only, and updates of before in the state.
         self._has_loaded = False
         self._has_late = False
+        # Shapes of blocks that the replicator is known to encode.
+        self._tried: set[tuple[Replicator, tuple[int, ...]]] = set()
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`."""
@@ -47,6 +51,13 @@ class MomentumExchange(BetweenNodes):
         if self._optimizer.config.delay and "delayed_update" not in state:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def check(self) -> None:
+        """As in :class:`BetweenNodes`: the replicator, with the blocks of these parameters."""
+        parts = {part for plan in self._plans(self._optimizer.trainable) for part in plan.parts if part.block_shape}
+        for replicator, block_shape in {(part.replicator, part.block_shape) for part in parts} - self._tried:
+            check_blocks(replicator, block_shape)
+            self._tried.add((replicator, block_shape))
 
     def plan(self, names: Mapping[Tensor, str], num_steps: int) -> EarlyExchanges | None:
         """As in :class:`BetweenNodes`."""
@@ -150,7 +161,7 @@ class MomentumExchange(BetweenNodes):
                 updates[tensor] = gradient + (self._optimizer.config.decay * residual).to(gradient.dtype)
                 residual.zero_()
         if self._rules.sign:
-            updates = {tensor: update.sign() for tensor, update in updates.items()}
+            updates = {tensor: signs(update) for tensor, update in updates.items()}
         for tensor, late in self._take_late().items():
             updates[tensor] = updates[tensor] + late if tensor in updates else late
         return updates

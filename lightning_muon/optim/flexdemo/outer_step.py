@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
-from lightning_muon.optim.flexdemo.bucket import Bucket
+from lightning_muon.optim.flexdemo.bucket import Bucket, signs
 from lightning_muon.optim.flexdemo.exchange import Exchange
 from lightning_muon.optim.flexdemo.layout import Rule, local_of_nodes, part_of
 from lightning_muon.optim.flexdemo.parts import BucketPlan, Shape, plan_buckets, sent_bytes
@@ -29,6 +29,7 @@ class IndependentNodes(BetweenNodes):
 
     own_state: ClassVar[frozenset[str]] = frozenset(_MOMENTS)
     per_node: ClassVar[Mapping[str, Rule]] = {"node_weights": "mean"} | dict.fromkeys(_MOMENTS, "mean")
+    marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`: something, since torch takes an optimizer without state for a new one."""
@@ -44,7 +45,7 @@ class IndependentNodes(BetweenNodes):
         del sent_early
         updates = {tensor: gradients[tensor] for tensor in self._optimizer.trainable if tensor in gradients}
         if self._optimizer.config.takes_sign:
-            return {tensor: update.sign() for tensor, update in updates.items()}
+            return {tensor: signs(update) for tensor, update in updates.items()}
         return updates
 
     def saved(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -88,6 +89,7 @@ class OuterStep(IndependentNodes):
 
     own_state: ClassVar[frozenset[str]] = frozenset({*_MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
     per_node: ClassVar[Mapping[str, Rule]] = {**IndependentNodes.per_node, "launched": "mean"}
+    marks: ClassVar[frozenset[str]] = frozenset({"node_weights", "anchor"})
 
     def __init__(self, optimizer: OptimizerView, options: DiLoCo) -> None:
         super().__init__(optimizer)
@@ -131,7 +133,10 @@ class OuterStep(IndependentNodes):
 
     def finish(self, num_steps: int) -> None:
         """As in :class:`BetweenNodes`: average, if it is time."""
-        if num_steps % self._options.period:
+        since = num_steps % self._options.period
+        if since:
+            if since == (self._options.period + 1) // 2:
+                self._send_sums()
             return
         states, parameters = self._optimizer.states, self._optimizer.all_parameters()
         moved = [parameter for parameter in parameters if states[parameter]["has_moved"]]
@@ -150,6 +155,11 @@ class OuterStep(IndependentNodes):
         for parameter in moved:
             states[parameter]["is_launched"].fill_(1)
         self._begin_mean(moved)
+
+    def _send_sums(self) -> None:
+        """Half a period for the way there, and half of one for the way back; waits for what sums are made of."""
+        for _, exchange in self._in_flight:
+            self._optimizer.nodes.send_until(exchange)
 
     def _apply_mean(self, parameter: Tensor) -> None:
         """Go on from the mean that was begun a period ago, with what this node has learnt since."""
@@ -182,6 +192,9 @@ class OuterStep(IndependentNodes):
     @contextmanager
     def common_weights(self) -> Iterator[None]:
         """As in :class:`BetweenNodes`: those of the last average."""
+        if self._own:  # They are there already.
+            yield
+            return
         parameters = [p for p in self._optimizer.all_parameters() if "anchor" in self._optimizer.states[p]]
         self._own = {parameter: local_tensor(parameter.detach()).clone() for parameter in parameters}
         for parameter in parameters:

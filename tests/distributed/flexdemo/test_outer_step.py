@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_muon import DiLoCo, NoReplication
+from lightning_muon import DiLoCo, FlexDeMo, NoReplication
 from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, full, local
 from tests.support.processes import ProcessPool
 
@@ -231,3 +233,52 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
             expected = of_nodes[node] if after[0] == before[0] else of_nodes.double().mean(0)
             assert_close({name: weights[name]}, {name: expected}, 0 if after[0] == before[0] else 1e-6)
             assert torch.equal(momentum[name], saved["outer_momentum"])
+
+
+def _sums_still_to_be_sent() -> list[int]:
+    """After each step, how many messages of the mean wait for their second leg."""
+    ranks = Ranks(_case((3, 1), DiLoCo(period=4, overlap=True)))
+    waiting: list[int] = []
+    for step in range(7):
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+        waiting.append(len(ranks.optimizer._nodes()._optimizer.nodes.waiting))
+    return waiting
+
+
+def test_the_sums_of_a_mean_go_back_in_the_middle_of_the_period(gloo: ProcessPool) -> None:
+    for waiting in gloo.run(_sums_still_to_be_sent, world_size=3):
+        assert waiting[:3] == [0, 0, 0]
+        assert waiting[3] == waiting[4] > 1
+        assert waiting[5:] == [0, 0]
+
+
+def _loss_of_training(evaluate: bool) -> tuple[list[float], list[float]]:
+    """Losses of training after two steps, and of the evaluation with common weights between, if there is one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = FlexDeMo(model, lr=0.1, sign=False, replicator=DiLoCo(period=100), mesh=mesh)
+    torch.manual_seed(1 + mesh.get_local_rank("replicate"))
+    batch = torch.randn(5, 7)
+    losses: list[float] = []
+    evaluated: list[float] = []
+    for step in range(4):
+        if evaluate and step == 2:
+            with optimizer.common_weights(), torch.no_grad():
+                evaluated.append((model(batch) - batch).square().mean().item())
+        loss = (model(batch) - batch).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, evaluated
+
+
+def test_an_evaluation_with_common_weights_leaves_the_training_as_it_was(gloo: ProcessPool) -> None:
+    without = gloo.run(_loss_of_training, False, world_size=4)
+    with_evaluation = gloo.run(_loss_of_training, True, world_size=4)
+    for (losses, _), (expected, _), (_, evaluated) in zip(with_evaluation, without, with_evaluation, strict=True):
+        assert losses == expected
+        assert evaluated == expected[:1], "there was no average yet: the weights of the beginning"

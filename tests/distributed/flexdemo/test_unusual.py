@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full
+from lightning_muon import Components, DCTTopK, DiLoCo, FlexDeMo, Full, Replicator, Turn
 from tests.support.processes import ProcessPool
 
 SHAPES = [(6, 4, 3, 3), (13, 7), (5,)]
@@ -201,3 +203,44 @@ def test_residuals_are_float32_whatever_torchs_default_is(gloo: ProcessPool) -> 
 def test_options_that_are_the_same_for_all_groups_are_refused_in_a_group() -> None:
     with pytest.raises(ValueError, match="decay is an option of FlexDeMo, not of a param group"):
         FlexDeMo([{"params": _parameters(), "decay": 0.5}], lr=0.01)
+
+
+@dataclass(frozen=True)
+class _OnlyEven(Replicator):
+    """Two elements of each block; of blocks with an odd number of elements one, which it does not say."""
+
+    sends_positions: ClassVar[bool] = True
+
+    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        return (min(rows, 8), min(cols, 8))
+
+    def num_sent(self, block_numel: int) -> int:
+        return 2
+
+    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+        flat = blocks.flatten(1)
+        positions = flat.abs().topk(2 - flat.size(1) % 2, dim=1).indices
+        return Components(flat.gather(1, positions), positions)
+
+    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+        blocks = torch.zeros(len(components.values), *block_shape)
+        blocks.flatten(1).scatter_add_(1, components.positions, components.values)
+        return blocks
+
+
+def _step_with_blocks_of_other_shapes() -> str:
+    """One rank of each node has blocks of 8 x 7, the other ones of 3 x 7."""
+    mesh = _mesh(2)
+    weight = nn.Parameter(distribute_tensor(torch.ones(11, 7), mesh["shard"], [Shard(0)]))
+    optimizer = FlexDeMo([weight], lr=0.01, mesh=mesh, replicator=_OnlyEven(), dense_below=0)
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_replicator_that_fails_on_the_blocks_of_one_rank_is_an_error_on_all(gloo: ProcessPool) -> None:
+    for message in gloo.run(_step_with_blocks_of_other_shapes, world_size=4):
+        assert "_OnlyEven.encode gives values of shape (2, 1)" in message

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_muon.integrations.node_weights import NodeWeights, common_weights, copied, of_first_node
+from lightning_muon.integrations.node_weights import NodeWeights, common_weights, copied, of_first_node, steps_left_out
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.replicators.dct_topk import DCTTopK
 from lightning_muon.replicators.diloco import DiLoCo
@@ -130,3 +130,24 @@ def test_nodes_without_averages_keep_their_weights_but_share_those_of_the_first(
     assert weight.unique().tolist() == [0.5]
     with shown.common([optimizer]) as must_copy:
         assert must_copy
+
+
+@pytest.mark.parametrize(
+    ("replicator", "expected"),
+    [
+        (DiLoCo(period=3), [1, 2, 0, 1, 2, 0, 1]),
+        # The average of step 3 is applied in step 6.
+        (DiLoCo(period=3, overlap=True), [1, 2, 3, 4, 5, 3, 4]),
+        (NoReplication(), [0] * 7),
+        (DCTTopK(), [0] * 7),
+    ],
+    ids=str,
+)
+def test_the_last_average_lacks_the_steps_since_it_was_begun(replicator: Any, expected: list[int]) -> None:
+    weight, optimizer = _flexdemo(replicator)
+    found: list[int] = []
+    for _ in expected:
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        found.append(steps_left_out([torch.optim.SGD([weight], lr=0.1), optimizer]))
+    assert found == expected

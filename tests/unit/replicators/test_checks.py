@@ -55,7 +55,7 @@ class _Largest(Replicator):
         return (8,)
 
     def num_sent(self, block_numel: int) -> int:
-        return 3 if self.mistake == "count" else 2
+        return {"count": 3, "nothing": 0}.get(self.mistake, 2)
 
     def encode(self, blocks: Tensor, turn: Turn) -> Components:
         if self.mistake == "in place":
@@ -64,6 +64,8 @@ class _Largest(Replicator):
         values = blocks.gather(1, positions)
         if self.mistake == "random":
             values = values * torch.rand(())
+        if self.mistake == "shifted":
+            positions = (positions + 1) % 8
         return Components(values, None if self.mistake == "positions" else positions)
 
     def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
@@ -72,6 +74,11 @@ class _Largest(Replicator):
         if self.mistake == "scatter":
             return blocks.scatter_(1, components.positions, values)
         return blocks.scatter_add_(1, components.positions, values)
+
+    def subtract_(self, blocks: Tensor, components: Components, turn: Turn) -> None:
+        super().subtract_(blocks, components, turn)
+        if self.mistake == "subtract":
+            blocks.zero_()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,9 @@ class _Largest(Replicator):
         ("positions", "sends_positions is True, but encode gives positions None"),
         ("nonlinear", "not linear"),
         ("scatter", "does not add up values at the same position"),
+        ("nothing", r"num_sent\(8\) is 0: blocks of shape \(8,\) would never be trained"),
+        ("shifted", "no part of the blocks, which grow when it is taken off"),
+        ("subtract", "subtract_ takes off something else than decode gives"),
     ],
 )
 def test_a_replicator_that_would_change_the_training_in_silence_is_an_error(mistake: str, message: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, ParallelMuon, Random
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon, Random
 from lightning_muon.params.layout import TensorLayout
 from tests.support.processes import ProcessPool
 
@@ -314,3 +314,41 @@ def test_parameters_may_be_added_and_frozen_between_steps(gloo: ProcessPool) -> 
             # (a + b) / 2 on both sides; the product with lr may be rounded otherwise.
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert all(torch.equal(one, other) for one, other in zip(results[0][0], results[1][0], strict=True))
+
+
+@pytest.mark.parametrize("saved_with", ["sgd", "adamw", "muon", "ParallelMuon"])
+@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
+def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
+    options = FLOAT32 | {"lr": 0.02, "weight_decay": 0.0}
+    others = _parameters()
+    before: Any = (
+        ParallelMuon(others, **options)
+        if saved_with == "ParallelMuon"
+        else FlexDeMo(others, base=saved_with, **options)  # type: ignore[arg-type]
+    )
+    _train(before, others, range(1))
+    parameters, expected = _parameters(), _parameters()
+    optimizer, fresh = FlexDeMo(parameters, base=base, **options), FlexDeMo(expected, base=base, **options)
+    optimizer.load_state_dict(before.state_dict())
+    for mine, theirs in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        assert [mine[key] for key in ("algorithm", "momentum", "nesterov")] == [
+            theirs[key] for key in ("algorithm", "momentum", "nesterov")
+        ]
+    assert [route.algorithm for route in optimizer.routes] == [route.algorithm for route in fresh.routes]
+    if base != "adamw":  # whose moments go on
+        matrices = slice(0, 2)
+        _train(optimizer, parameters, range(1, 2))
+        _train(fresh, expected, range(1, 2))
+        _assert_equal(parameters[matrices], expected[matrices])
+
+
+@pytest.mark.parametrize("replicator", [DCTTopK(), NoReplication()], ids=["momenta", "alone"])
+def test_a_nan_that_nobody_looks_for_is_seen_in_the_weights_also_with_signs(replicator: Any) -> None:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.02, sign=True, replicator=replicator, error_if_nonfinite=False)
+    _set_grads(parameters, 0)
+    assert parameters[0].grad is not None
+    parameters[0].grad[1, 2] = torch.nan
+    optimizer.step()
+    assert parameters[0].isnan().sum() == 1
+    assert not parameters[1].isnan().any()

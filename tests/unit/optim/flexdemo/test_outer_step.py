@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_muon import DiLoCo, FlexDeMo, NoReplication
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, NoReplication
 
 SHAPES = [(13, 7), (5,), ()]
 LR = 0.05
@@ -192,3 +193,30 @@ def test_inside_of_common_weights_the_weights_of_the_node_are_saved() -> None:
     for number, weights in enumerate(own):
         assert torch.equal(state[number]["node_weights"][0], weights)
         assert torch.equal(parameters[number], weights)
+
+
+def test_common_weights_inside_of_common_weights_change_nothing() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=3))
+    _train(optimizer, parameters, range(4))
+    own = [parameter.detach().clone() for parameter in parameters]
+    with optimizer.common_weights():
+        common = [parameter.detach().clone() for parameter in parameters]
+        with optimizer.common_weights():
+            assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(own, common, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "replicator"),
+    list(permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)),
+    ids=lambda replicator: type(replicator).__name__,
+)
+def test_a_state_of_nodes_that_follow_each_other_in_another_way_is_refused(saved_with: Any, replicator: Any) -> None:
+    before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
+    _train(before, parameters, range(2))
+    optimizer, _ = _optimizer(replicator, base="adamw", sign="auto")
+    words = {DCTTopK: "components of momenta", DiLoCo: "DiLoCo", NoReplication: "NoReplication"}
+    with pytest.raises(ValueError, match=f"saved with {words[type(saved_with)]}, and the replicator is .*now"):
+        optimizer.load_state_dict(before.state_dict())
