@@ -141,10 +141,10 @@ class BetweenNodes(ABC):
         marks = {"residual", "node_weights", "anchor"} & {key for state in states for key in state}
         if marks and marks != self.marks:
             alone = "DiLoCo" if "anchor" in marks else "NoReplication"
+            saved_with = "components of momenta" if "residual" in marks else alone
             raise ValueError(
-                f"the state was saved with {'components of momenta' if 'residual' in marks else alone}, and the "
-                f"replicator is {self._optimizer.config.replicator} now; go on with the replicator of before, or load only the "
-                "weights of the model"
+                f"the state was saved with {saved_with}, and the replicator is {self._optimizer.config.replicator} now; "
+                "go on with the replicator of before, or load only the weights of the model"
             )
 
     @abstractmethod
