@@ -143,7 +143,7 @@ class BetweenNodes(ABC):
             alone = "DiLoCo" if "anchor" in marks else "NoReplication"
             saved_with = "components of momenta" if "residual" in marks else alone
             raise ValueError(
-                f"the state was saved with {saved_with}, and the replicator is {self._optimizer.config.replicator} now; "
+                f"the state was saved with {saved_with}, the replicator is {self._optimizer.config.replicator} now; "
                 "go on with the replicator of before, or load only the weights of the model"
             )
 
