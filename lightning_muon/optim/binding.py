@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import AxisPlacement, Layout, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, logical_matrices, tile
+from lightning_muon.params.logical import Box, LogicalMatrix, Shards, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
@@ -60,28 +60,38 @@ class BoundParameter:
 
 
 @dataclass(frozen=True, eq=False)
+class Pieces:
+    """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object.
+
+    Attributes:
+        by_rank: Rank -> its part of the parameter, by rank; ranks without elements are left out.
+        held: Number of elements on each rank.
+        slices: The calling rank's part in its local tensor; ``None`` if that is all of it, or nothing.
+    """
+
+    by_rank: Mapping[int, Box]
+    held: tuple[int, ...]
+    slices: tuple[slice, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
 class MatrixJob:
-    """One Newton-Schulz job: a logical matrix and the part of it that each rank of the exchange group holds.
+    """One Newton-Schulz job: a logical matrix and where it lies.
 
     Attributes:
         parameter: The parameter it belongs to.
         matrix: Its box in the parameter.
-        pieces: The part of it on each rank.
-        held: The box of the parameter that the calling rank holds.
-        slices: The calling rank's piece in its local tensor.
+        pieces: Where it lies.
     """
 
     parameter: BoundParameter
     matrix: LogicalMatrix
-    pieces: tuple[Box, ...]
-    held: Box
-    slices: tuple[slice, ...]
+    pieces: Pieces
 
     def local_view(self, local: Tensor) -> Tensor:
-        """The calling rank's piece, in its local tensor (parameter, gradient or momentum)."""
-        piece = local[self.slices]
-        # FSDP2 leaves a part without elements no rows either, whatever its box says.
-        return piece if piece.numel() else piece.view([part.stop - part.start for part in self.slices])
+        """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
+        slices = self.pieces.slices
+        return local if slices is None else local[slices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +127,16 @@ class ExchangeGroup:
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]
     plan: MuonPlan
+
+    @cached_property
+    def has_single_owners(self) -> bool:
+        """Whether every matrix has one owner."""
+        return all(len(owners) == 1 for owners in self.plan.owners)
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether the ranks belong to several replicas."""
+        return len(set(self.replica_of)) > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +194,7 @@ def bind(
             replica_of=home.replica_of,
             loads=loads.of(home),
             key_prefix=f"{number}.",
+            ranks=(axes.rank,),
         )
         check_plan(plan)
         loads.add(home, specs, plan, options.itemsize)
@@ -209,49 +230,57 @@ def _group_jobs(
     parameters: Sequence[BoundParameter], options: PlanOptions
 ) -> list[tuple[ExchangeHome, list[MatrixJob]]]:
     """Trainable matrices by the ranks among which they travel; those that stay within a replica come first."""
-    matrices = list(_placed_matrices(parameters))
-    num_alike = Counter((placed.mesh, placed.sharded) for placed in matrices)
+    placed = list(_placed(parameters))
+    num_alike: Counter[tuple[DeviceMesh | None, tuple[int, ...]]] = Counter()
+    for each in placed:
+        num_alike[each.mesh, each.sharded] += len(each.matrices)
     found: dict[ExchangeHome, list[MatrixJob]] = {}
-    homes = ExchangeHomes()
-    for placed in matrices:
-        is_shared = _is_shared(placed, num_alike[placed.mesh, placed.sharded], options)
-        home = homes.get(placed.mesh, placed.sharded, is_shared=is_shared)
-        found.setdefault(home, []).append(_job(placed, home))
+    homes, places = ExchangeHomes(), _Places()
+    for each in placed:
+        # Matrices of one shape share the answer, for example the experts of a stack.
+        answers: dict[tuple[int, int], tuple[list[MatrixJob], _Place]] = {}
+        for matrix in each.matrices:
+            shape = matrix.rows, matrix.cols
+            if shape not in answers:
+                is_shared = _is_shared(each, matrix, num_alike[each.mesh, each.sharded], options)
+                home = homes.get(each.mesh, each.sharded, is_shared=is_shared)
+                answers[shape] = found.setdefault(home, []), places.get(each, home)
+            jobs, place = answers[shape]
+            jobs.append(MatrixJob(each.parameter, matrix, place.pieces(matrix)))
     return sorted(found.items(), key=lambda item: item[0].spans_replicas)
 
 
 @dataclass(frozen=True, eq=False)
-class _PlacedMatrix:
-    """A trainable matrix, the mesh of its parameter, and the axes of more than one rank that shard it."""
+class _Placed:
+    """A trainable parameter with its matrices, where it lies, and the axes of more than one rank that shard it."""
 
     parameter: BoundParameter
-    matrix: LogicalMatrix
+    matrices: tuple[LogicalMatrix, ...]
     mesh: DeviceMesh | None
+    mesh_shape: tuple[int, ...]
+    placements: tuple[AxisPlacement, ...]
     sharded: tuple[int, ...]
 
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        return tuple(self.mesh.shape) if self.mesh is not None else ()
 
-
-def _placed_matrices(parameters: Sequence[BoundParameter]) -> Iterator[_PlacedMatrix]:
+def _placed(parameters: Sequence[BoundParameter]) -> Iterator[_Placed]:
     for parameter in parameters:
         if not parameter.tensor.requires_grad or parameter.route.kind == "elementwise":
             continue
         mesh, placements = parameter.mesh_and_placements
-        sharded = sharded_axes(placements, tuple(mesh.shape) if mesh is not None else (), parameter.route.name)
-        for matrix in logical_matrices(parameter.shape, parameter.route):
-            yield _PlacedMatrix(parameter, matrix, mesh, sharded)
+        mesh_shape = tuple(mesh.shape) if mesh is not None else ()
+        sharded = sharded_axes(placements, mesh_shape, parameter.route.name)
+        matrices = logical_matrices(parameter.shape, parameter.route)
+        yield _Placed(parameter, matrices, mesh, mesh_shape, placements, sharded)
 
 
-def _is_shared(placed: _PlacedMatrix, num_matrices: int, options: PlanOptions) -> bool:
+def _is_shared(placed: _Placed, matrix: LogicalMatrix, num_matrices: int, options: PlanOptions) -> bool:
     """Whether one owner serves all replicas; ``num_matrices`` lie like this one."""
     if options.dedupe != "auto":
         return options.dedupe == "always"
     replica_ranks = math.prod(placed.mesh_shape[axis] for axis in placed.sharded)
     return sharing_pays(
-        _flops(placed.parameter, placed.matrix),
-        placed.matrix.box.numel * options.itemsize,
+        _flops(placed.parameter, matrix),
+        matrix.box.numel * options.itemsize,
         device_type=options.device_type,
         num_matrices=num_matrices,
         num_replicas=math.prod(placed.mesh_shape) // replica_ranks,
@@ -259,37 +288,66 @@ def _is_shared(placed: _PlacedMatrix, num_matrices: int, options: PlanOptions) -
     )
 
 
-def _job(placed: _PlacedMatrix, home: ExchangeHome) -> MatrixJob:
-    parameter, matrix, rank = placed.parameter, placed.matrix, home.axes.rank
-    _, placements = parameter.mesh_and_placements
-    boxes = held_boxes(parameter.shape, placed.mesh_shape, placements, home.axes.coordinates)
-    pieces = tuple(matrix.box.intersect(box) for box in boxes)
-    replica = [piece for piece, index in zip(pieces, home.replica_of, strict=True) if index == home.replica_of[rank]]
-    if not tile(replica, matrix.box):
-        raise ValueError(
-            f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
-            "ParallelMuon does not take this order of sharding"
-        )
-    return MatrixJob(parameter, matrix, pieces, boxes[rank], pieces[rank].slices_in(boxes[rank]))
+class _Place:
+    """How the parameters of one shape and placement lie on the ranks of a home."""
+
+    def __init__(self, placed: _Placed, home: ExchangeHome) -> None:
+        shape = placed.parameter.shape
+        self._home = home
+        self._shards = Shards(held_boxes(shape, placed.mesh_shape, placed.placements, home.axes.coordinates))
+        self._known: dict[Box, Pieces] = {}
+
+    def pieces(self, matrix: LogicalMatrix) -> Pieces:
+        """Where a matrix of such a parameter lies."""
+        if matrix.box not in self._known:
+            self._known[matrix.box] = self._find(matrix)
+        return self._known[matrix.box]
+
+    def _find(self, matrix: LogicalMatrix) -> Pieces:
+        axes, replica_of = self._home.axes, self._home.replica_of
+        by_rank = self._shards.pieces(matrix.box)
+        replica = [piece for rank, piece in by_rank.items() if replica_of[rank] == replica_of[axes.rank]]
+        if not tile(replica, matrix.box):
+            raise ValueError(
+                f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
+                "ParallelMuon does not take this order of sharding"
+            )
+        held = [0] * axes.size
+        for rank, piece in by_rank.items():
+            held[rank] = piece.numel
+        mine, outer = by_rank.get(axes.rank), self._shards.boxes[axes.rank]
+        return Pieces(by_rank, tuple(held), None if mine in (None, outer) else mine.slices_in(outer))
+
+
+class _Places:
+    """Makes each place once: a large model has few different shapes."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], _Place] = {}
+
+    def get(self, placed: _Placed, home: ExchangeHome) -> _Place:
+        """How a parameter lies on the ranks of ``home``."""
+        key = home, placed.parameter.shape, placed.placements
+        if key not in self._found:
+            self._found[key] = _Place(placed, home)
+        return self._found[key]
 
 
 def _specs(jobs: Sequence[MatrixJob]) -> list[MatrixSpec]:
     # Equal tuples are one object: the planner is fast for those.
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
-    specs: list[MatrixSpec] = []
-    for job in jobs:
-        held = tuple(piece.numel for piece in job.pieces)
-        specs.append(
-            MatrixSpec(
-                name=job.matrix.name,
-                numel=job.matrix.box.numel,
-                flops=_flops(job.parameter, job.matrix),
-                held=shared.setdefault(held, held),
-                rows=job.matrix.rows,
-                cols=job.matrix.cols,
-            )
+    held = {pieces: shared.setdefault(pieces.held, pieces.held) for pieces in {job.pieces: None for job in jobs}}
+    return [
+        MatrixSpec(
+            name=job.matrix.name,
+            numel=job.matrix.rows * job.matrix.cols,
+            flops=_flops(job.parameter, job.matrix),
+            held=held[job.pieces],
+            rows=job.matrix.rows,
+            cols=job.matrix.cols,
         )
-    return specs
+        for job in jobs
+    ]
 
 
 def _flops(parameter: BoundParameter, matrix: LogicalMatrix) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
 from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
-from lightning_muon.optim.transfer import Transfer
+from lightning_muon.optim.transfer import ChunkPieces, Transfer
 from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.runtime.executor import make_executor
 from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
@@ -35,10 +35,15 @@ class Chunk:
     taken: tuple[int, ...]
     slots: tuple[str, str]
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
-        """The parameters of the chunk, each once."""
+        """The parameters of the chunk, each once; equal on all ranks."""
         return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
+
+    @cached_property
+    def pieces(self) -> ChunkPieces:
+        """The calling rank's part in the chunk, if all its parameters have gradients."""
+        return ChunkPieces(self.group, self.taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +55,6 @@ class _Inputs:
     adamw: Callable[[], None]
     verdict: Callable[[], None] | None
     options: dict[tuple[int, str], Any] = field(default_factory=dict[tuple[int, str], Any])
-    matrices_left: dict[Tensor, int] = field(default_factory=dict[Tensor, int])
 
     def option(self, group: ParamGroup, key: str) -> Any:
         """A hyper-parameter as a number; one that is a tensor is read from the device once per step."""
@@ -86,7 +90,7 @@ class MatrixStep:
         self._by_name = {op.name: op for op in self._ops}
         self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead)}
         self._transfers: dict[str, Transfer] = {}
-        self._num_matrices = Counter(job.parameter.tensor for group in groups for job in group.jobs)
+        self._last_of = self._tensors_by_last_chunk()
         # Chunks whose momentum is in the state already in this step.
         self._committed: set[str] = set()
         self._inputs: _Inputs | None = None
@@ -113,7 +117,7 @@ class MatrixStep:
         Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
         chunks.
         """
-        self._transfers[key] = self._transfer(key, self.chunks[key].taken, is_early=True)
+        self._transfers[key] = self._transfer(key, self.chunks[key].pieces, is_early=True)
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
         for kind in (MOMENTUM, GATHER):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
@@ -162,8 +166,7 @@ class MatrixStep:
         self._committed.clear()
         for key, chunk in self.chunks.items():
             if key not in valid_early:
-                active = tuple(i for i in chunk.taken if chunk.group.jobs[i].parameter.tensor in gradients)
-                self._transfers[key] = self._transfer(key, active, is_early=False)
+                self._transfers[key] = self._transfer(key, self._pieces(chunk, gradients), is_early=False)
         for op in self._in_order(valid_early):
             if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
                 self._ask(self._inputs.verdict)
@@ -181,7 +184,7 @@ class MatrixStep:
             op
             for op in self._ops
             if op.kind == ADAMW
-            or (self._transfers[op.key].jobs and not (op.key in valid_early and op.kind in (MOMENTUM, GATHER)))
+            or (self._transfers[op.key].pieces.taken and not (op.key in valid_early and op.kind in (MOMENTUM, GATHER)))
         ]
         if self._inputs.verdict is not None or self._layout.arrives_late:
             adamw = [op for op in ops if op.kind == ADAMW]
@@ -200,14 +203,22 @@ class MatrixStep:
             raise
         self._inputs = replace(self._inputs, verdict=None)
 
-    def _transfer(self, key: str, taken: tuple[int, ...], *, is_early: bool) -> Transfer:
-        """The transfer of a chunk, kept as long as the same jobs take part: its layout is costly to make."""
+    def _pieces(self, chunk: Chunk, gradients: Gradients) -> ChunkPieces:
+        """The calling rank's part in a chunk, kept as long as the same parameters have gradients."""
+        if all(tensor in gradients for tensor in chunk.tensors):
+            return chunk.pieces
+        taken = tuple(index for index in chunk.taken if chunk.group.jobs[index].parameter.tensor in gradients)
+        kept = self._transfers.get(chunk.key)
+        return kept.pieces if kept is not None and kept.pieces.taken == taken else ChunkPieces(chunk.group, taken)
+
+    def _transfer(self, key: str, pieces: ChunkPieces, *, is_early: bool) -> Transfer:
+        """The transfer of a chunk, kept as long as the same jobs take part: views of buffers are costly to make."""
         chunk = self.chunks[key]
         slots = (_early_slot(key), chunk.slots[1]) if is_early else chunk.slots
         kept = self._transfers.get(key)
-        if kept is not None and kept.taken == taken and kept.slots == slots:
+        if kept is not None and kept.pieces is pieces and kept.slots == slots:
             return kept
-        return Transfer(chunk.group, taken, self._pool, slots)
+        return Transfer(pieces, self._pool, slots)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
@@ -274,7 +285,7 @@ class MatrixStep:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 grads, buffers = self._grads_and_buffers(jobs)
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        update_of = dict(zip(transfer.jobs, transfer.updates(), strict=True))
+        update_of = transfer.updates()
         for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
             views = [job.local_view(job.parameter.local) for job in jobs]
             if self._pool.device.type == "cpu":
@@ -289,20 +300,17 @@ class MatrixStep:
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
-        self._tell_of_updates(transfer.jobs)
+        assert self._inputs is not None
+        self._layout.updated([tensor for tensor in self._last_of[op.key] if tensor in self._inputs.gradients])
         return ()
 
-    def _tell_of_updates(self, jobs: Sequence[MatrixJob]) -> None:
-        """A parameter is done with the last of its matrices."""
-        assert self._inputs is not None
-        done: list[Tensor] = []
-        for job in jobs:
-            left = self._inputs.matrices_left
-            tensor = job.parameter.tensor
-            left[tensor] = left.get(tensor, self._num_matrices[tensor]) - 1
-            if left[tensor] == 0:
-                done.append(tensor)
-        self._layout.updated(done)
+    def _tensors_by_last_chunk(self) -> dict[str, list[Tensor]]:
+        """Chunk -> the parameters that are done with its update, since it has the last of their matrices."""
+        last = {tensor: op.key for op in self._ops if op.kind == UPDATE for tensor in self.chunks[op.key].tensors}
+        found: dict[str, list[Tensor]] = {key: [] for key in self.chunks}
+        for tensor, key in last.items():
+            found[key].append(tensor)
+        return found
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Jobs to be treated together: those whose param groups have equal values for ``keys``.
@@ -311,10 +319,13 @@ class MatrixStep:
         2 MB momentum and packing are 2.5 times faster.
         """
         assert self._inputs is not None
-        by_values: dict[tuple[Any, ...], list[MatrixJob]] = {}
+        by_group: dict[int, list[MatrixJob]] = {}
         for job in jobs:
-            values = tuple(self._inputs.option(job.parameter.group, key) for key in keys)
-            by_values.setdefault(values, []).append(job)
+            by_group.setdefault(id(job.parameter.group), []).append(job)
+        by_values: dict[tuple[Any, ...], list[MatrixJob]] = {}
+        for members in by_group.values():
+            values = tuple(self._inputs.option(members[0].parameter.group, key) for key in keys)
+            by_values.setdefault(values, []).extend(members)
         for values, members in by_values.items():
             if self._pool.device.type == "cpu":
                 yield from ((values, [job]) for job in members)

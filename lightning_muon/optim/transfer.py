@@ -7,7 +7,7 @@ wire dtype, so that a matrix gives the same update whoever owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -20,8 +20,8 @@ from lightning_muon.optim.binding import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.muon import server_of
 
-# A message: the jobs (positions in the chunk) whose pieces it holds, and the boxes of these pieces.
-_Message = tuple[tuple[int, Box], ...]
+# The jobs whose pieces a message holds, and the boxes of these pieces.
+_Message = Sequence[tuple[MatrixJob, Box]]
 _SENT, _RECEIVED = "sent", "received"
 
 
@@ -30,8 +30,8 @@ class Leg:
 
     Args:
         name: For the names of buffers.
-        outgoing: Message for each other rank.
-        incoming: Message from each other rank.
+        outgoing: Message for each other rank that gets one.
+        incoming: Message from each other rank that sends one.
         num_ranks: Size of the exchange group.
         is_all_to_all: Whether the messages of every rank of the group differ, so that one uneven all-to-all does.
     """
@@ -48,9 +48,9 @@ class Leg:
         self.name = name
         self._is_all_to_all = is_all_to_all
         # Ranks with equal messages share one region of the send buffer.
-        first_with: dict[_Message, int] = {}
-        self._region_of = {rank: first_with.setdefault(message, rank) for rank, message in outgoing.items() if message}
-        regions = sorted((rank, message) for message, rank in first_with.items() if message)
+        first_with: dict[tuple[tuple[MatrixJob, Box], ...], int] = {}
+        self._region_of = {rank: first_with.setdefault(tuple(outgoing[rank]), rank) for rank in sorted(outgoing)}
+        regions = [(rank, outgoing[rank]) for rank in first_with.values()]
         self.sent = [piece for _, message in regions for piece in message]
         self.received = [piece for _, message in sorted(incoming.items()) for piece in message]
         self.send_layout = _layout(regions, num_ranks)
@@ -69,27 +69,81 @@ class Leg:
         )
 
 
-class Transfer:
-    """One chunk on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
+class ChunkPieces:
+    """What the calling rank has to do with the matrices of a chunk: which pieces it holds, sends and receives; local.
+
+    Made of the plan alone, so that it serves every step and all buffers.
 
     Args:
         group: The exchange group of the chunk.
         taken: The jobs of the chunk that take part, equal on all ranks.
+
+    Attributes:
+        jobs: Those of which the calling rank holds a piece.
+        owned: Those whose matrices it orthogonalizes.
+    """
+
+    def __init__(self, group: ExchangeGroup, taken: Sequence[int]) -> None:
+        self.group, self.taken = group, tuple(taken)
+        me, owners = group.axes.rank, group.plan.owners
+        self._held = [index for index in taken if me in group.jobs[index].pieces.by_rank]
+        self._owned = [index for index in taken if me in owners[index]]
+        self.jobs = [group.jobs[index] for index in self._held]
+        self.owned = [group.jobs[index] for index in self._owned]
+
+    @cached_property
+    def gather(self) -> Leg:
+        """Pieces to the owners of the same replica."""
+        replica_of, me, owners = self.group.replica_of, self.group.axes.rank, self.group.plan.owners
+        outgoing: dict[int, list[tuple[MatrixJob, Box]]] = {}
+        incoming: dict[int, list[tuple[MatrixJob, Box]]] = {}
+        for index, job in zip(self._held, self.jobs, strict=True):
+            for rank in owners[index]:
+                if rank != me and replica_of[rank] == replica_of[me]:
+                    outgoing.setdefault(rank, []).append((job, job.pieces.by_rank[me]))
+        for job in self.owned:
+            for rank, piece in job.pieces.by_rank.items():
+                if rank != me and replica_of[rank] == replica_of[me]:
+                    incoming.setdefault(rank, []).append((job, piece))
+        is_all_to_all = self.group.has_single_owners
+        return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=is_all_to_all)
+
+    @cached_property
+    def scatter(self) -> Leg:
+        """Updates to all ranks that hold pieces, each from one owner."""
+        replica_of, me, owners = self.group.replica_of, self.group.axes.rank, self.group.plan.owners
+        outgoing: dict[int, list[tuple[MatrixJob, Box]]] = {}
+        incoming: dict[int, list[tuple[MatrixJob, Box]]] = {}
+        for index, job in zip(self._owned, self.owned, strict=True):
+            have_it = set(owners[index])
+            for rank, piece in job.pieces.by_rank.items():
+                if rank not in have_it and server_of(owners[index], rank, replica_of) == me:
+                    outgoing.setdefault(rank, []).append((job, piece))
+        for index, job in zip(self._held, self.jobs, strict=True):
+            if me not in owners[index]:
+                server = server_of(owners[index], me, replica_of)
+                incoming.setdefault(server, []).append((job, job.pieces.by_rank[me]))
+        is_all_to_all = not self.group.has_replicas
+        return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=is_all_to_all)
+
+
+class Transfer:
+    """One chunk on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
+
+    Args:
+        pieces: Of the chunk.
         pool: Memory.
         slots: Names of the buffers to use for the way there and for the way back.
     """
 
-    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: tuple[str, str]) -> None:
-        self.group, self.taken, self.slots = group, tuple(taken), slots
-        self.jobs = [group.jobs[index] for index in taken]
-        self._owners = [group.plan.owners[index] for index in taken]
-        self._pool = pool
-        self._owned = [index for index, owners in enumerate(self._owners) if self._me in owners]
-        self.owned = [self.jobs[index] for index in self._owned]
-        self._index_of = {job: index for index, job in enumerate(self.jobs)}
-        self._own_pieces: dict[int, Tensor] = {}
+    def __init__(self, pieces: ChunkPieces, pool: BufferPool, slots: tuple[str, str]) -> None:
+        self.pieces, self.slots = pieces, slots
+        self.jobs, self.owned = pieces.jobs, pieces.owned
+        self._axes, self._pool = pieces.group.axes, pool
+        self._owned = frozenset(pieces.owned)
+        self._own_pieces: dict[MatrixJob, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        self._cached_send_views: tuple[list[Tensor], dict[int, list[Tensor]]] | None = None
+        self._cached_send_views: tuple[list[Tensor], dict[MatrixJob, list[Tensor]]] | None = None
 
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
@@ -97,11 +151,11 @@ class Transfer:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for job, piece in zip(jobs, pieces, strict=True):
-            index = self._index_of[job]
-            targets += views.get(index, ())
-            sources += [piece] * len(views.get(index, ()))
-            if index in self._owned:
-                self._own_pieces[index] = piece
+            for view in views.get(job, ()):
+                targets.append(view)
+                sources.append(piece)
+            if job in self._owned:
+                self._own_pieces[job] = piece
         _copy(targets, sources)
 
     def is_packed(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -110,110 +164,66 @@ class Transfer:
         return [
             (packed == piece.to(packed.dtype)).all()
             for job, piece in zip(jobs, pieces, strict=True)
-            for packed in (*views.get(self._index_of[job], ()), *self._own_piece(job))
+            for packed in (*views.get(job, ()), *self._own_piece(job))
         ]
 
     def _own_piece(self, job: MatrixJob) -> list[Tensor]:
-        piece = self._own_pieces.get(self._index_of[job])
+        piece = self._own_pieces.get(job)
         return [] if piece is None else [piece]
 
-    def _send_views(self) -> dict[int, list[Tensor]]:
+    def _send_views(self) -> dict[MatrixJob, list[Tensor]]:
         """Where the pieces of each job go; a piece for several owners is there once for each."""
-        views = self._views(self._gather, _SENT)
+        views = self._views(self.pieces.gather, _SENT)
         if self._cached_send_views is None or self._cached_send_views[0] is not views:
-            by_index: dict[int, list[Tensor]] = {}
-            for (index, _), view in zip(self._gather.sent, views, strict=True):
-                by_index.setdefault(index, []).append(view)
-            self._cached_send_views = views, by_index
+            by_job: dict[MatrixJob, list[Tensor]] = {}
+            for (job, _), view in zip(self.pieces.gather.sent, views, strict=True):
+                by_job.setdefault(job, []).append(view)
+            self._cached_send_views = views, by_job
         return self._cached_send_views[1]
 
     def start_gather(self) -> Sequence[dist.Work]:
         """Send the pieces to the owners. Collective over the exchange group; every rank of it must call it."""
-        return self._gather.start(
-            self._buffer(self._gather, _SENT), self._buffer(self._gather, _RECEIVED), self.group.axes
-        )
+        leg = self.pieces.gather
+        return leg.start(self._buffer(leg, _SENT), self._buffer(leg, _RECEIVED), self._axes)
 
     def unpack(self, matrices: Sequence[Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns, in the order of ``owned``."""
-        whole = dict(zip(self._owned, matrices, strict=True))
-        targets = [self._part(whole[index], index, box) for index, box in self._gather.received]
-        sources = list(self._views(self._gather, _RECEIVED))
-        for index, piece in self._own_pieces.items():
-            targets.append(self._part(whole[index], index, self.jobs[index].pieces[self._me]))
+        whole = dict(zip(self.owned, matrices, strict=True))
+        leg = self.pieces.gather
+        targets = [_part(whole[job], job, box) for job, box in leg.received]
+        sources = list(self._views(leg, _RECEIVED))
+        for job, piece in self._own_pieces.items():
+            targets.append(self._own_part(whole[job], job))
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
     def pack_updates(self, updates: Sequence[Tensor]) -> None:
         """Take the update of every owned matrix."""
-        whole = dict(zip(self._owned, updates, strict=True))
-        sources = [self._part(whole[index], index, box) for index, box in self._scatter.sent]
-        _copy(self._views(self._scatter, _SENT), sources)
+        whole = dict(zip(self.owned, updates, strict=True))
+        leg = self.pieces.scatter
+        _copy(self._views(leg, _SENT), [_part(whole[job], job, box) for job, box in leg.sent])
         self._own_pieces = {
-            index: self._part(update, index, self.jobs[index].pieces[self._me]).to(self._pool.dtype)
-            for index, update in whole.items()
+            job: self._own_part(update, job).to(self._pool.dtype)
+            for job, update in whole.items()
+            if self._axes.rank in job.pieces.by_rank
         }
 
     def start_scatter(self) -> Sequence[dist.Work]:
         """Send the updates back. Collective over the exchange group; every rank of it must call it."""
-        return self._scatter.start(
-            self._buffer(self._scatter, _SENT), self._buffer(self._scatter, _RECEIVED), self.group.axes
-        )
+        leg = self.pieces.scatter
+        return leg.start(self._buffer(leg, _SENT), self._buffer(leg, _RECEIVED), self._axes)
 
-    def updates(self) -> list[Tensor]:
+    def updates(self) -> dict[MatrixJob, Tensor]:
         """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
-        received = zip(
-            (index for index, _ in self._scatter.received), self._views(self._scatter, _RECEIVED), strict=True
-        )
+        leg = self.pieces.scatter
+        received = zip((job for job, _ in leg.received), self._views(leg, _RECEIVED), strict=True)
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
-        empty = self._buffer(self._scatter, _RECEIVED)[:0]
-        return [
-            found[index] if index in found else empty.view(job.pieces[self._me].shape)
-            for index, job in enumerate(self.jobs)
-        ]
+        return found
 
-    @property
-    def _me(self) -> int:
-        return self.group.axes.rank
-
-    @cached_property
-    def _gather(self) -> Leg:
-        replica_of, me = self.group.replica_of, self._me
-        peers = [rank for rank in range(len(replica_of)) if rank != me and replica_of[rank] == replica_of[me]]
-        return Leg(
-            "gather",
-            {rank: self._pieces(me, lambda owners, rank=rank: rank in owners) for rank in peers},
-            {rank: self._pieces(rank, lambda owners: me in owners) for rank in peers},
-            num_ranks=len(replica_of),
-            is_all_to_all=all(len(owners) == 1 for owners in self.group.plan.owners),
-        )
-
-    @cached_property
-    def _scatter(self) -> Leg:
-        replica_of, me = self.group.replica_of, self._me
-        peers = [rank for rank in range(len(replica_of)) if rank != me]
-        return Leg(
-            "scatter",
-            {
-                rank: self._pieces(rank, lambda owners, rank=rank: server_of(owners, rank, replica_of) == me)
-                for rank in peers
-            },
-            {
-                rank: self._pieces(me, lambda owners, rank=rank: server_of(owners, me, replica_of) == rank)
-                for rank in peers
-            },
-            num_ranks=len(replica_of),
-            is_all_to_all=len(set(replica_of)) == 1,
-        )
-
-    def _pieces(self, rank: int, is_wanted: Callable[[tuple[int, ...]], bool]) -> _Message:
-        """The pieces that ``rank`` holds of the jobs with such owners."""
-        return tuple(
-            (index, job.pieces[rank])
-            for index, (job, owners) in enumerate(zip(self.jobs, self._owners, strict=True))
-            if job.pieces[rank].numel and is_wanted(owners)
-        )
+    def _own_part(self, whole: Tensor, job: MatrixJob) -> Tensor:
+        return _part(whole, job, job.pieces.by_rank[self._axes.rank])
 
     def _buffer(self, leg: Leg, direction: str) -> Tensor:
         slot = self.slots[leg.name == "scatter"]
@@ -230,8 +240,10 @@ class Transfer:
             cached = self._cached_views[key] = (buffer, layout.views(buffer))
         return cached[1]
 
-    def _part(self, whole: Tensor, index: int, box: Box) -> Tensor:
-        return whole[box.slices_in(self.jobs[index].matrix.box)]
+
+def _part(whole: Tensor, job: MatrixJob, box: Box) -> Tensor:
+    """The part of a matrix that lies in ``box``; nothing is cut where that is all of it."""
+    return whole if box == job.matrix.box else whole[box.slices_in(job.matrix.box)]
 
 
 def _layout(messages: Iterable[tuple[int, _Message]], num_ranks: int) -> Parts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 from lightning_muon.params.routing import Route
 
@@ -52,6 +53,31 @@ def tile(parts: Sequence[Box], box: Box) -> bool:
     cut = [dim for dim in range(len(box.start)) if len({part.start[dim] for part in filled}) > 1]
     pairs = pairwise(filled) if len(cut) <= 1 else combinations(filled, 2)
     return all(not one.intersect(other).numel for one, other in pairs)
+
+
+class Shards:
+    """The boxes of one tensor, of at least one dimension, that the ranks of a group hold.
+
+    Args:
+        boxes: One for each rank; they may be empty, equal (replicas) or overlap.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = tuple(boxes)
+        filled = [(rank, box) for rank, box in enumerate(boxes) if box.numel]
+        # Along the dimension with most cuts, so that few boxes have to be looked at.
+        self._dim = max(range(len(boxes[0].start)), key=lambda dim: len({box.start[dim] for _, box in filled}))
+        self._filled = sorted(filled, key=lambda item: item[1].start[self._dim])
+        self._starts = [box.start[self._dim] for _, box in self._filled]
+        # Of each box and all before it.
+        self._last_stops = list(accumulate((box.stop[self._dim] for _, box in self._filled), max))
+
+    def pieces(self, box: Box) -> dict[int, Box]:
+        """Rank -> its part of ``box``, by rank; ranks without elements of it are left out."""
+        first = bisect_right(self._last_stops, box.start[self._dim])
+        stop = bisect_left(self._starts, box.stop[self._dim])
+        found = {rank: held.intersect(box) for rank, held in self._filled[first:stop]}
+        return {rank: found[rank] for rank in sorted(found) if found[rank].numel}
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -26,7 +26,13 @@ class _Chunk:
 
 
 def insert_communication(
-    program: Program, where: Holdings, *, itemsize: int, chunks: Sequence[Op], keep_idle: bool = True
+    program: Program,
+    where: Holdings,
+    *,
+    itemsize: int,
+    chunks: Sequence[Op],
+    keep_idle: bool = True,
+    ranks: Sequence[int] | None = None,
 ) -> Program:
     """Surround each Newton-Schulz op by momentum, gather, scatter and update.
 
@@ -41,6 +47,7 @@ def insert_communication(
         itemsize: Bytes of an element on the wire.
         chunks: One op per chunk, with its key and all its matrices.
         keep_idle: Also list the ops of chunks without communication on ranks that hold nothing of them.
+        ranks: Whose ops to return; all by default.
     """
     owners = owners_of(program, len(where.specs))
     holders = where.sole_holders()
@@ -54,8 +61,8 @@ def insert_communication(
         scatters=any(any(each.scatter_received) for each in everything),
     )
     inserted: Program = {}
-    for rank, ops in program.items():
-        owned = {op.key: op for op in ops}
+    for rank in program if ranks is None else ranks:
+        owned = {op.key: op for op in program[rank]}
         inserted[rank] = []
         for chunk in counted:
             if keep_idle or not chunk.is_resident or rank in chunk.traffic:

@@ -20,7 +20,7 @@ __all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step", "server_o
 
 @dataclass(frozen=True, kw_only=True)
 class MuonPlan:
-    """Plan for the matrices of one exchange group, equal on all of its ranks.
+    """Plan for the matrices of one exchange group, equal on all of its ranks but for the ranks in ``program``.
 
     Attributes:
         owners: For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the
@@ -28,7 +28,8 @@ class MuonPlan:
         chunks: The matrices of each chunk, in the order in which backward finishes them; those of a chunk travel
             together. Chunks of matrices that lie on one rank alone come first.
         flops: Newton-Schulz load of each rank.
-        program: For each rank the ops of chunk after chunk: momentum, gather, newton_schulz, scatter, update.
+        program: For each rank that was asked for the ops of chunk after chunk: momentum, gather, newton_schulz,
+            scatter, update.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -37,8 +38,9 @@ class MuonPlan:
     program: Program
 
     def fingerprint(self) -> str:
-        """Digest that is equal on two ranks just if their owners, chunks and loads are."""
-        return hashlib.sha256(repr((self.owners, self.chunks, self.flops)).encode()).hexdigest()
+        """Digest that is equal on two ranks just if their owners, chunks, loads and order of communications are."""
+        communications = [op.name for op in next(iter(self.program.values())) if op.group]
+        return hashlib.sha256(repr((self.owners, self.chunks, self.flops, communications)).encode()).hexdigest()
 
 
 def plan_step(
@@ -52,6 +54,7 @@ def plan_step(
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
     keep_idle: bool = True,
+    ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
     """Assign owners and chunks, from sizes alone, so that every rank makes the same plan.
 
@@ -70,6 +73,7 @@ def plan_step(
         key_prefix: In front of the chunk number in the keys of the ops.
         keep_idle: Also list the ops of chunks that do not travel on ranks that hold nothing of them. Without them the
             lists of the ranks differ; for simulations of thousands of ranks.
+        ranks: Whose ops to list, at least one; all by default. A rank that runs the plan needs only its own.
     """
     where = holdings(specs, [0] * num_ranks if replica_of is None else replica_of)
     loads = [(0, 0)] * num_ranks if loads is None else loads
@@ -97,7 +101,9 @@ def plan_step(
         chunks=tuple(op.items for op in chunked[UNASSIGNED]),
         flops=tuple(sum(op.cost for op in assigned[rank]) for rank in range(num_ranks)),
         program=choose_lanes(
-            insert_communication(assigned, where, itemsize=itemsize, chunks=chunked[UNASSIGNED], keep_idle=keep_idle)
+            insert_communication(
+                assigned, where, itemsize=itemsize, chunks=chunked[UNASSIGNED], keep_idle=keep_idle, ranks=ranks
+            )
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import zip_longest
 
 from lightning_muon.schedule.graph import Communications, build_graph
@@ -50,13 +51,19 @@ def validate(program: Program, *, memory_bytes: int | None = None) -> None:
 def check_plan(plan: MuonPlan) -> None:
     """Check all that is known of a plan: :func:`validate` and :func:`~.validate_step.validate_step`.
 
-    Takes time in the number of ops.
+    Takes time in the number of ops. Where the plan lists the ops of some ranks only, communications count as what a
+    rank does alone: that all ranks have them in the same order is what equal :meth:`~.muon.MuonPlan.fingerprint` say.
 
     Raises:
         ValueError: Names the op and its rank.
     """
-    validate(plan.program)
-    validate_step(plan.program, plan.owners)
+    is_whole = len(plan.program) == len(plan.flops)
+    validate(plan.program if is_whole else {rank: [_alone(op) for op in ops] for rank, ops in plan.program.items()})
+    validate_step(plan.program, plan.owners, is_whole=is_whole)
+
+
+def _alone(op: Op) -> Op:
+    return replace(op, group=()) if op.group else op
 
 
 def _check_rank(rank: int, ops: list[Op]) -> None:

@@ -13,7 +13,7 @@ _MAY_BE_ABSENT = (GATHER, SCATTER)
 _HANDED_TO = {MOMENTUM: (NEWTON_SCHULZ,), GATHER: (NEWTON_SCHULZ,), NEWTON_SCHULZ: (UPDATE,), SCATTER: (UPDATE,)}
 
 
-def validate_step(program: Program, owners: Sequence[Owners]) -> None:
+def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool = True) -> None:
     """Check that a program orthogonalizes each matrix once on each of its owners, and that nothing is skipped.
 
     A matrix is in one chunk, and in the Newton-Schulz of this chunk on its owners only. On each rank a chunk has one
@@ -23,6 +23,7 @@ def validate_step(program: Program, owners: Sequence[Owners]) -> None:
     Args:
         program: With all ranks of the exchange group; ops of other kinds may be anywhere.
         owners: For each matrix the ranks that own it, ascending.
+        is_whole: Whether the program has all ranks; otherwise other owners are taken to do their part.
 
     Raises:
         ValueError: Names the op and its rank.
@@ -30,7 +31,7 @@ def validate_step(program: Program, owners: Sequence[Owners]) -> None:
     chunk_of = _chunks(program, len(owners))
     for rank, ops in program.items():
         _check_rank(rank, ops)
-    _check_owners(program, owners, chunk_of)
+    _check_owners(program, owners, chunk_of, is_whole=is_whole)
 
 
 def _chunks(program: Program, num_matrices: int) -> list[str]:
@@ -102,7 +103,9 @@ def _check_deps(op: Op, before: Op | None, results: Mapping[str, tuple[str, str]
             )
 
 
-def _check_owners(program: Program, owners: Sequence[Owners], chunk_of: Sequence[str]) -> None:
+def _check_owners(
+    program: Program, owners: Sequence[Owners], chunk_of: Sequence[str], *, is_whole: bool
+) -> None:
     """Every matrix in one Newton-Schulz on each of its owners, and nowhere else."""
     found: list[Owners] = [()] * len(owners)
     for items, users in _by_items(op for ops in program.values() for op in ops if op.kind == NEWTON_SCHULZ):
@@ -112,9 +115,11 @@ def _check_owners(program: Program, owners: Sequence[Owners], chunk_of: Sequence
                 raise ValueError(f"{_where(first)} works on matrix {matrix}, which is not in chunk {first.key}")
             found[matrix] = ranks if not found[matrix] else tuple(sorted((*found[matrix], *ranks)))
     for matrix, (ranks, wanted) in enumerate(zip(found, owners, strict=True)):
+        if not ranks and not wanted:
+            raise ValueError(f"matrix {matrix} has no owner, so newton_schulz[{chunk_of[matrix]}] leaves it out")
+        if not is_whole:
+            wanted = tuple(rank for rank in wanted if rank in program)
         if ranks is wanted or ranks == wanted:
-            if not wanted:
-                raise ValueError(f"matrix {matrix} has no owner, so newton_schulz[{chunk_of[matrix]}] leaves it out")
             continue
         name = f"newton_schulz[{chunk_of[matrix]}]"
         for rank in sorted({*ranks, *wanted}):

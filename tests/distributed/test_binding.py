@@ -58,7 +58,7 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
             group.axes.size,
             group.replica_of,
             [job.matrix.name for job in group.jobs],
-            [[piece.numel for piece in job.pieces] for job in group.jobs],
+            [list(job.pieces.held) for job in group.jobs],
         )
         for group in binding.exchange_groups
     ]

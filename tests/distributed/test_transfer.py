@@ -17,7 +17,7 @@ from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.transfer import Transfer
+from lightning_muon.optim.transfer import ChunkPieces, Transfer
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.holdings import MatrixSpec
@@ -73,7 +73,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -
     ):
         for number, taken in enumerate(group.plan.chunks):
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
-            transfer = Transfer(group, taken, pool, ("0", "0"))
+            transfer = Transfer(ChunkPieces(group, taken), pool, ("0", "0"))
             pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
             for work in transfer.start_gather() if "gather" in kinds else ():
@@ -85,11 +85,12 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -
             transfer.pack_updates([2 * matrix for matrix in matrices])
             for work in transfer.start_scatter() if "scatter" in kinds else ():
                 work.wait()
-            for piece, update in zip(pieces, transfer.updates(), strict=True):
-                is_right &= torch.equal(update, 2 * piece)
+            updates = transfer.updates()
+            for job, piece in zip(transfer.jobs, pieces, strict=True):
+                is_right &= torch.equal(updates[job], 2 * piece)
     specs = [
         MatrixSpec(
-            name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=tuple(piece.numel for piece in job.pieces)
+            name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=job.pieces.held
         )
         for job in group.jobs
     ]
