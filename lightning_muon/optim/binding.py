@@ -20,7 +20,7 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.layout import AxisPlacement, Layout, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, Shards, logical_matrices, tile
+from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
@@ -72,6 +72,24 @@ class Pieces:
     by_rank: Mapping[int, Box]
     held: tuple[int, ...]
     slices: tuple[slice, ...] | None
+
+    @cached_property
+    def _cut(self) -> tuple[int, tuple[int, ...]] | None:
+        return cut_of(self.by_rank.values())
+
+    @cached_property
+    def _parts(self) -> list[Box]:
+        """The different parts, in the order in which they start."""
+        return sorted(set(self.by_rank.values()), key=lambda part: part.start)
+
+    def views(self, whole: Tensor, box: Box) -> dict[tuple[int, ...], Tensor]:
+        """The part of every rank in a tensor that holds just ``box``, the matrix; by the start of its box."""
+        if self._cut is None:
+            parts = [whole[part.slices_in(box)] for part in self._parts]
+        else:
+            dim, sizes = self._cut
+            parts = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
+        return dict(zip((part.start for part in self._parts), parts, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -188,25 +188,23 @@ class Transfer:
 
     def unpack(self, matrices: Sequence[Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns, in the order of ``owned``."""
-        whole = dict(zip(self.owned, matrices, strict=True))
-        leg = self.pieces.gather
-        targets = [_part(whole[job], job, box) for job, box in leg.received]
+        leg, parts = self.pieces.gather, self._parts(matrices)
+        targets = [parts[job][box.start] for job, box in leg.received]
         sources = list(self._views(leg, _RECEIVED))
         for job, piece in self._own_pieces.items():
-            targets.append(self._own_part(whole[job], job))
+            targets.append(parts[job][job.pieces.by_rank[self._axes.rank].start])
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
     def pack_updates(self, updates: Sequence[Tensor]) -> None:
         """Take the update of every owned matrix."""
-        whole = dict(zip(self.owned, updates, strict=True))
-        leg = self.pieces.scatter
-        _copy(self._views(leg, _SENT), [_part(whole[job], job, box) for job, box in leg.sent])
+        leg, parts, me = self.pieces.scatter, self._parts(updates), self._axes.rank
+        _copy(self._views(leg, _SENT), [parts[job][box.start] for job, box in leg.sent])
         self._own_pieces = {
-            job: self._own_part(update, job).to(self._pool.dtype)
-            for job, update in whole.items()
-            if self._axes.rank in job.pieces.by_rank
+            job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
+            for job in self.owned
+            if me in job.pieces.by_rank
         }
 
     def start_scatter(self) -> Sequence[dist.Work]:
@@ -222,8 +220,9 @@ class Transfer:
         self._own_pieces = {}
         return found
 
-    def _own_part(self, whole: Tensor, job: MatrixJob) -> Tensor:
-        return _part(whole, job, job.pieces.by_rank[self._axes.rank])
+    def _parts(self, matrices: Sequence[Tensor]) -> dict[MatrixJob, dict[tuple[int, ...], Tensor]]:
+        """What each rank holds of the owned matrices, by the start of its box."""
+        return {job: job.pieces.views(whole, job.matrix.box) for job, whole in zip(self.owned, matrices, strict=True)}
 
     def _buffer(self, leg: Leg, direction: str) -> Tensor:
         slot = self.slots[leg.name == "scatter"]
@@ -232,18 +231,15 @@ class Transfer:
 
     def _views(self, leg: Leg, direction: str) -> list[Tensor]:
         """The parts of a buffer; kept, because making hundreds of views takes as long as filling them."""
+        layout = leg.send_layout if direction == _SENT else leg.receive_layout
+        if not layout.shapes:
+            return []
         buffer = self._buffer(leg, direction)
         key = f"{leg.name}-{direction}"
         cached = self._cached_views.get(key)
         if cached is None or cached[0] is not buffer:
-            layout = leg.send_layout if direction == _SENT else leg.receive_layout
             cached = self._cached_views[key] = (buffer, layout.views(buffer))
         return cached[1]
-
-
-def _part(whole: Tensor, job: MatrixJob, box: Box) -> Tensor:
-    """The part of a matrix that lies in ``box``; nothing is cut where that is all of it."""
-    return whole if box == job.matrix.box else whole[box.slices_in(job.matrix.box)]
 
 
 def _layout(messages: Iterable[tuple[int, _Message]], num_ranks: int) -> Parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
@@ -53,6 +53,19 @@ def tile(parts: Sequence[Box], box: Box) -> bool:
     cut = [dim for dim in range(len(box.start)) if len({part.start[dim] for part in filled}) > 1]
     pairs = pairwise(filled) if len(cut) <= 1 else combinations(filled, 2)
     return all(not one.intersect(other).numel for one, other in pairs)
+
+
+def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
+    """The dimension, and the sizes along it, if ``parts`` are what ``Tensor.split`` makes; otherwise ``None``.
+
+    In the order in which they start; equal parts count once.
+    """
+    ordered = sorted(set(parts), key=lambda part: part.start)
+    cut = [dim for dim in range(len(ordered[0].start)) if len({(p.start[dim], p.stop[dim]) for p in ordered}) > 1]
+    dim = cut[0] if cut else 0
+    if len(cut) > 1 or any(one.stop[dim] != other.start[dim] for one, other in pairwise(ordered)):
+        return None
+    return dim, tuple(part.shape[dim] for part in ordered)
 
 
 class Shards:
