@@ -42,7 +42,7 @@ class Seconds:
     Attributes:
         plan: Making the plan, once in a training.
         first: The first step after it.
-        second: The second one.
+        second: The second one, with the hooks of its backward pass.
         hooks: Hooks of a backward pass, median of all but the first two.
         step: The median of the steps that follow.
     """
@@ -77,17 +77,19 @@ def measure(found: Found, overlap: str, num_steps: int) -> Seconds:
     """Time ``num_steps`` steps, at least three, inside of :func:`rank_of`."""
     optimizer = optimizer_of(found, overlap)
     gradients = [torch.zeros_like(tensor) for _, tensor in found]
-    plan = _seconds(optimizer._bind)
-    steps: list[float] = []
     hooks: list[float] = []
+    steps: list[float] = []
     for _ in range(num_steps):
         hooks.append(_seconds(lambda: backward(found, gradients)))
+        if not steps:
+            # As in training: the first backward pass is over, so hooks have their first call in the second.
+            plan = _seconds(optimizer._bind)
         steps.append(_seconds(optimizer.step))
         optimizer.zero_grad()
     return Seconds(
         plan=plan,
         first=steps[0],
-        second=steps[1],
+        second=hooks[1] + steps[1],
         hooks=statistics.median(hooks[2:]),
         step=statistics.median(steps[2:]),
     )

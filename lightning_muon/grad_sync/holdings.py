@@ -56,7 +56,8 @@ class Holdings:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
-        self._boxes = {parameter: self._boxes_of(parameter) for parameter in placements}
+        self._known: dict[tuple[tuple[int, ...], AxisPlacement], tuple[Box, ...]] = {}
+        self._boxes = {parameter: self.boxes_as(parameter, placement) for parameter, placement in placements.items()}
         self._ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self._boxes.items()}
         self._shapes = {parameter: boxes[self.shard.rank].shape for parameter, boxes in self._boxes.items()}
         self._views: dict[Tensor, tuple[int, Tensor]] = {}
@@ -94,9 +95,13 @@ class Holdings:
         """Shape of the calling rank's part."""
         return self._shapes[parameter]
 
-    def _boxes_of(self, parameter: Tensor) -> tuple[Box, ...]:
-        coordinates = [(rank,) for rank in range(self.shard.size)]
-        return held_boxes(tuple(parameter.shape), (self.shard.size,), (self._placements[parameter],), coordinates)
+    def boxes_as(self, parameter: Tensor, placement: AxisPlacement) -> tuple[Box, ...]:
+        """As :meth:`boxes`, if the parameter were placed so; found once for equal shapes."""
+        key = tuple(parameter.shape), placement
+        if key not in self._known:
+            size = self.shard.size
+            self._known[key] = held_boxes(key[0], (size,), (placement,), [(rank,) for rank in range(size)])
+        return self._known[key]
 
 
 def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:

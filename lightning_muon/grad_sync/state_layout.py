@@ -18,7 +18,7 @@ from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.exchange import parts, start_all_to_all
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.grad_sync.holdings import Holdings
-from lightning_muon.params.layout import OwnedBy, held_boxes
+from lightning_muon.params.layout import OwnedBy
 
 # Bounds the two buffers of an exchange; a larger tensor travels alone.
 _BATCH_BYTES = 64 * 2**20
@@ -160,9 +160,7 @@ def _owner(parameter: Tensor, holdings: Holdings) -> int:
 
 def _rows(parameter: Tensor, holdings: Holdings) -> list[tuple[int, tuple[int, ...]]]:
     """First row and shape of what each rank of the shard axis has of a tensor that is divided by rows."""
-    size = holdings.shard.size
-    boxes = held_boxes(tuple(parameter.shape), (size,), (Shard(0),), [(rank,) for rank in range(size)])
-    return [(box.start[0], box.shape) for box in boxes]
+    return [(box.start[0], box.shape) for box in holdings.boxes_as(parameter, Shard(0))]
 
 
 def _row_placements(parameter: Tensor, holdings: Holdings) -> tuple[Placement, ...]:

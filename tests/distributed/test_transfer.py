@@ -28,11 +28,12 @@ SHAPES = [(13, 7), (1, 9), (6, 6), (2, 50), (9, 4)]
 OPTIONS = {"itemsize": 4, "device_type": "cpu", "chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step"}
 
 
-def _group(mesh_shape: tuple[int, ...], assignment: str, *, shard: bool) -> tuple[ExchangeGroup, list[Tensor]]:
+def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) -> tuple[ExchangeGroup, list[Tensor]]:
+    """Matrices of which the last axes of the mesh shard the first dimensions."""
     mesh = init_device_mesh("cpu", mesh_shape)
     torch.manual_seed(0)
     full = [torch.randn(shape) for shape in SHAPES]
-    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0) if shard else Replicate()]
+    placements = [*[Replicate()] * (len(mesh_shape) - num_sharded), *map(Shard, range(num_sharded))]
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in full]
     parameters = [
         BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), TensorLayout(mesh))
@@ -62,9 +63,9 @@ class _Wire:
     _messages = staticmethod(transfer_module.start_messages)
 
 
-def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -> dict[str, Any]:
+def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: int) -> dict[str, Any]:
     """Send every matrix, double it on its owner, bring it back."""
-    group, full = _group(mesh_shape, assignment, shard=shard)
+    group, full = _group(mesh_shape, assignment, num_sharded=num_sharded)
     rank, wire, is_right = group.axes.rank, _Wire(), True
     pool = BufferPool(torch.float32, torch.device("cpu"))
     with (
@@ -111,8 +112,8 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, shard: bool) -
 def test_matrices_arrive_whole_and_updates_come_back(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], assignment: str
 ) -> None:
-    for shard in (True, False):
-        results = gloo.run(_there_and_back, mesh_shape, assignment, shard, world_size=torch.Size(mesh_shape).numel())
+    for num_sharded in range(len(mesh_shape) + 1):
+        results = gloo.run(_there_and_back, mesh_shape, assignment, num_sharded, world_size=torch.Size(mesh_shape).numel())
         for result in results:
             assert result["is_right"]
             assert result["sent"] == result["planned"]
@@ -120,16 +121,16 @@ def test_matrices_arrive_whole_and_updates_come_back(
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,)], ids=str)
 def test_one_owner_moves_exactly_the_floor(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    results = gloo.run(_there_and_back, mesh_shape, "lpt", True, world_size=mesh_shape[0])
+    results = gloo.run(_there_and_back, mesh_shape, "lpt", 1, world_size=mesh_shape[0])
     assert sum(result["sent"] for result in results) == results[0]["floor"]
 
 
 def test_replicas_get_each_update_once_and_nothing_else(gloo: ProcessPool) -> None:
-    results = gloo.run(_there_and_back, (2, 2), "lpt", True, world_size=4)
+    results = gloo.run(_there_and_back, (2, 2), "lpt", 1, world_size=4)
     assert sum(result["sent"] for result in results) == results[0]["floor"]
     assert sum(result["between"] for result in results) == sum(rows * cols for rows, cols in SHAPES)
 
 
 def test_replicated_matrices_need_no_gather(gloo: ProcessPool) -> None:
-    results = gloo.run(_there_and_back, (3,), "lpt", False, world_size=3)
+    results = gloo.run(_there_and_back, (3,), "lpt", 0, world_size=3)
     assert sum(result["sent"] for result in results) == 2 * sum(rows * cols for rows, cols in SHAPES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from lightning_muon.params import layout
 from lightning_muon.params.layout import held_boxes, sharded_axes
 
 
@@ -37,3 +38,14 @@ def test_only_axes_with_several_ranks_shard_and_partial_is_refused() -> None:
     assert sharded_axes([Replicate(), Shard(0)], (4, 1), "w") == ()
     with pytest.raises(ValueError, match=r"layer\.w has the placement"):
         sharded_axes([Partial()], (2,), "layer.w")
+
+
+def test_torch_is_asked_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    ask = layout.local_shape_and_offset
+    monkeypatch.setattr(layout, "local_shape_and_offset", lambda *args: asked.append(args[2]) or ask(*args))
+    coordinates = [(replica, rank) for replica in range(5) for rank in range(3)]
+    assert held_boxes((13, 7), (5, 3), [Replicate(), Shard(0)], coordinates)[3:6] == held_boxes(
+        (13, 7), (3,), [Shard(0)], [(rank,) for rank in range(3)]
+    )
+    assert len(asked) == 3 + 3

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import itertools
+import random
 
-from lightning_muon.params.logical import Box, logical_matrices, tile, whole
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.params.layout import held_boxes
+from lightning_muon.params.logical import Box, Shards, cut_of, logical_matrices, tile, whole
 from lightning_muon.params.routing import Route
 
 
@@ -55,3 +61,38 @@ def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:
     # A gap as large as an overlap: the sizes alone add up.
     assert not tile([Box((0, 0), (2, 6)), Box((1, 0), (3, 6))], box)
     assert not tile([Box((0, 0), (2, 3)), Box((0, 3), (2, 6)), Box((2, 0), (4, 3)), Box((1, 3), (3, 6))], box)
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(1))], ids=str)
+@pytest.mark.parametrize("shape", [(13, 7), (1, 9), (5, 2, 3)], ids=str)
+def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...], placements: tuple) -> None:
+    mesh_shape = (2, 3)
+    held = held_boxes(shape, mesh_shape, placements, list(itertools.product(*map(range, mesh_shape))))
+    shards, generator = Shards(held), random.Random(0)
+    for _ in range(50):
+        start = [generator.randrange(size) for size in shape]
+        box = Box(tuple(start), tuple(generator.randint(s, size) for s, size in zip(start, shape, strict=True)))
+        wanted = {rank: part.intersect(box) for rank, part in enumerate(held) if part.intersect(box).numel}
+        assert list(shards.pieces(box).items()) == list(wanted.items())
+
+
+def test_overlapping_boxes_are_all_found() -> None:
+    shards = Shards([Box((0,), (9,)), Box((2,), (3,)), Box((4,), (6,)), Box((0,), (0,))])
+    assert shards.pieces(Box((5,), (8,))) == {0: Box((5,), (8,)), 2: Box((5,), (6,))}
+
+
+def test_parts_along_one_dimension_are_a_split() -> None:
+    tensor = torch.arange(42).view(6, 7)
+    for dim, cuts in ((0, (0, 2, 3, 6)), (1, (0, 4, 7)), (0, (0, 6))):
+        stops = list(itertools.pairwise(cuts))
+        parts = [Box((a, 0), (b, 7)) if dim == 0 else Box((0, a), (6, b)) for a, b in stops]
+        found = cut_of([*reversed(parts), parts[0]])
+        assert found == (dim, tuple(b - a for a, b in stops))
+        for view, part in zip(tensor.split(found[1], found[0]), parts, strict=True):
+            assert torch.equal(view, tensor[part.slices_in(whole((6, 7)))])
+
+
+def test_parts_of_a_grid_or_with_gaps_are_no_split() -> None:
+    grid = [Box((row, col), (row + 1, col + 1)) for row in range(2) for col in range(2)]
+    assert cut_of(grid) is None
+    assert cut_of([Box((0, 0), (1, 2)), Box((2, 0), (3, 2))]) is None

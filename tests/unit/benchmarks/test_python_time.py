@@ -1,0 +1,93 @@
+"""What the host has to do on many ranks: its own pieces count, not all ranks times all matrices."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.python_time import Found, backward, measure, optimizer_of, rank_of, weights
+from lightning_muon.optim.binding import MatrixJob
+from lightning_muon.optim.transfer import Leg
+from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+
+NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
+MODEL = [
+    shape
+    for layer in range(NUM_LAYERS)
+    for shape in (
+        ParameterShape(name=f"{layer}.experts", shape=(NUM_EXPERTS, 64, 32), kind="stack"),
+        ParameterShape(name=f"{layer}.attention", shape=(128, 64), kind="matrix"),
+        ParameterShape(name=f"{layer}.norm", shape=(64,), kind="elementwise"),
+    )
+]
+
+
+def _found() -> Found:
+    return weights(MODEL, init_device_mesh("cpu", (NUM_RANKS,)))
+
+
+def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
+    with rank_of(NUM_RANKS):
+        found = weights(read_shapes("deepseek-v3").parameters, init_device_mesh("cpu", (NUM_RANKS,)))
+        optimizer = optimizer_of(found, "step")
+        begin = time.process_time()
+        bound = optimizer._bind()
+        # 2 seconds of one core; a look at every matrix on every rank takes more than a minute.
+        assert time.process_time() - begin < 10
+    (group,) = bound.binding.exchange_groups
+    assert len(group.jobs) > 45_000
+    assert list(group.plan.program) == [0]
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_a_step_looks_at_the_pieces_of_the_calling_rank_only(overlap: str) -> None:
+    with rank_of(NUM_RANKS):
+        found = _found()
+        optimizer = optimizer_of(found, overlap)
+        calls: Counter[MatrixJob] = Counter()
+        view = MatrixJob.local_view
+
+        def count(job: MatrixJob, local: object) -> object:
+            calls[job] += 1
+            return view(job, local)  # type: ignore[arg-type]
+
+        for _ in range(3):
+            backward(found, [torch.zeros_like(tensor) for _, tensor in found])
+            calls.clear()
+            with mock.patch.object(MatrixJob, "local_view", count):
+                optimizer.step()
+    held = NUM_LAYERS * (NUM_EXPERTS // NUM_RANKS + 1)
+    assert len(calls) == held
+    # Gradient, momentum and weight; gradient and momentum again, where what was sent early is compared.
+    assert calls.total() <= 5 * held
+
+
+def test_chunks_that_are_sent_early_use_the_layout_of_the_first_step() -> None:
+    with rank_of(NUM_RANKS):
+        found = _found()
+        optimizer = optimizer_of(found, "backward")
+        made: list[str] = []
+        make = Leg.__init__
+
+        def count(leg: Leg, name: str, *args: object, **options: object) -> None:
+            made.append(name)
+            make(leg, name, *args, **options)  # type: ignore[arg-type]
+
+        with mock.patch.object(Leg, "__init__", count):
+            for _ in range(4):
+                backward(found, [torch.zeros_like(tensor) for _, tensor in found])
+                optimizer.step()
+        assert optimizer._bound is not None
+        num_chunks = len(optimizer._bound.matrix_step.chunks)
+        assert sorted(made) == ["gather"] * num_chunks + ["scatter"] * num_chunks
+
+
+def test_every_part_is_measured() -> None:
+    with rank_of(4):
+        seconds = measure(weights(MODEL, init_device_mesh("cpu", (4,))), "backward", 3)
+    assert min(seconds.plan, seconds.first, seconds.second, seconds.hooks, seconds.step) > 0
