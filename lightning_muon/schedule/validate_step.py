@@ -103,9 +103,7 @@ def _check_deps(op: Op, before: Op | None, results: Mapping[str, tuple[str, str]
             )
 
 
-def _check_owners(
-    program: Program, owners: Sequence[Owners], chunk_of: Sequence[str], *, is_whole: bool
-) -> None:
+def _check_owners(program: Program, owners: Sequence[Owners], chunk_of: Sequence[str], *, is_whole: bool) -> None:
     """Every matrix in one Newton-Schulz on each of its owners, and nowhere else."""
     found: list[Owners] = [()] * len(owners)
     for items, users in _by_items(op for ops in program.values() for op in ops if op.kind == NEWTON_SCHULZ):

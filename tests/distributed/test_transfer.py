@@ -90,9 +90,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
             for job, piece in zip(transfer.jobs, pieces, strict=True):
                 is_right &= torch.equal(updates[job], 2 * piece)
     specs = [
-        MatrixSpec(
-            name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=job.pieces.held
-        )
+        MatrixSpec(name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=job.pieces.held)
         for job in group.jobs
     ]
     layout = {"itemsize": 1, "replica_of": group.replica_of}
@@ -113,7 +111,9 @@ def test_matrices_arrive_whole_and_updates_come_back(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], assignment: str
 ) -> None:
     for num_sharded in range(len(mesh_shape) + 1):
-        results = gloo.run(_there_and_back, mesh_shape, assignment, num_sharded, world_size=torch.Size(mesh_shape).numel())
+        results = gloo.run(
+            _there_and_back, mesh_shape, assignment, num_sharded, world_size=torch.Size(mesh_shape).numel()
+        )
         for result in results:
             assert result["is_right"]
             assert result["sent"] == result["planned"]
