@@ -233,7 +233,8 @@ class Training:
 
     def _watch(self) -> None:
         self.mode.watch(self.module)
-        if self._watchdog is None and self.mode.unit_order is not None:
+        if self._watchdog is None:
+            assert self.mode.unit_order is not None
             self._watchdog = Watchdog(self.mode.unit_order)
             self._watchdog.start()
 

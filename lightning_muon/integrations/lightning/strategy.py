@@ -198,9 +198,9 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self._prepare_training(trainer)
-        if self._mode.unit_order is not None:
-            self._watchdog = Watchdog(self._mode.unit_order)
-            self._watchdog.start()
+        assert self._mode.unit_order is not None
+        self._watchdog = Watchdog(self._mode.unit_order)
+        self._watchdog.start()
         self.setup_precision_plugin()
 
     def _options_of(self, trainer: Any) -> ModeOptions:
@@ -284,6 +284,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
+        self._sigterm.ignore()
         if self._watchdog is not None:
             self._watchdog.failed(exception)
         self._show_own_weights()
