@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -10,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -54,7 +54,7 @@ class Watchdog:
         order: Notes of this rank, usually ``GradientAgreement.order``.
         patience: Seconds without progress before a rank publishes its position.
         interval: Seconds between two looks. Proof takes two equal looks.
-        silence: Seconds without a sign of life after which a rank that the others wait for ends the run. ``None``:
+        silence: Time without a sign of life after which a rank that the others wait for ends the run. ``None``:
             four fifths of the timeout of the default process group, after which its collectives would fail anyway.
 
     Example::
@@ -68,12 +68,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: float | None = None
+        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
     ) -> None:
         self._order = order
         self._patience, self._interval = patience, interval
-        self._silence = math.inf if silence is None else silence
-        self._has_own_silence = silence is not None
+        self._silence = None if silence is None else silence.total_seconds()
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -97,7 +96,7 @@ class Watchdog:
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
-        if not self._has_own_silence:
+        if self._silence is None:
             # The others notice up to ``patience`` seconds later than the backend starts to count.
             self._silence = max(
                 _SHARE_OF_TIMEOUT * (self._timeout - self._patience), 4 * _LOOKS_PER_SIGN * self._interval
@@ -278,6 +277,7 @@ class Watchdog:
         key = f"alive{rank}"
         if rank == self._rank or not self._store.check([key]):
             return False
+        assert self._silence is not None, "start comes first"
         sign, now = self._store.get(key), time.monotonic()
         known, since, looked = self._heard.get(rank, (None, now, now))
         if sign != known or now - looked > self._silence / 2:
@@ -310,7 +310,7 @@ class Watchdog:
             return (
                 f"rank {_listed(silent)} has given no sign of life for {self._silence:.0f} s, and others wait for it: "
                 "its process is stopped, its host is gone, or something holds the interpreter lock for longer than "
-                "the timeout of the process group (the option timeout) allows"
+                "the options timeout and max_silence allow"
             )
         return find_mismatch(found, self._order)
 

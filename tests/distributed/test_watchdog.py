@@ -142,7 +142,7 @@ def _stop_for(seconds: float) -> None:
 
 
 def _train_while_a_rank_is_stopped(
-    mode_name: Sharding, seconds: float, *, silence: float | None = None, limit: float = 1800.0
+    mode_name: Sharding, seconds: float, *, silence: timedelta | None = None, limit: float = 1800.0
 ) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
@@ -177,10 +177,10 @@ MODES: tuple[Sharding, ...] = ("fsdp", "zero2", "ddp")
 
 
 @pytest.mark.parametrize(
-    ("mode", "silence", "limit"), [("fsdp", None, 3.0), ("zero2", None, 3.0), ("ddp", 2.0, 1800.0)]
+    ("mode", "silence", "limit"), [("fsdp", None, 3.0), ("zero2", None, 3.0), ("ddp", timedelta(seconds=2), 1800.0)]
 )
 def test_a_stopped_rank_is_waited_for_until_the_limit(
-    gloo: ProcessPool, mode: Sharding, silence: float | None, limit: float
+    gloo: ProcessPool, mode: Sharding, silence: timedelta | None, limit: float
 ) -> None:
     waiting, _ = gloo.run_fresh(
         _train_while_a_rank_is_stopped, mode, 6.0, silence=silence, limit=limit, world_size=2, timeout=40.0
@@ -202,7 +202,7 @@ def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) ->
 def _come_too_late() -> str:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     default_store().set_timeout(timedelta(seconds=1.0))
-    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=1.0)
+    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=timedelta(seconds=1.0))
     watchdog.start()
     default_store().set_timeout(timedelta(seconds=30.0))
     try:
