@@ -64,6 +64,8 @@ class Options:
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
         timeout: Of collectives, on every axis of the mesh.
+        max_silence: A rank that gives no sign of life for so long while others wait for it ends the run, with the same
+            error on all ranks that are left. ``None``: four fifths of ``timeout``.
 
     Raises:
         TypeError: For a wrong keyword, with the nearest right one.
@@ -88,6 +90,7 @@ class Options:
     save_distributed_checkpoint: bool = True
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
+    max_silence: timedelta | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, Mapping):
@@ -175,8 +178,9 @@ def _check_values(options: Options) -> None:
         raise ValueError(
             f"process_group_backend must be None or a name such as 'nccl', got {options.process_group_backend!r}"
         )
-    if not (isinstance(options.timeout, timedelta) and options.timeout > timedelta(0)):
-        raise ValueError(f"timeout must be a datetime.timedelta of more than 0 seconds, got {options.timeout!r}")
+    for name, value in (("timeout", options.timeout), ("max_silence", options.max_silence or timedelta(1))):
+        if not (isinstance(value, timedelta) and value > timedelta(0)):
+            raise ValueError(f"{name} must be a datetime.timedelta of more than 0 seconds, got {value!r}")
     _check_wrap_policy(options.wrap_policy)
 
 

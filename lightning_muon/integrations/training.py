@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Training:
         replaced: The parameters that it had before.
         clip_groups: As in :class:`~lightning_muon.integrations.gradient_rules.GradientRules`.
         max_skipped_steps: As there.
+        max_silence: As in :class:`~lightning_muon.integrations.options.Options`.
 
     Attributes:
         optimizers: Those that step it, in the order in which they were set up.
@@ -41,12 +43,14 @@ class Training:
         *,
         clip_groups: ClipGroups,
         max_skipped_steps: int,
+        max_silence: timedelta | None = None,
     ) -> None:
         self.module, self.mode, self.replaced = module, mode, replaced
         self.optimizers: list[torch.optim.Optimizer] = []
         self._options: dict[str, Any] = {"clip_groups": clip_groups, "max_skipped_steps": max_skipped_steps}
         self._handles: list[Handle] = []
         self._rules: _Rules | None = None
+        self._max_silence = max_silence
         self._division: OneDivision | None = None
         self._watchdog: Watchdog | None = None
         self._has_run = False
@@ -233,8 +237,9 @@ class Training:
 
     def _watch(self) -> None:
         self.mode.watch(self.module)
-        if self._watchdog is None and self.mode.unit_order is not None:
-            self._watchdog = Watchdog(self.mode.unit_order)
+        if self._watchdog is None:
+            assert self.mode.unit_order is not None
+            self._watchdog = Watchdog(self.mode.unit_order, silence=self._max_silence)
             self._watchdog.start()
 
     def _require_optimizers(self, what: str) -> _Rules:

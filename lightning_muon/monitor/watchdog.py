@@ -7,14 +7,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import default_store, process_groups
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
+from lightning_muon.monitor.processes import ProcessIdentity
 from lightning_muon.monitor.unblock import break_communication
 from lightning_muon.sharding.unit_notes import Gate
 from lightning_muon.sharding.unit_order import UnitOrder
@@ -22,6 +23,9 @@ from lightning_muon.sharding.unit_order import UnitOrder
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
+# Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
+_SHARE_OF_TIMEOUT = 0.8
+_TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
 
 class Watchdog:
@@ -33,6 +37,10 @@ class Watchdog:
     each other in different collectives, or one has failed or died. A rank that loads data, compiles, writes a
     checkpoint or stands in a debugger proves nothing, so the others wait for it: its thread still says every two
     seconds that it is alive. While ranks get on, the thread only does that and looks at two integers twice a second.
+
+    A rank has died when another rank on its host sees that its process is gone (Linux only). A rank whose process
+    exists, or cannot be seen, may be silent for a long time and healthy: a library that holds the interpreter lock,
+    for example to unpickle a large file, keeps its thread from running. It is given up after ``silence`` seconds.
 
     With gloo, where messages of different sizes end the process, ranks also wait for each other through the store
     before they run units in an order that is new to them, at most for the timeout of the default process group.
@@ -46,8 +54,8 @@ class Watchdog:
         order: Notes of this rank, usually ``GradientAgreement.order``.
         patience: Seconds without progress before a rank publishes its position.
         interval: Seconds between two looks. Proof takes two equal looks.
-        silence: Seconds after which a rank that says nothing is dead. Longer than a thread of Python may be kept from
-            running by a library that holds the interpreter lock.
+        silence: Time without a sign of life after which a rank that the others wait for ends the run. ``None``:
+            four fifths of the timeout of the default process group, after which its collectives would fail anyway.
 
     Example::
 
@@ -60,10 +68,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: float = 20.0
+        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
     ) -> None:
         self._order = order
-        self._patience, self._interval, self._silence = patience, interval, silence
+        self._patience, self._interval = patience, interval
+        self._silence = None if silence is None else silence.total_seconds()
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,6 +83,7 @@ class Watchdog:
         self._gate: str | None = None
         self._gate_keys: dict[str, list[str]] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
+        self._neighbours: dict[int, ProcessIdentity] | None = None
         self._main = threading.main_thread().ident or 0
 
     def start(self) -> None:
@@ -86,6 +96,12 @@ class Watchdog:
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
+        if self._silence is None:
+            # The others notice up to ``patience`` seconds later than the backend starts to count.
+            self._silence = max(
+                _SHARE_OF_TIMEOUT * (self._timeout - self._patience), 4 * _LOOKS_PER_SIGN * self._interval
+            )
+        self._store.set(f"process{self._rank}", ProcessIdentity.current().to_text())
         self._store.set(f"alive{self._rank}", "starts")
         self._num_gates.update(dict.fromkeys(self._order.gate_names, 0))
         self._main = threading.get_ident()
@@ -136,7 +152,7 @@ class Watchdog:
         if self._thread is None or self._closed.is_set():
             return
         self._failure = f"{type(error).__name__}: {error}"[:1000]
-        asks = isinstance(error, RuntimeError) and _ended_in_collective(error.__traceback__)
+        asks = _is_of_communication(error)
         with suppress(RuntimeError):
             self._publish(beat=0)
             if asks:
@@ -222,6 +238,7 @@ class Watchdog:
                 elif time.monotonic() - since >= self._patience - self._interval:
                     beat += 1
                     self._publish(beat)
+                    self._look_for_dead_neighbours()
                     found = self._compare() if self._judges() else None
                     if found is not None and found == problem:
                         self._tell(found)
@@ -234,14 +251,33 @@ class Watchdog:
         self._store.set(f"position{self._rank}", position.with_gates(self._num_gates, self._gate).to_text())
 
     def _judges(self) -> bool:
-        """Whether this rank compares: it is the lowest one that still trains and lives."""
-        return all(self._is_dead(rank) or _has_ended(self._read(rank)) for rank in range(self._rank))
+        """Whether this rank compares: it is the lowest one that still trains and gives signs of life."""
+        return all(
+            self._has_died(rank) or self._is_silent(rank) or _has_ended(self._read(rank)) for rank in range(self._rank)
+        )
 
-    def _is_dead(self, rank: int) -> bool:
+    def _look_for_dead_neighbours(self) -> None:
+        """Tell all ranks which processes on this host are gone: only from here they can be seen."""
+        if self._neighbours is None:
+            keys = [f"process{rank}" for rank in range(self._size)]
+            if not self._store.check(keys):  # Some rank has not started its watchdog yet.
+                return
+            found = dict(enumerate(map(ProcessIdentity.from_text, map(bytes.decode, self._store.multi_get(keys)))))
+            self._neighbours = {rank: process for rank, process in found.items() if process.is_on_this_host}
+        for rank in [rank for rank, process in self._neighbours.items() if process.is_gone()]:
+            self._store.set(f"dead{rank}", "")
+            del self._neighbours[rank]
+
+    def _has_died(self, rank: int) -> bool:
+        """Whether a rank on the same host has seen that the process of this one is gone."""
+        return self._store.check([f"dead{rank}"])
+
+    def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
         key = f"alive{rank}"
         if rank == self._rank or not self._store.check([key]):
             return False
+        assert self._silence is not None, "start comes first"
         sign, now = self._store.get(key), time.monotonic()
         known, since, looked = self._heard.get(rank, (None, now, now))
         if sign != known or now - looked > self._silence / 2:
@@ -256,15 +292,26 @@ class Watchdog:
     def _compare(self) -> str | None:
         """What proves that ranks will never meet."""
         dead: list[int] = []
+        silent: list[int] = []
         found: dict[int, Position] = {}
         for rank in range(self._size):
             position = self._read(rank)
             if position is not None:
                 found[rank] = position
-            if self._is_dead(rank) and not _has_ended(position):
+            if _has_ended(position):
+                continue
+            if self._has_died(rank):
                 dead.append(rank)
+            elif self._is_silent(rank):
+                silent.append(rank)
         if dead:
-            return f"rank {', '.join(map(str, dead))} has died: not a sign of life for {self._silence:.0f} s"
+            return f"rank {_listed(dead)} has died: its process is gone"
+        if silent:
+            return (
+                f"rank {_listed(silent)} has given no sign of life for {self._silence:.0f} s, and others wait for it: "
+                "its process is stopped, its host is gone, or something holds the interpreter lock for longer than "
+                "the options timeout and max_silence allow"
+            )
         return find_mismatch(found, self._order)
 
     def _tell(self, message: str) -> None:
@@ -311,12 +358,20 @@ def _has_ended(position: Position | None) -> bool:
     return position is not None and (position.left or position.failure is not None)
 
 
-def _ended_in_collective(traceback: TracebackType | None) -> bool:
-    """Whether an exception came out of torch.distributed."""
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether a collective has raised, which may be the consequence of what has happened on another rank."""
+    if not isinstance(error, RuntimeError):
+        return False
+    traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     name = "" if traceback is None else traceback.tb_frame.f_code.co_filename
-    return os.path.join("torch", "distributed") in name
+    # A handle that is waited for raises where it is waited for, which may be anywhere.
+    return os.path.join("torch", "distributed") in name or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 
 def _store_ports(store: dist.Store) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,9 +12,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.watchdog import Watchdog, watching
+from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.registry import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded
 from tests.distributed.sharding.models import make_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
@@ -119,7 +125,7 @@ def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> Non
 
 def _die_on_one_rank() -> None:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
-    watchdog = Watchdog(agreement.order, patience=0.5, interval=0.2, silence=1.5)
+    watchdog = Watchdog(agreement.order, patience=0.5, interval=0.2)
     watchdog.start()
     with watchdog.explaining():
         model(inputs_of(0), [0]).sum().backward()
@@ -127,6 +133,63 @@ def _die_on_one_rank() -> None:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         model.layers[1](inputs_of(0), [0])  # In an order that is new, so in the gate.
+
+
+def _stop_for(seconds: float | None) -> None:
+    """Stop this process, as a debugger or a scheduler does, and go on some seconds later, or never."""
+    if seconds is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _train_while_a_rank_is_stopped(
+    mode_name: Sharding, seconds: float | None, *, silence: timedelta | None = None, limit: float = 1800.0
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
+    mode = make_mode(mode_name, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), ModeOptions())
+    mode.prepare(model)
+    mode.watch(model)
+    optimizer = ParallelMuon(model, lr=1e-2)
+    mode.attach(model, [optimizer])
+    assert mode.unit_order is not None
+    watchdog = Watchdog(mode.unit_order, patience=0.5, interval=0.1, silence=silence)
+    default_store().set_timeout(timedelta(seconds=limit))
+    watchdog.start()
+    try:
+        for step in range(3):
+            if dist.get_rank() == 1 and step == 1:
+                _stop_for(seconds)
+            with watchdog.explaining():
+                model(torch.ones(3, 7)).square().mean().backward()
+                mode.finish_gradients()
+                optimizer.step()
+                mode.end_step()
+                mode.finish_parameters()
+                optimizer.zero_grad()
+    finally:
+        watchdog.close()
+
+
+MODES: tuple[Sharding, ...] = ("fsdp", "zero2", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("mode", "silence", "limit"), [("fsdp", None, 3.0), ("zero2", None, 3.0), ("ddp", timedelta(seconds=2), 1800.0)]
+)
+def test_a_stopped_rank_is_waited_for_until_the_limit(
+    gloo: ProcessPool, mode: Sharding, silence: timedelta | None, limit: float
+) -> None:
+    # Raised, or printed by a process that had to end itself since its connection to the stopped one cannot be broken.
+    with pytest.raises(RanksFailedError, match=r"rank 1 has given no sign of life for 2 s"):
+        gloo.run_fresh(
+            _train_while_a_rank_is_stopped, mode, None, silence=silence, limit=limit, world_size=2, timeout=40.0
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_is_silent_for_less_is_no_dead_one(gloo: ProcessPool, mode: Sharding) -> None:
+    gloo.run_fresh(_train_while_a_rank_is_stopped, mode, 3.0, world_size=2, timeout=40.0)
 
 
 def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) -> None:
@@ -138,7 +201,7 @@ def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) ->
 def _come_too_late() -> str:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     default_store().set_timeout(timedelta(seconds=1.0))
-    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=1.0)
+    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=timedelta(seconds=1.0))
     watchdog.start()
     default_store().set_timeout(timedelta(seconds=30.0))
     try:

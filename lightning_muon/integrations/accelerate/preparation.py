@@ -91,6 +91,7 @@ def divide(accelerator: Any, module: nn.Module, meshes: Meshes) -> PreparedTrain
         replaced,
         clip_groups=options.clip_groups,
         max_skipped_steps=options.config.max_skipped_steps,
+        max_silence=options.max_silence,
     )
 
 

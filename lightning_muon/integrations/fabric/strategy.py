@@ -110,6 +110,7 @@ class ParallelMuonFabric(FabricEnvironment):
             replaced,
             clip_groups=self.options.clip_groups,
             max_skipped_steps=self.options.config.max_skipped_steps,
+            max_silence=self.options.max_silence,
         )
         self._trainings.append(training)
         # Not this training: the module may be set up again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -27,6 +29,45 @@ _READ_EARLY = (
 )
 
 
+class SigtermHandler:
+    """Keeps the handler of SIGTERM from hiding an error.
+
+    Lightning's handler broadcasts. Launchers send SIGTERM to the ranks that are left when one has failed, where the
+    communication is broken: the broadcast then raises, in the middle of clearing up, and its error takes the place of
+    the one that says what has happened. So from an error on SIGTERM is ignored; the process ends anyway. If the
+    program catches the error and trains on, the handler is put back.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+
+    @contextmanager
+    def ignored_after_error(self) -> Generator[None]:
+        """Ignore SIGTERM once the block has raised; the end of an iteration is no error."""
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
+            raise
+        except BaseException:
+            self.ignore()
+            raise
+
+    def ignore(self) -> None:
+        """From now on nothing happens on SIGTERM, if that was a function's business; local, main thread."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            self._kept = handler
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Put back what :meth:`ignore` has taken away, unless there is another handler now; local, main thread."""
+        if self._kept is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, self._kept)
+        self._kept = None
+
+
 class RunningStrategy:
     """Runs the user's steps on a sharded module, and keeps its gradients and buffers equal in meaning on all ranks."""
 
@@ -43,6 +84,7 @@ class RunningStrategy:
         self._tokens: TokenCount | None = None
         self._watchdog: Watchdog | None = None
         self._is_explaining = False
+        self._sigterm = SigtermHandler()
         super().__init__(**kwargs)
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -161,8 +203,9 @@ class RunningStrategy:
             yield
             return
         self._is_explaining = True
+        self._sigterm.restore()
         try:
-            with self._watchdog.explaining():
+            with self._watchdog.explaining(), self._sigterm.ignored_after_error():
                 yield
         finally:
             self._is_explaining = False

@@ -102,6 +102,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
         process_group_backend: str | None = Options.process_group_backend,
         timeout: timedelta = Options.timeout,
+        max_silence: timedelta | None = Options.max_silence,
     ) -> None:
         self.options = Options(
             replicate_size=replicate_size,
@@ -122,6 +123,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            max_silence=max_silence,
         )
         self._meshes: Meshes | None = None
         self._first_callback: Any = None
@@ -198,9 +200,9 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self._prepare_training(trainer)
-        if self._mode.unit_order is not None:
-            self._watchdog = Watchdog(self._mode.unit_order)
-            self._watchdog.start()
+        assert self._mode.unit_order is not None
+        self._watchdog = Watchdog(self._mode.unit_order, silence=self.options.max_silence)
+        self._watchdog.start()
         self.setup_precision_plugin()
 
     def _options_of(self, trainer: Any) -> ModeOptions:
@@ -284,6 +286,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
+        self._sigterm.ignore()
         if self._watchdog is not None:
             self._watchdog.failed(exception)
         self._show_own_weights()

@@ -64,9 +64,11 @@ class Ddp(ShardingMode):
         """As in :class:`ShardingMode`."""
         assert self._reducer is not None, "attach comes first"
         self._reducer.finish()
+        self._note_step()
 
     def close(self) -> None:
         """As in :class:`ShardingMode`."""
+        self._end_watch()
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

@@ -41,7 +41,6 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
-        self._order: UnitOrder | None = None
         self._agreement: GradientAgreement | None = None
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = node_mesh(mesh) if options.decoupled_nodes else mesh
@@ -106,11 +105,6 @@ class Fsdp(ShardingMode):
         across = axis_group(self.mesh, (0,))
         return clip_norm_(parameters, max_norm * root, layout=self.layout, pipeline=across) / root
 
-    @property
-    def unit_order(self) -> UnitOrder | None:
-        """As in :class:`ShardingMode`."""
-        return self._order
-
     def finish_evaluation(self) -> None:
         """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.
 
@@ -130,6 +124,4 @@ class Fsdp(ShardingMode):
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        self._end_watch()

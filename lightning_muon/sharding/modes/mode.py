@@ -76,13 +76,16 @@ class ShardingMode(ABC):
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
+        self._order: UnitOrder | None = None
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
         """Give all ranks the weights and buffers of the first one, and divide the parameters."""
 
-    def watch(self, module: nn.Module) -> None:  # noqa: B027 - most modes need not
+    def watch(self, module: nn.Module) -> None:
         """Begin to note what must be equal on all ranks, for a training or an evaluation; may be called again."""
+        if self._order is None:
+            self._order = UnitOrder(module, self.mesh)
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -126,10 +129,21 @@ class ShardingMode(ABC):
     def finish_parameters(self) -> None:  # noqa: B027
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
 
+    def _end_watch(self) -> None:
+        """The end of what :meth:`watch` has begun; local."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+    def _note_step(self) -> None:
+        """This rank has ended a step; for modes whose communication does not depend on the units. Local."""
+        if self._order is not None:
+            self._order.restart()
+
     @property
     def unit_order(self) -> UnitOrder | None:
-        """Notes on the units that this rank runs, where running others than the other ranks ends in a hang. Local."""
-        return None
+        """How far this rank is, and the FSDP2 units that it has run, from :meth:`watch` on. Local."""
+        return self._order
 
     @property
     def layout(self) -> Layout:

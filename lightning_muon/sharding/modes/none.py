@@ -66,4 +66,5 @@ class Undivided(ShardingMode):
             self._results.keep(parameter)
 
     def close(self) -> None:
-        """Nothing."""
+        """Remove the hooks; local."""
+        self._end_watch()

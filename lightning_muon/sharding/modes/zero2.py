@@ -113,6 +113,7 @@ class Zero2(ShardingMode):
         """As in :class:`ShardingMode`."""
         assert self._running is not None, "attach comes first"
         self._running.layout.finish_gradients()
+        self._note_step()
 
     def begin_forward(self) -> None:
         """As in :class:`ShardingMode`: what belongs to no unit has no forward that waits for it."""
@@ -135,6 +136,7 @@ class Zero2(ShardingMode):
         Raises:
             RuntimeError: If they do not arrive, because other ranks are gone.
         """
+        self._end_watch()
         if self._running is not None:
             running, self._running = self._running, None
             running.reducer.close()
