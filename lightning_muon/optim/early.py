@@ -101,7 +101,9 @@ class SentEarly(ABC):
             key: A chunk; one that this rank has not sent does not differ.
             gradients: Local gradients now, all of the chunk.
         """
-        return self._differs(key, gradients) if self.is_sent(key) else torch.tensor(False)
+        if self.is_sent(key):
+            return self._differs(key, gradients)
+        return torch.zeros((), dtype=torch.bool, device=local_tensor(self._chunks[key][0]).device)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.

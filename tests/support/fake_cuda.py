@@ -161,12 +161,14 @@ def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     if not kwargs.get("pin_memory"):
         return func(*args, **kwargs)
     tensor = func(*args, **kwargs | {"pin_memory": False})
-    active().pinned.append(StorageWeakRef(tensor.untyped_storage()))
+    storage = tensor.untyped_storage()
+    active().pinned[storage._cdata] = StorageWeakRef(storage)
     return tensor
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return any(each.cdata == tensor.untyped_storage()._weak_ref().cdata for each in active().pinned)
+    known = active().pinned.get(tensor.untyped_storage()._cdata)
+    return known is not None and not known.expired()
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:

@@ -130,9 +130,11 @@ class Simulation:
         self.comms: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.stack: list[Stream] = []
-        self.pinned: list[StorageWeakRef] = []
+        self.pinned: dict[int, StorageWeakRef] = {}
         self._communicators: dict[str, Stream] = {}
         self._memory: dict[int, _Memory] = {}
+        # Memory that the allocator of a stream may give out again.
+        self._free: dict[str, list[_Memory]] = {}
 
     @property
     def current(self) -> Stream:
@@ -184,22 +186,31 @@ class Simulation:
             self._memory_of(tensor.untyped_storage()).recorded.append(stream)
 
     def look_for_freed(self) -> None:
-        """Of memory that has gone: were all uses known to the stream that may use it again at once?"""
+        """Let the allocators have the memory of tensors that have gone."""
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             memory = self._memory.pop(key)
-            owner = memory.owner
             # record_stream: the allocator waits for what that stream has been given so far, and what it waits for.
-            known = [owner.clock, self.host, *({**each.clock, each.id: sys.maxsize} for each in memory.recorded)]
-            for name, time in memory.last.items():
-                if self.on and name != owner.id and all(clock.get(name, 0) < time for clock in known):
-                    label = next((each.label for each in reversed(memory.accesses) if each.stream == name), "?")
-                    self.found[f"FREE memory of {owner.id} freed while {name} may use it: last {label}"] += 1
+            known = [self.host, *({**each.clock, each.id: sys.maxsize} for each in memory.recorded)]
+            memory.last = {
+                name: time for name, time in memory.last.items() if all(clock.get(name, 0) < time for clock in known)
+            }
+            self._free.setdefault(memory.owner.id, []).append(memory)
 
     def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
         memory = self._memory.get(storage._cdata)
         if memory is None or memory.alive.expired():
+            self.look_for_freed()
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current)
+            self._reuse(self.current)
         return memory
+
+    def _reuse(self, owner: Stream) -> None:
+        """An allocation on ``owner`` may get any memory that is free there: must it still wait for another stream?"""
+        for memory in self._free.pop(owner.id, ()):
+            for name, time in memory.last.items():
+                if self.on and name != owner.id and owner.clock.get(name, 0) < time:
+                    last = next((each for each in reversed(memory.accesses) if each.stream == name), "an old use")
+                    self.found[f"FREE memory of {owner.id} is used again before {last} has ended"] += 1
 
 
 _ACTIVE: list[Simulation] = []
