@@ -132,7 +132,9 @@ def _add_square(gram: Tensor, b: float, c: float, panels: Sequence[tuple[int, in
 
 def _mirror_(square: Tensor, start: int, stop: int) -> None:
     """Copy the rows ``start:stop`` left of the diagonal block to above it."""
-    if start:
+    if start and square.is_cuda:
+        square[:start, start:stop].copy_(square[start:stop, :start].mT)
+    elif start:
         # Transposing contiguous memory is up to 14 times as fast as transposing views on a CPU.
         square[:start, start:stop] = square[start:stop, :start].contiguous().mT.contiguous()
 

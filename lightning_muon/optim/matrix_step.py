@@ -169,7 +169,7 @@ class MatrixStep:
             verdict: Called before anything changes, as late as possible; raises, on all ranks, to give up the step.
             numbers: Values of hyper-parameters that are tensors on a device, once ``verdict`` has been called.
         """
-        self._inputs = _Inputs(gradients, states, adamw, verdict, numbers or {})
+        self._inputs = _Inputs(gradients, states, adamw, verdict, {} if numbers is None else numbers)
         self._committed.clear()
         for key, chunk in self.chunks.items():
             if key not in valid_early:
@@ -298,8 +298,9 @@ class MatrixStep:
             for index, job in enumerate(jobs):
                 by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
-                updates = [update_of[jobs[index]] for index in members]
-                torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
+                targets = [views[index] for index in members]
+                updates = _as_type_of(targets[0], [update_of[jobs[index]] for index in members])
+                torch._foreach_add_(targets, updates, alpha=-(lr * scale))
         self._tell_of_updates(transfer.jobs)
         return ()
 
@@ -350,6 +351,15 @@ class MatrixStep:
             self._grads(jobs),
             [job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
         )
+
+
+def _as_type_of(target: Tensor, updates: list[Tensor]) -> list[Tensor]:
+    """The updates, on CUDA in the dtype of ``target``: of two dtypes torch adds one tensor after the other there."""
+    if not target.is_cuda or updates[0].dtype == target.dtype:
+        return updates
+    converted = [torch.empty(update.shape, dtype=target.dtype, device=target.device) for update in updates]
+    torch._foreach_copy_(converted, updates)
+    return converted
 
 
 def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[Op]:

@@ -312,6 +312,7 @@ def world(size: int, *, rank: int = 0, races: bool = True) -> Iterator[Simulatio
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
         mock.patch("lightning_muon.comm.mesh.inherit_timeout"),
+        mock.patch("lightning_muon.optim.early.at_end_of_backward", simulation.at_end_of_backward.append),
     ):
         try:
             yield simulation
@@ -329,7 +330,7 @@ _pointer_of = torch.UntypedStorage.data_ptr
 
 def _storage_pointer(storage: torch.UntypedStorage) -> int:
     """Tells storages apart that have no memory."""
-    return storage._cdata if storage.device.type == "cuda" else _pointer_of(storage)
+    return storage._cdata if storage.device.type in ("cuda", "meta") else _pointer_of(storage)
 
 
 def _data_ptr(tensor: Tensor) -> int:

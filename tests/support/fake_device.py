@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,8 @@ class Simulation:
         on: Whether anything is reported and counted now.
         completed: What ``is_completed()`` of handles and ``query()`` of events say.
         host: What the host has waited for.
+        at_end_of_backward: To be called when the backward pass that runs now has ended.
+        num_steps: Steps that were watched.
     """
 
     def __init__(self, *, races: bool) -> None:
@@ -128,6 +130,8 @@ class Simulation:
         self.launches: Counter[str] = Counter()
         self.ops: Counter[str] = Counter()
         self.comms: Counter[str] = Counter()
+        self.at_end_of_backward: list[Callable[[], None]] = []
+        self.num_steps = 0
         self.streams: list[Stream] = []
         self.stack: list[Stream] = []
         self.pinned: dict[int, StorageWeakRef] = {}
@@ -141,10 +145,17 @@ class Simulation:
         """The current stream of the host."""
         return self.stack[-1]
 
-    def begin_step(self) -> None:
-        """Count launches and communications from here on."""
+    def begin_step(self, *, on: bool) -> None:
+        """Count launches and communications from here on, and report what is found if ``on``."""
+        self.on = on
+        self.num_steps += on
         for counts in (self.launches, self.ops, self.comms):
             counts.clear()
+
+    def end_backward(self) -> None:
+        """Call what waits for the end of the backward pass."""
+        while self.at_end_of_backward:
+            self.at_end_of_backward.pop(0)()
 
     def sync(self, what: str, clock: Clock | None = None) -> None:
         """The host waits for the current stream, or for what ``clock`` knows."""

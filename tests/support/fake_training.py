@@ -19,7 +19,7 @@ from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 from tests.support.fake_cuda import Tracker, world
-from tests.support.fake_device import Simulation
+from tests.support.fake_device import Simulation, active
 
 Found = Sequence[tuple[ParameterShape, nn.Parameter]]
 # Steps before the one that is watched: the first makes the plan and the buffers.
@@ -117,7 +117,8 @@ class Backward:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 _reduce(tensors, device)
                 reduced = self._stream.record_event()
-            default.wait_event(reduced)
+        default.wait_event(reduced)
+        active().end_backward()
 
 
 def _reduce(tensors: Sequence[nn.Parameter], device: str) -> None:
@@ -147,11 +148,13 @@ def run_fsdp(
     size: int,
     *,
     replicas: int = 1,
-    steps: int = 4,
+    steps: int = 3,
     clip: bool = False,
     races: bool = True,
     watch: bool = True,
     device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
+    lr_on_device: bool = False,
     timing: list[tuple[float, float]] | None = None,
     **options: Any,
 ) -> tuple[Simulation, ParallelMuon]:
@@ -166,19 +169,22 @@ def run_fsdp(
         races: Look for races and unsafe frees.
         watch: Look at all.
         device: "cuda", or "meta" for the time of Python alone.
+        dtype: Of the parameters.
+        lr_on_device: The learning rate is a tensor on the device.
         timing: Gets the seconds of backward and of step, for each step.
         options: Of ParallelMuon.
     """
     with world(size, races=races) as simulation, contextlib.ExitStack() as modes:
         if device == "cuda":
             modes.enter_context(Tracker())
-        found = weights(shapes, mesh_of(size, replicas), device=device)
+        found = weights(shapes, mesh_of(size, replicas), device=device, dtype=dtype)
         groups, fused = groups_of(found)
+        if lr_on_device:
+            options["lr"] = torch.zeros((), device=device)
         optimizer = ParallelMuon(groups, fused=fused, **options)
         backward = Backward(found)
         for step in range(steps):
-            simulation.on = watch and step >= _WARM_UP
-            simulation.begin_step()
+            simulation.begin_step(on=watch and step >= _WARM_UP)
             start = time.perf_counter()
             backward.run(device)
             half = time.perf_counter()
@@ -196,7 +202,7 @@ def run_flexdemo(
     size: int,
     *,
     replicas: int = 2,
-    steps: int = 4,
+    steps: int = 3,
     completed: bool = True,
     races: bool = True,
     **options: Any,
@@ -212,8 +218,7 @@ def run_flexdemo(
         optimizer = FlexDeMo(groups, mesh=mesh, fused=fused, check_every=0, **options)
         backward = Backward(found)
         for step in range(steps):
-            simulation.on = step >= _WARM_UP
-            simulation.begin_step()
+            simulation.begin_step(on=step >= _WARM_UP)
             backward.run()
             optimizer.step()
             optimizer.zero_grad()
@@ -243,7 +248,7 @@ def run_zero2(
     size: int,
     *,
     replicas: int = 1,
-    steps: int = 4,
+    steps: int = 3,
     clip: bool = False,
     races: bool = True,
     sharding: str = "zero2",
@@ -261,8 +266,7 @@ def run_zero2(
         optimizer = ParallelMuon(groups_of(net.found)[0], **options)
         mode.attach(net, [optimizer])
         for step in range(steps):
-            simulation.on = step >= _WARM_UP
-            simulation.begin_step()
+            simulation.begin_step(on=step >= _WARM_UP)
             optimizer.zero_grad()
             for _, tensor in reversed(net.found):
                 with torch.no_grad():
