@@ -81,11 +81,13 @@ def test_without_a_check_nothing_is_waited_for() -> None:
     assert not simulation.syncs and not simulation.found
 
 
-def test_flexdemo_does_not_encode_on_the_stream_of_the_reduction() -> None:
+def test_flexdemo_encodes_on_a_stream_of_its_own_and_looks_at_a_buffer_at_once() -> None:
     simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward")
 
     # The gradients themselves, one for each unit.
     assert simulation.launches["reduce_scatter"] == 5
+    # One buffer, early and at the step.
+    assert simulation.ops["dot"] == 2
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
