@@ -13,6 +13,8 @@ from lightning_muon.optim.binding import Binding, BoundParameter
 from lightning_muon.params.layout import Layout, local_tensor
 
 _NOTHING_READ: Mapping[Tensor, float] = {}
+# Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
+_LEAST_ALONE = 1 << 20
 
 
 def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
@@ -29,6 +31,25 @@ def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:
     if not isinstance(value, Tensor):
         return value
     return numbers[value] if value in numbers else float(value)
+
+
+def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: float) -> None:
+    """Targets <- targets + alpha * updates, in the dtype of the targets, which are equal.
+
+    On CUDA torch adds tensors of two dtypes one after the other. Small updates are converted first, all at once.
+    """
+    rest = list(zip(targets, updates, strict=True))
+    if targets[0].is_cuda and updates[0].dtype != targets[0].dtype:
+        small = [(target, update) for target, update in rest if update.numel() < _LEAST_ALONE]
+        rest = [(target, update) for target, update in rest if update.numel() >= _LEAST_ALONE]
+        if small:
+            converted = [
+                torch.empty(update.shape, dtype=target.dtype, device=target.device) for target, update in small
+            ]
+            torch._foreach_copy_(converted, [update for _, update in small])
+            torch._foreach_add_([target for target, _ in small], converted, alpha=alpha)
+    if rest:
+        torch._foreach_add_([target for target, _ in rest], [update for _, update in rest], alpha=alpha)
 
 
 def adamw_step_(

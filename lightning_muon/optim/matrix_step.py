@@ -15,7 +15,7 @@ from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
 from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
-from lightning_muon.optim.elementwise import number
+from lightning_muon.optim.elementwise import add_scaled_, number
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.runtime.executor import make_executor
@@ -298,9 +298,8 @@ class MatrixStep:
             for index, job in enumerate(jobs):
                 by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
-                targets = [views[index] for index in members]
-                updates = _as_type_of(targets[0], [update_of[jobs[index]] for index in members])
-                torch._foreach_add_(targets, updates, alpha=-(lr * scale))
+                updates = [update_of[jobs[index]] for index in members]
+                add_scaled_([views[index] for index in members], updates, -(lr * scale))
         self._tell_of_updates(transfer.jobs)
         return ()
 
@@ -351,15 +350,6 @@ class MatrixStep:
             self._grads(jobs),
             [job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
         )
-
-
-def _as_type_of(target: Tensor, updates: list[Tensor]) -> list[Tensor]:
-    """The updates, on CUDA in the dtype of ``target``: of two dtypes torch adds one tensor after the other there."""
-    if not target.is_cuda or updates[0].dtype == target.dtype:
-        return updates
-    converted = [torch.empty(update.shape, dtype=target.dtype, device=target.device) for update in updates]
-    torch._foreach_copy_(converted, updates)
-    return converted
 
 
 def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[Op]:
