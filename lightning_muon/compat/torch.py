@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,14 @@ def init_fsdp_root(root: FSDPModule) -> None:
     Uses ``FSDPModule._get_fsdp_state`` and ``FSDPState._lazy_init`` (2.11 to 2.13).
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that runs now has ended, with the caller's streams current.
+
+    Uses ``torch.autograd.Variable._execution_engine.queue_callback`` (2.11 to 2.13), as FSDP2 does.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+from lightning_muon.comm.host_copy import start_reading
 from lightning_muon.comm.mesh import AxisGroup, host_group
 
 _WHAT_TO_DO = "call self.trainer.strategy.report_tokens(n) in training_step"
 _EXPECTED = "a whole number of at least 0, or a 0-d tensor of integers or float32"
 
-# What was reported at a time; a text says what it was instead of a count.
-_Report = int | float | Tensor | str
+# What was reported at a time: a number, what gives one, or a text that says what it was instead of a count.
+_Report = int | float | Callable[[], int | float] | str
 
 
 @dataclass
@@ -153,11 +154,18 @@ class TokenCount:
 
 
 def _report(num_tokens: Any) -> _Report:
-    """What is kept of a report, without waiting for a device; a tensor is copied, since its owner may change it."""
+    """What is kept of a report, without waiting for a device.
+
+    A tensor is copied to the host at once, since its owner may change it, and so that reading it waits for the device
+    only up to here, and not for the rest of the micro-batch.
+    """
     if isinstance(num_tokens, Tensor):
         kind = f"a {type(num_tokens).__name__} {tuple(num_tokens.shape)} of {num_tokens.dtype} as its"
         is_number = num_tokens.ndim == 0 and not isinstance(num_tokens, DTensor) and _counts_exactly(num_tokens.dtype)
-        return num_tokens.detach().clone() if is_number else kind
+        if not is_number:
+            return kind
+        read = start_reading([num_tokens])
+        return lambda: read()[0][0]
     if isinstance(num_tokens, numbers.Real) and not isinstance(num_tokens, bool):
         return int(num_tokens) if isinstance(num_tokens, numbers.Integral) else float(num_tokens)
     return f"{num_tokens!r} as its"
@@ -174,25 +182,14 @@ def _tokens_and_problem(window: _Window) -> tuple[float, str]:
     for problem in window.problems:
         return 0.0, f"rank {rank} {problem}"
     total = 0
-    on_the_host = _read(value for reports in window.reports for value in reports if isinstance(value, Tensor))
     for index, reports in enumerate(window.reports, start=1):
         where = f"in micro-batch {index} of {len(window.reports)}"
         if not reports:
             return 0.0, f"rank {rank} reported no tokens {where}; {_WHAT_TO_DO}, also where n is 0"
         for report in reports:
-            value = next(on_the_host) if isinstance(report, Tensor) else report
+            value = report() if callable(report) else report
             if isinstance(value, str) or not (math.isfinite(value) and value >= 0 and value == int(value)):
                 found = value if isinstance(value, str) else f"{value} as its"
                 return 0.0, f"rank {rank} reported {found} number of tokens {where}; {_WHAT_TO_DO}, with {_EXPECTED}"
             total += int(value)
     return float(total), ""
-
-
-def _read(tensors: Iterable[Tensor]) -> Iterator[int | float]:
-    """The values of 0-d tensors; waits once for each device and dtype (a common dtype would round large integers)."""
-    listed = list(tensors)
-    values: dict[int, int | float] = {}
-    for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in listed):
-        same = [index for index, tensor in enumerate(listed) if (tensor.device, tensor.dtype) == kind]
-        values.update(zip(same, torch.stack([listed[index] for index in same]).tolist(), strict=True))
-    return iter([values[index] for index in range(len(listed))])

@@ -19,8 +19,9 @@ _PANEL_ROWS = {"cpu": 192, "cuda": 1024}
 _LEAST_PANELED = {"cpu": 512, "cuda": 4096}
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py); below 24 a batched product may add in another
-# order than a single one, and what a matrix is batched with must not change its update. CUDA: chosen, since launches
-# dominate below 1024; not measured.
+# order than a single one, and on a CPU what a matrix is batched with does not change its update. CUDA: chosen, since
+# launches dominate below 1024; not measured. There the bits may depend on the batch, so that ranks which repeat a
+# matrix must repeat its batch (optim/homes.py).
 _BATCHED = {"cpu": (32, 256), "cuda": (1, 1024)}
 
 
@@ -132,7 +133,9 @@ def _add_square(gram: Tensor, b: float, c: float, panels: Sequence[tuple[int, in
 
 def _mirror_(square: Tensor, start: int, stop: int) -> None:
     """Copy the rows ``start:stop`` left of the diagonal block to above it."""
-    if start:
+    if start and square.is_cuda:
+        square[:start, start:stop].copy_(square[start:stop, :start].mT)
+    elif start:
         # Transposing contiguous memory is up to 14 times as fast as transposing views on a CPU.
         square[:start, start:stop] = square[start:stop, :start].contiguous().mT.contiguous()
 

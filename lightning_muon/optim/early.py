@@ -14,11 +14,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.compat.torch import at_end_of_backward
 from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.params.layout import local_tensor
@@ -64,6 +66,8 @@ class SentEarly(ABC):
                 self._keys_of.setdefault(tensor, []).append(key)
         self._arrivals = {tensor: Arrivals() for tensor in self._keys_of}
         self._num_steps = 0
+        # On CUDA gradients are read on a stream of its own, and whoever writes to them has to come after that.
+        self._reads_late = local_tensor(next(iter(self._keys_of))).is_cuda if self._keys_of else False
         self._remove_hooks = watch_gradients(self, self._keys_of, SentEarly.arrived)
 
     @abstractmethod
@@ -77,6 +81,10 @@ class SentEarly(ABC):
     @abstractmethod
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`_start` would now send other bits than it has sent; a bool on the device."""
+
+    @abstractmethod
+    def _wait_until_read(self, key: str) -> None:
+        """Go on when a chunk that was sent has read its gradients; on CUDA only the current stream waits."""
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks of these parameters, in their order."""
@@ -101,7 +109,9 @@ class SentEarly(ABC):
             key: A chunk; one that this rank has not sent does not differ.
             gradients: Local gradients now, all of the chunk.
         """
-        return self._differs(key, gradients) if self.is_sent(key) else torch.tensor(False)
+        if self.is_sent(key):
+            return self._differs(key, gradients)
+        return torch.zeros((), dtype=torch.bool, device=local_tensor(self._chunks[key][0]).device)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
@@ -182,6 +192,8 @@ class SentEarly(ABC):
                 return
             progress.is_sent = True
             self._start(key, {tensor: local_gradient(tensor) for tensor in self._chunks[key]})
+            if self._reads_late:
+                at_end_of_backward(partial(self._wait_until_read, key))
 
 
 def filled(tensors: Sequence[Tensor], gradients: Gradients) -> Gradients:

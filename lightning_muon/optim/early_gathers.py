@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep, States
+from lightning_muon.schedule.kinds import MOMENTUM
 
 
 class EarlyGathers(SentEarly):
@@ -31,6 +32,9 @@ class EarlyGathers(SentEarly):
 
     def _start(self, key: str, gradients: Gradients) -> None:
         self._step.start_early(key, gradients, self._states)
+
+    def _wait_until_read(self, key: str) -> None:
+        self._step.executor.wait(f"{MOMENTUM}[{key}]")
 
     def _drop(self, key: str) -> None:
         self._step.drop_early(key)

@@ -12,6 +12,10 @@ from torch.optim.adamw import adamw
 from lightning_muon.optim.binding import Binding, BoundParameter
 from lightning_muon.params.layout import Layout, local_tensor
 
+_NOTHING_READ: Mapping[Tensor, float] = {}
+# Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
+_LEAST_ALONE = 1 << 20
+
 
 def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     """State of one parameter, with the keys of ``torch.optim.AdamW``; the moments are laid out like the parameter."""
@@ -22,8 +26,38 @@ def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     }
 
 
+def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:
+    """A hyper-parameter as a number; a tensor that is not among the known ``numbers`` is read from its device."""
+    if not isinstance(value, Tensor):
+        return value
+    return numbers[value] if value in numbers else float(value)
+
+
+def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: float) -> None:
+    """Targets <- targets + alpha * updates, in the dtype of the targets, which are equal.
+
+    On CUDA torch adds tensors of two dtypes one after the other. Small updates are converted first, all at once.
+    """
+    rest = list(zip(targets, updates, strict=True))
+    if targets[0].is_cuda and updates[0].dtype != targets[0].dtype:
+        small = [(target, update) for target, update in rest if update.numel() < _LEAST_ALONE]
+        rest = [(target, update) for target, update in rest if update.numel() >= _LEAST_ALONE]
+        if small:
+            converted = [
+                torch.empty(update.shape, dtype=target.dtype, device=target.device) for target, update in small
+            ]
+            torch._foreach_copy_(converted, [update for _, update in small])
+            torch._foreach_add_([target for target, _ in small], converted, alpha=alpha)
+    if rest:
+        torch._foreach_add_([target for target, _ in rest], [update for _, update in rest], alpha=alpha)
+
+
 def adamw_step_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any]
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    numbers: Mapping[Tensor, float] = _NOTHING_READ,
 ) -> None:
     """One AdamW step in place for local tensors of one param group.
 
@@ -46,16 +80,21 @@ def adamw_step_(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=float(group["lr"]),
+        lr=number(group["lr"], numbers),
         weight_decay=group["weight_decay"],
         eps=group["adamw_eps"],
         maximize=False,
     )
 
 
-def sgd_step_(params: Sequence[Tensor], grads: Sequence[Tensor], group: dict[str, Any]) -> None:
+def sgd_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    group: dict[str, Any],
+    numbers: Mapping[Tensor, float] = _NOTHING_READ,
+) -> None:
     """Params <- (1 - lr * weight_decay) * params - lr * grads, for local tensors of one param group."""
-    lr = float(group["lr"])
+    lr = number(group["lr"], numbers)
     if group["weight_decay"]:
         for param in params:
             # Not torch._foreach_mul_, which rounds the factor to bfloat16 for such weights on a CPU.
@@ -63,16 +102,21 @@ def sgd_step_(params: Sequence[Tensor], grads: Sequence[Tensor], group: dict[str
     torch._foreach_add_(list(params), list(grads), alpha=-lr)
 
 
-def step_sgd_(binding: Binding, gradients: Mapping[Tensor, Tensor]) -> None:
+def step_sgd_(binding: Binding, gradients: Mapping[Tensor, Tensor], numbers: Mapping[Tensor, float]) -> None:
     """One SGD step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
     for tensors, group in _together(binding, gradients):
         sgd_step_(
-            [binding.layout.local(tensor) for tensor in tensors], [gradients[tensor] for tensor in tensors], group
+            [binding.layout.local(tensor) for tensor in tensors],
+            [gradients[tensor] for tensor in tensors],
+            group,
+            numbers,
         )
         binding.layout.updated(tensors)
 
 
-def step_elementwise_(binding: Binding, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any]) -> None:
+def step_elementwise_(
+    binding: Binding, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any], numbers: Mapping[Tensor, float]
+) -> None:
     """One AdamW step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
     for tensors, group in _together(binding, gradients):
         adamw_step_(
@@ -80,6 +124,7 @@ def step_elementwise_(binding: Binding, gradients: Mapping[Tensor, Tensor], stat
             [gradients[tensor] for tensor in tensors],
             [states[tensor] for tensor in tensors],
             group,
+            numbers,
         )
         binding.layout.updated(tensors)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.exchange import start_all_reduce_sum
+from lightning_muon.comm.host_copy import start_reading
 from lightning_muon.comm.mesh import AxisGroup, axis_group
 from lightning_muon.optim.binding import Binding
 from lightning_muon.optim.early import SentEarly
@@ -27,13 +28,16 @@ class Agreement:
     Attributes:
         gradients: Local gradient of every parameter that takes part in the step.
         valid_early: Chunks whose early gather counts.
-        verdict: Where finding out takes a device (CUDA): waits for it, and raises as :func:`agree_on_gradients` does,
-            or :class:`EarlyGathersAreVoid`.
+        verdict: Where finding out takes a device (CUDA), or gradients arrive late: waits for it, and raises as
+            :func:`agree_on_gradients` does, or :class:`EarlyGathersAreVoid`. On CUDA the host waits for the device
+            here, and nowhere else in a step.
+        numbers: Values of hyper-parameters that are tensors on a device; ``verdict`` fills it.
     """
 
     gradients: Gradients
     valid_early: frozenset[str]
     verdict: Callable[[], None] | None = None
+    numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
 
 
 class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step is skipped
@@ -112,6 +116,7 @@ def agree_on_gradients(
         TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
     """
     found = LocalGradients(binding.layout)
+    numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale=is_stale)
     is_late = binding.layout.arrives_late
     looks = _looks_at_once(binding.device) and not is_late
@@ -121,10 +126,10 @@ def agree_on_gradients(
     valid = frozenset(findings.sent) - void
     verdict = None
     if not looks and not findings.must_stop and not findings.is_stale:
-        if not is_late:
-            verdict = _verdict_of_device(binding, found, early, valid, check=error_if_nonfinite)
-        elif error_if_nonfinite:
-            verdict = _late_verdict(binding, found)
+        look = _Look(binding, found, early, valid, numbers, check=error_if_nonfinite)
+        if look.finds_anything:
+            # A look at gradients that are on their way waits for them, on CUDA the stream.
+            verdict = (lambda: look.start()()) if is_late else look.start()
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -134,7 +139,7 @@ def agree_on_gradients(
         found[tensor] = _reduced_gradient(tensor)
     for tensor in findings.partly:
         _fill_in(binding.layout, tensor, found)
-    return Agreement(found, valid, verdict)
+    return Agreement(found, valid, verdict, numbers)
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -246,63 +251,90 @@ def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
     return dict(zip(filled, norms, strict=True))
 
 
-def _verdict_of_device(
-    binding: Binding, found: Gradients, early: SentEarly | None, valid: frozenset[str], *, check: bool
-) -> Callable[[], None]:
-    """Begin to look at the gradients on the device; the result waits for the device and raises.
+class _Look:
+    """What is to be found out about gradients of which the host does not know the values yet.
 
-    Collective over every mesh of the parameters; every rank of it must call it.
+    Args:
+        binding: Meshes and names.
+        found: Local gradients.
+        early: What was sent during backward.
+        valid: Chunks of it that may count.
+        numbers: Filled with the values of hyper-parameters that are tensors on a device.
+        check: Look for NaN and Inf.
     """
-    results: list[tuple[MeshMembers, list[str], Tensor]] = []
-    stop = torch.zeros(1, dtype=torch.bool, device=binding.device)
-    for members in binding.meshes:
-        norms = _norms(members.tensors, found) if check else {}
-        nonfinite = torch.zeros(len(members.tensors), dtype=torch.bool, device=binding.device)
-        places = [index for index, tensor in enumerate(members.tensors) if tensor in norms]
-        if places:
-            nonfinite[places] = torch.stack([norm.float() for norm in norms.values()]).isfinite().logical_not()
-        keys = [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
-        differs = [early.differs(key, found).to(binding.device).reshape(1) for key in keys] if early is not None else []
-        flags = torch.cat([nonfinite, *differs, stop]).int()
-        if members.axes.group is not None:
-            start_all_reduce_sum(flags, members.axes).wait()
-        stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().reshape(1)
-        results.append((members, keys, flags))
 
-    def verdict() -> None:
+    def __init__(
+        self,
+        binding: Binding,
+        found: Gradients,
+        early: SentEarly | None,
+        valid: frozenset[str],
+        numbers: dict[Tensor, float],
+        *,
+        check: bool,
+    ) -> None:
+        self._binding, self._found, self._early, self._check = binding, found, early, check
+        self._numbers = numbers
+        self._unknown = _on_device(binding)
+        self._keys = {
+            members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
+            for members in binding.meshes
+        }
+
+    @property
+    def finds_anything(self) -> bool:
+        """Whether there is anything to find out; the same on all ranks."""
+        return self._check or bool(self._unknown) or any(self._keys.values())
+
+    def start(self) -> Callable[[], None]:
+        """Begin to look at the gradients; the result waits for the device and raises.
+
+        Collective over every mesh of the parameters; every rank of it must call it.
+        """
+        results: list[Tensor] = []
+        stop = torch.zeros(1, dtype=torch.int32, device=self._binding.device)
+        for members, keys in self._keys.items():
+            flags = torch.cat([self._flags(members, keys), stop])
+            axes = members.axes if flags.device.type != "cpu" else members.host
+            if axes.group is not None:
+                start_all_reduce_sum(flags, axes).wait()
+            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+            results.append(flags)
+        read = start_reading([*results, *self._unknown])
+        return lambda: self._conclude(read())
+
+    def _flags(self, members: MeshMembers, keys: Sequence[str]) -> Tensor:
+        """1 for each parameter whose gradient is not finite and for each chunk that differs on this rank, int32."""
+        norms = _norms(members.tensors, self._found) if self._check else {}
+        fine = torch.zeros((), device=self._binding.device)
+        every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
+        differs = [self._early.differs(key, self._found) for key in keys] if self._early is not None else []
+        return torch.cat([every.isfinite().logical_not(), *(each.reshape(1) for each in differs)]).int()
+
+    def _conclude(self, values: Sequence[Sequence[float]]) -> None:
         findings = _Findings(is_stale=False)
-        for members, keys, flags in results:
-            values = iter(flags.tolist())
-            infinite = list(islice(values, len(members.tensors)))
-            findings.nonfinite += tuple(
-                binding.names[tensor] for tensor, count in zip(members.tensors, infinite, strict=True) if count
-            )
-            findings.void += tuple(key for key, count in zip(keys, values, strict=False) if count)
-            findings.must_stop |= any(infinite) or flags[-1].item() > 0
+        for (members, keys), counts in zip(self._keys.items(), values, strict=False):
+            infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -1]
+            names = (self._binding.names[tensor] for tensor in members.tensors)
+            findings.nonfinite += tuple(name for name, count in zip(names, infinite, strict=True) if count)
+            findings.void += tuple(key for key, count in zip(keys, void, strict=True) if count)
+            findings.must_stop |= any(infinite) or counts[-1] > 0
+        numbers = values[len(self._keys) :]
+        self._numbers.update((tensor, number) for tensor, (number,) in zip(self._unknown, numbers, strict=True))
         _raise_if_needed(findings)
         if findings.void:
             raise EarlyGathersAreVoid(frozenset(findings.void))
 
-    return verdict
 
-
-def _late_verdict(binding: Binding, found: Gradients) -> Callable[[], None]:
-    """Looks at the gradients when it is called, which waits until all of them are there, and raises.
-
-    Collective, when called, over every mesh of the parameters; every rank of it must call it.
-    """
-
-    def verdict() -> None:
-        findings = _Findings(is_stale=False)
-        for members in binding.meshes:
-            infinite, (stop,) = _sum_flags(members, _nonfinite(members.tensors, found), [findings.must_stop])
-            findings.nonfinite += tuple(
-                binding.names[tensor] for tensor, count in zip(members.tensors, infinite, strict=True) if count
-            )
-            findings.must_stop |= any(infinite) or stop > 0
-        _raise_if_needed(findings)
-
-    return verdict
+def _on_device(binding: Binding) -> list[Tensor]:
+    """Hyper-parameters that are tensors which the host must wait for."""
+    groups = {id(parameter.group): parameter.group for parameter in binding.parameters}
+    return [
+        value
+        for group in groups.values()
+        for value in group.values()
+        if isinstance(value, Tensor) and value.device.type != "cpu"
+    ]
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:

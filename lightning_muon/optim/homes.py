@@ -74,10 +74,14 @@ class Loads:
         self._owned: list[tuple[ExchangeHome, dict[tuple[int, ...], tuple[int, int]]]] = []
 
     def of(self, home: ExchangeHome) -> list[tuple[int, int]]:
-        """``(FLOPs, bytes)`` of every rank of ``home``."""
+        """``(FLOPs, bytes)`` of every rank of ``home``; the same in each of its replicas.
+
+        Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch
+        may get other bits than alone. Where their loads differ the largest one counts.
+        """
         return [
             (sum(flops for flops, _ in found), sum(size for _, size in found))
-            for found in (self._at(home.mesh, coordinate) for coordinate in home.axes.coordinates)
+            for found in (self._at(home, coordinate) for coordinate in home.axes.coordinates)
         ]
 
     def add(self, home: ExchangeHome, specs: Sequence[MatrixSpec], plan: MuonPlan, itemsize: int) -> None:
@@ -90,8 +94,21 @@ class Loads:
         places = [_project(coordinate, home.mesh_axes) for coordinate in home.axes.coordinates]
         self._owned.append((home, dict(zip(places, loads, strict=True))))
 
-    def _at(self, mesh: DeviceMesh | None, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
-        return [loads[_project(coordinate, home.mesh_axes)] for home, loads in self._owned if home.mesh == mesh]
+    def _at(self, home: ExchangeHome, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The load of each earlier home at this place of ``home``."""
+        return [
+            max(
+                load
+                for place, load in loads.items()
+                if all(
+                    coordinate[axis] == index
+                    for axis, index in zip(earlier.mesh_axes, place, strict=True)
+                    if axis in home.mesh_axes
+                )
+            )
+            for earlier, loads in self._owned
+            if earlier.mesh == home.mesh
+        ]
 
 
 def _project(coordinate: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

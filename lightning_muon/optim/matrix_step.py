@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
 from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
+from lightning_muon.optim.elementwise import add_scaled_, number
 from lightning_muon.optim.transfer import ChunkPieces, Transfer
 from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.runtime.executor import make_executor
@@ -48,19 +49,23 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """What a step works on. ``verdict`` is called once, before weights or state change; it may raise."""
+    """What a step works on.
+
+    ``verdict`` is called once, before weights or state change; it may raise. It fills ``numbers``, the values of
+    hyper-parameters that are tensors on a device.
+    """
 
     gradients: Gradients
     states: States
     adamw: Callable[[], None]
     verdict: Callable[[], None] | None
+    numbers: Mapping[Tensor, float] = field(default_factory=dict[Tensor, float])
     options: dict[tuple[int, str], Any] = field(default_factory=dict[tuple[int, str], Any])
 
     def option(self, group: ParamGroup, key: str) -> Any:
-        """A hyper-parameter as a number; one that is a tensor is read from the device once per step."""
+        """A hyper-parameter as a number; one that is a tensor is read once per step."""
         if (id(group), key) not in self.options:
-            value = group[key]
-            self.options[id(group), key] = float(value) if isinstance(value, Tensor) else value
+            self.options[id(group), key] = number(group[key], self.numbers)
         return self.options[id(group), key]
 
 
@@ -125,15 +130,19 @@ class MatrixStep:
 
     def differs_from_early(self, key: str, gradients: Gradients, states: States) -> Tensor:
         """Whether :meth:`start_early` would now send other bits than it has sent; a bool on the device."""
-        self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
+        # On CUDA they were packed on a stream of their own.
+        self.executor.wait(f"{MOMENTUM}[{key}]")
+        before, self._inputs = self._inputs, _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
         transfer = self._transfers[key]
         same = [
             equal
             for jobs, pieces in self._look_ahead_of(transfer, in_place=False)
             for equal in transfer.is_packed(jobs, pieces)
         ]
-        self._inputs = None
-        return torch.stack(same).all().logical_not() if same else torch.tensor(False)
+        self._inputs = before
+        if not same:
+            return torch.zeros((), dtype=torch.bool, device=self._pool.device)
+        return torch.stack(same).all().logical_not()
 
     def drop_early(self, key: str) -> None:
         """Wait for an early gather whose result is not wanted, and give its buffers back."""
@@ -149,6 +158,7 @@ class MatrixStep:
         adamw: Callable[[], None],
         valid_early: frozenset[str] = frozenset(),
         verdict: Callable[[], None] | None = None,
+        numbers: Mapping[Tensor, float] | None = None,
     ) -> None:
         """Update every matrix that has a gradient, and call ``adamw`` once while the first chunks are on their way.
 
@@ -161,8 +171,9 @@ class MatrixStep:
             adamw: Updates all other parameters.
             valid_early: Chunks that :meth:`start_early` has sent, with what is still the gradient.
             verdict: Called before anything changes, as late as possible; raises, on all ranks, to give up the step.
+            numbers: Values of hyper-parameters that are tensors on a device, once ``verdict`` has been called.
         """
-        self._inputs = _Inputs(gradients, states, adamw, verdict)
+        self._inputs = _Inputs(gradients, states, adamw, verdict, {} if numbers is None else numbers)
         self._committed.clear()
         for key, chunk in self.chunks.items():
             if key not in valid_early:
@@ -299,7 +310,7 @@ class MatrixStep:
                 by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
-                torch._foreach_add_([views[index] for index in members], updates, alpha=-(lr * scale))
+                add_scaled_([views[index] for index in members], updates, -(lr * scale))
         assert self._inputs is not None
         self._layout.updated([tensor for tensor in self._last_of[op.key] if tensor in self._inputs.gradients])
         return ()

@@ -219,9 +219,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         bound.matrix_step.run(
             received.gradients,
             self.state,
-            adamw=lambda: self._step_elementwise(bound.binding, received.gradients),
+            adamw=lambda: self._step_elementwise(bound.binding, received.gradients, agreed.numbers),
             valid_early=received.valid_early,
             verdict=received.verdict,
+            numbers=agreed.numbers,
         )
         self._layout.end_step()
         if bound.early is not None:
@@ -291,9 +292,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """State of the parameters that have none; local."""
         init_state(parameters, self.state)
 
-    def _step_elementwise(self, binding: Binding, gradients: Gradients) -> None:
+    def _step_elementwise(self, binding: Binding, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         """Update the parameters that are no matrices; local."""
-        step_elementwise_(binding, gradients, self.state)
+        step_elementwise_(binding, gradients, self.state, numbers)
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""

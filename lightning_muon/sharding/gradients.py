@@ -56,6 +56,7 @@ class GradientAgreement:
         self._used: list[bool] = []
         self._agreed: dict[int, TensorWeakRef] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._zeros: _Zeros = {}
         if self._everyone.group is not None:
             initialize_roots(module)
             for unit in fsdp_modules(module):
@@ -119,6 +120,8 @@ class GradientAgreement:
             # Frozen weights are watched too, because they may be unfrozen later.
             whole.requires_grad_(True)
             self._hooks.append(whole.register_post_accumulate_grad_hook(self._marker(len(self._places))))
+            if not hasattr(unit, "set_reduce_scatter_unused_params"):
+                self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
             whole.requires_grad_(not is_frozen)
             self._places.append((owner, attribute))
             self._used.append(False)
@@ -127,7 +130,7 @@ class GradientAgreement:
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         else:  # Before torch 2.13.
-            self.order.before_backward[unit] = partial(_fill_with_zeros, wholes)
+            self.order.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         # Not self: Python's garbage collector does not look into the hooks of tensors, so that the model, and with it
@@ -140,11 +143,24 @@ class GradientAgreement:
         return mark
 
 
-def _fill_with_zeros(wholes: Sequence[Tensor]) -> None:
+# Whole weights by their number -> a gradient of zeros that takes no memory.
+_Zeros = dict[int, Tensor]
+
+
+def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
     """Give whole weights without a gradient one of zeros, so that FSDP2 reduces them on all ranks."""
     for whole in wholes:
         if whole.requires_grad and whole.grad is None:
-            whole.grad = torch.zeros_like(whole)
+            zeros[id(whole)] = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+            whole.grad = zeros[id(whole)]
+
+
+def _make_room(reference: TensorWeakRef, zeros: _Zeros, gradient: Tensor) -> None:
+    """Backward is about to add ``gradient``: to nothing, where there are but the zeros that take no memory."""
+    del gradient
+    whole = reference()
+    if whole is not None and zeros.pop(id(whole), None) is whole.grad:
+        whole.grad = None
 
 
 class _ReducedScalars:

@@ -117,6 +117,26 @@ def test_all_chunks_are_on_their_way_when_backward_ends(gloo: ProcessPool) -> No
         assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
 
 
+def _waits_as_on_cuda() -> bool:
+    """Does backward end only when every chunk that it has sent has read its gradients?"""
+    model = sharded((dist.get_world_size(),))
+    optimizer = make_optimizer(model, **EARLY)
+    plain(model, optimizer, 0)
+    optimizer.step()
+    assert optimizer._bound is not None and optimizer._bound.early is not None
+    early = optimizer._bound.early
+    early._reads_late = True
+    with mock.patch.object(early, "_wait_until_read") as wait:
+        plain(model, optimizer, 1)
+    keys = early.keys(set(model.parameters()))
+    optimizer.step()
+    return len(keys) > 1 and [call.args for call in wait.call_args_list] == [(key,) for key in keys]
+
+
+def test_backward_ends_when_what_was_sent_has_read_its_gradients(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_waits_as_on_cuda, world_size=2))
+
+
 def test_accumulation_with_several_reductions_is_learnt(gloo: ProcessPool) -> None:
     for counts in gloo.run(_count_early, accumulated, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 0), (2, 2), (2, 2)]

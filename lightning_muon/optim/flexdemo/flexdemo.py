@@ -357,11 +357,11 @@ class FlexDeMo(PlannedOptimizer):
             agreed.verdict()
         return Agreement(self._nodes().updates(agreed.gradients, agreed.valid_early), frozenset())
 
-    def _step_elementwise(self, binding: Binding, gradients: Gradients) -> None:
+    def _step_elementwise(self, binding: Binding, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         if self.config.base == "sgd":
-            step_sgd_(binding, gradients)
+            step_sgd_(binding, gradients, numbers)
         else:
-            super()._step_elementwise(binding, gradients)
+            super()._step_elementwise(binding, gradients, numbers)
 
     def _step(self) -> None:
         super()._step()

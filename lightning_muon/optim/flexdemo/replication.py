@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_muon.comm.reduce import SideStream
 from lightning_muon.optim.early import SentEarly, filled
 from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes
@@ -55,7 +56,7 @@ class _Seen:
 
     Attributes:
         versions: Where each of them is, and how often torch has written to it, as a DTensor and to the local part.
-        prints: A number for each of them that depends on the value and the place of every element.
+        prints: Numbers that depend on the value and the place of every element.
         scales: Their factors.
     """
 
@@ -69,13 +70,19 @@ class _Seen:
             (gradients[p].data_ptr(), gradients[p]._version, -1 if p.grad is None else p.grad._version)
             for p in parameters
         ]
-        return cls(versions, torch.stack([_fingerprint(gradients[p]) for p in parameters]), scales)
+        return cls(versions, _fingerprints([gradients[p] for p in parameters]), scales)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def _fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """A number for each tensor, 1-D; on CUDA, where many small products cost more than a copy, one for all."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return torch.stack([_fingerprint(part) for part in ([torch.cat(flat)] if flat[0].is_cuda else flat)])
+
+
+def _fingerprint(flat: Tensor) -> Tensor:
     """Dot product of a tensor with numbers drawn at random, some of which repeat; 0-d, float32."""
-    flat = tensor.detach().reshape(-1).float()
-    draws = _draws(tensor.device)
+    flat = flat.float()
+    draws = _draws(flat.device)
     whole = flat.numel() // draws.numel()
     rows = flat[: whole * draws.numel()].view(whole, draws.numel()) @ draws
     rest = flat[whole * draws.numel() :]
@@ -113,13 +120,20 @@ class Replication:
         self._in_flight: dict[str, InFlight] = {}
         self._seen: dict[str, _Seen] = {}
         self._scales, self._delay = scales, delay
+        # What is sent early is encoded beside the reductions of backward, which do not wait for it.
+        self._side = SideStream(local_tensor(buckets[0].parameters[0]).device if buckets else torch.device("cpu"))
         # Number of the next step, equal on all nodes.
         self.step = 0
 
     def start_early(self, key: str, gradients: Gradients) -> None:
         """As :meth:`start`, before the step, which will ask :meth:`differs`."""
-        self._seen[key] = _Seen.of(self.buckets[key].parameters, gradients, self._scales())
-        self.start(key, gradients)
+        with self._side.use():
+            self._seen[key] = _Seen.of(self.buckets[key].parameters, gradients, self._scales())
+            self.start(key, gradients)
+
+    def wait_for_early(self) -> None:
+        """Go on when everything that was sent early is encoded; on CUDA only the current stream waits."""
+        self._side.join()
 
     def start(self, key: str, gradients: Gradients) -> None:
         """Encode a bucket and send it; every gradient is there. The residuals stay as they are.
@@ -135,10 +149,12 @@ class Replication:
 
     def drop(self, key: str) -> None:
         """Wait for a bucket whose result is not wanted."""
+        self.wait_for_early()
         self._in_flight.pop(key).exchange.result(self._rules.merge)
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`start_early` would send something else now; a bool on the device."""
+        self.wait_for_early()
         parameters = self.buckets[key].parameters
         before, now = self._seen[key], _Seen.of(parameters, gradients, self._scales())
         if before.versions == now.versions and before.scales == now.scales:
@@ -155,6 +171,7 @@ class Replication:
             gradients: Local gradient of each parameter that takes part in the step.
             sent: Buckets that are on their way.
         """
+        self.wait_for_early()
         in_flight: list[InFlight] = []
         for key, bucket in self.buckets.items():
             taking_part = frozenset(tensor for tensor in bucket.parameters if tensor in gradients)
@@ -240,6 +257,10 @@ class EarlyExchanges(SentEarly):
 
     def _start(self, key: str, gradients: Gradients) -> None:
         self._replication.start_early(key, gradients)
+
+    def _wait_until_read(self, key: str) -> None:
+        del key
+        self._replication.wait_for_early()
 
     def _drop(self, key: str) -> None:
         self._replication.drop(key)

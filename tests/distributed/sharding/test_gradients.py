@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_muon.sharding import gradients as sharding_gradients
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from tests.distributed.sharding.models import (
@@ -91,6 +93,32 @@ def test_gradients_of_some_ranks_count_and_those_of_none_stay_none(gloo: Process
     for results in gloo.run(_use_branches, True, world_size=2):
         for actual, reference in zip(results, expected, strict=True):
             assert_close(actual, reference)
+
+
+def _use_branches_before_torch_2_13() -> tuple[list[dict[str, Tensor | None]], int]:
+    """As :func:`_use_branches`, and the most memory that a gradient of zeros took."""
+    sizes = [0]
+    fill = sharding_gradients._fill_with_zeros
+
+    def watched(wholes: list[Tensor], zeros: dict[int, Tensor]) -> None:
+        fill(wholes, zeros)
+        sizes.extend(zero.untyped_storage().nbytes() for zero in zeros.values())
+
+    with (
+        mock.patch.object(sharding_gradients, "hasattr", return_value=False, create=True),
+        mock.patch.object(sharding_gradients, "_fill_with_zeros", watched),
+    ):
+        return _use_branches(True), max(sizes)
+
+
+def test_before_torch_2_13_zeros_for_unused_weights_take_no_memory(gloo: ProcessPool) -> None:
+    expected = gloo.run(_use_branches, True, world_size=2)
+    for (results, most), reference in zip(
+        gloo.run(_use_branches_before_torch_2_13, world_size=2), expected, strict=True
+    ):
+        assert most == 4
+        for actual, wanted in zip(results, reference, strict=True):
+            assert_close(actual, wanted)
 
 
 def test_without_agreement_different_branches_break_the_reduction(gloo: ProcessPool) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.compat.torch import (
+    at_end_of_backward,
     collective_counts,
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
@@ -111,3 +112,18 @@ def test_gradients_that_fsdp2_has_not_reduced_can_be_dropped(reduce_dtype: torch
         assert unit.bias.grad.full_tensor().tolist() == [6.0, 6.0]
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_hook_leaves_to_the_end_of_backward_comes_after_all_hooks() -> None:
+    calls: list[str] = []
+
+    def hook(_: torch.Tensor) -> None:
+        calls.append("hook")
+        at_end_of_backward(lambda: calls.append("end"))
+
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    (weights[0] * weights[1]).sum().backward()
+
+    assert calls == ["hook", "hook", "end", "end"]

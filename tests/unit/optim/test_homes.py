@@ -31,3 +31,16 @@ def test_work_that_every_replica_repeats_counts_on_the_same_place_of_each() -> N
     expected = [(100, 16) if place == owner else (0, 0) for place in (0, 1)]
     assert loads.of(replica) == expected
     assert loads.of(grid) == expected * 2
+
+
+def test_replicas_have_the_same_loads_whatever_else_their_ranks_do() -> None:
+    """Mesh (shard, tensor): a matrix over both axes is on one rank, and others are replicated over the second axis."""
+    both = _home((0, 1), ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 0, 0, 0))
+    replicas = [_home((0,), ((0, tensor), (1, tensor)), (0, 0)) for tensor in (0, 1)]
+    loads = Loads()
+    specs = [MatrixSpec(name="w", numel=8, flops=100, held=(2, 2, 2, 2))]
+    plan = plan_step(specs, num_ranks=4, itemsize=2, chunk_bytes=1)
+    (owner,) = plan.owners[0]
+    loads.add(both, specs, plan, itemsize=2)
+    expected = [(100, 16) if place == owner // 2 else (0, 0) for place in (0, 1)]
+    assert [loads.of(home) for home in replicas] == [expected, expected]

@@ -1,0 +1,31 @@
+"""Numbers on their way to the host: their values, whatever their dtype. CUDA: tests/unit/optim/test_on_fake_cuda.py."""
+
+import torch
+
+from lightning_muon.comm.host_copy import start_reading
+
+
+def test_every_dtype_comes_back_as_it_was() -> None:
+    large = 2**62 + 1
+    tensors = [
+        torch.tensor([1, 0], dtype=torch.int32),
+        torch.tensor(large),
+        torch.tensor([True, False, True]),
+        torch.tensor([[0.5], [float("inf")]], dtype=torch.float64),
+        torch.empty(0),
+    ]
+
+    assert start_reading(tensors)() == [[1, 0], [large], [True, False, True], [0.5, float("inf")], []]
+
+
+def test_a_change_after_the_call_is_not_seen() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    read = start_reading([tensor])
+
+    tensor.zero_()
+
+    assert read() == [[1.0, 2.0]]
+
+
+def test_nothing_to_read() -> None:
+    assert start_reading([])() == []

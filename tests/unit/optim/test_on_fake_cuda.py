@@ -1,0 +1,203 @@
+"""Steps on fake CUDA devices: no race, no memory that is used again too early, and the host waits once in a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_muon import DiLoCo, Full, Striding
+from lightning_muon.comm.host_copy import start_reading
+from lightning_muon.comm.mesh import ALONE
+from lightning_muon.grad_sync.finite import find_nonfinite
+from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.math import newton_schulz
+from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
+from tests.support.fake_device import Simulation
+from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shapes_of
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+# The only place where the host may wait for the device, once in a step.
+ALLOWED = {"event.synchronize @ comm/host_copy.py read"}
+NUM_RANKS = 8
+SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
+    "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
+    "fsdp, step": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step"),
+    "fsdp, backward, clip": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", clip=True),
+    "fsdp, backward, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", lr_on_device=True),
+    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
+    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
+    "zero2": lambda: run_zero2(SMALL, NUM_RANKS),
+    "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2),
+    "zero2, clip": lambda: run_zero2(SMALL, NUM_RANKS, clip=True),
+    "ddp": lambda: run_zero2(SMALL, NUM_RANKS, sharding="ddp"),
+    "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
+    "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
+    "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, base="muon", overlap="backward"),
+    "FlexDeMo late": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward", delay=1),
+    "FlexDeMo sums, unfinished": lambda: run_flexdemo(
+        SMALL, NUM_RANKS, replicas=4, base="muon", replicator=Full(), completed=False
+    ),
+    "FlexDeMo late sums": lambda: run_flexdemo(
+        SMALL, NUM_RANKS, replicas=4, replicator=Striding(rate=0.25), value_format="int8", delay=1
+    ),
+    "FlexDeMo signs": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=8, base="sgd", value_format="sign"),
+    "DiLoCo": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2), steps=4),
+    "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
+}
+SMALL = shapes_of("small")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _guard() -> None:
+    allow_fake_cuda()
+
+
+@pytest.fixture
+def device() -> Iterator[Simulation]:
+    with world(1) as simulation, Tracker():
+        simulation.begin_step(on=True)
+        yield simulation
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
+    simulation, _ = SCENARIOS[scenario]()
+
+    assert not simulation.found
+    assert _places(simulation) <= ALLOWED
+    assert simulation.syncs.total() == simulation.num_steps
+
+
+def test_without_a_check_nothing_is_waited_for() -> None:
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", error_if_nonfinite=False)
+
+    assert not simulation.syncs and not simulation.found
+
+
+def test_flexdemo_encodes_on_a_stream_of_its_own_and_looks_at_a_buffer_at_once() -> None:
+    simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward")
+
+    # The gradients themselves, one for each unit.
+    assert simulation.launches["reduce_scatter"] == 5
+    # One buffer, early and at the step.
+    assert simulation.ops["dot"] == 2
+
+
+def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", compute_dtype="bfloat16", wire_dtype="bfloat16")
+
+    assert not [name for name in simulation.ops if "one by one" in name]
+
+
+def test_panels_of_a_symmetric_product_are_mirrored_by_one_launch_each(device: Simulation) -> None:
+    with mock.patch.dict(newton_schulz._PANEL_ROWS, cuda=32), mock.patch.dict(newton_schulz._LEAST_PANELED, cuda=64):
+        newton_schulz.orthogonalize(
+            torch.zeros(128, 256, device="cuda"),
+            coefficients=(3.4445, -4.7750, 2.0315),
+            num_steps=5,
+            eps=1e-7,
+            compute_dtype=torch.bfloat16,
+        )
+
+    # Two products in each of 5 steps, 4 panels of which the first needs no mirroring; and not one clone.
+    assert device.ops["copy"] == 2 * 5 * 3
+    assert device.ops["clone"] == 0
+
+
+def test_gradients_of_an_optimizer_of_the_users_are_looked_at_once(device: Simulation) -> None:
+    parameters = [nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(3)]
+    for parameter in parameters[1:]:
+        parameter.grad = torch.zeros_like(parameter)
+
+    assert find_nonfinite(parameters, {parameter: str(index) for index, parameter in enumerate(parameters)}) == []
+    assert _places(device) <= ALLOWED and device.syncs.total() == 1
+
+
+def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:
+    count = TokenCount(ALONE)
+    count.begin_micro_batch()
+    count.report(torch.zeros((), dtype=torch.int64, device="cuda"))
+    reported = dict(device.current.clock)
+    torch.zeros(4, device="cuda").add_(1)  # the forward pass
+
+    assert count.total() == 0
+    assert _places(device) <= ALLOWED and device.syncs.total() == 1
+    assert device.host == reported
+
+
+def test_reading_does_not_wait_for_what_comes_later(device: Simulation) -> None:
+    read = start_reading([torch.zeros(3, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")])
+    before = dict(device.current.clock)
+    torch.zeros(4, device="cuda").add_(1)
+
+    assert read() == [[0.0, 0.0, 0.0], [0]]
+    assert device.host == before
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "tolist": lambda tensor: tensor.tolist(),
+    "item": lambda tensor: tensor.sum().item(),
+    "bool": lambda tensor: bool(tensor.sum() > 0),
+    "float": lambda tensor: float(tensor.sum()),
+    "cpu": lambda tensor: tensor.cpu(),
+    "to": lambda tensor: tensor.to("cpu"),
+    "equal": lambda tensor: torch.equal(tensor, tensor),
+    "from the host": lambda tensor: tensor.copy_(torch.zeros(4)),
+    "of the host": lambda tensor: torch.zeros(4).to("cuda"),
+    "pageable": lambda tensor: torch.zeros(4).copy_(tensor, non_blocking=True),
+    "list index": lambda tensor: tensor.__setitem__([0, 2], torch.zeros(2, device="cuda")),
+    "truth values": lambda tensor: tensor.__setitem__(tensor > 0, torch.zeros(4, device="cuda")),
+    "synchronize": lambda tensor: torch.cuda.synchronize(),
+    "stream": lambda tensor: torch.cuda.current_stream().synchronize(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_checker_finds_a_wait(device: Simulation, wait: str) -> None:
+    WAITS[wait](torch.zeros(4, device="cuda"))
+
+    assert device.syncs.total() == 1
+
+
+def _write_beside(*, ordered: bool) -> None:
+    tensor, stream = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tensor.add_(1)
+    if ordered:
+        torch.cuda.current_stream().wait_stream(stream)
+    tensor.mul(2)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_checker_finds_a_race(device: Simulation, ordered: bool) -> None:
+    _write_beside(ordered=ordered)
+
+    assert bool(device.found) is not ordered
+    assert all(what.startswith("RACE read mul") and "write add" in what for what in device.found)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_checker_finds_memory_that_is_used_again_too_early(device: Simulation, ordered: bool) -> None:
+    tensor, stream = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tensor.mul(2)
+    del tensor
+    if ordered:
+        torch.cuda.current_stream().wait_stream(stream)
+    torch.zeros(4, device="cuda")
+
+    assert [what.split()[0] for what in device.found] == ([] if ordered else ["FREE"])
+
+
+def _places(simulation: Simulation) -> set[str]:
+    """Where the host has waited, without the numbers of lines."""
+    return {re.sub(r":\d+", "", what) for what in simulation.syncs}
