@@ -47,34 +47,33 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
     means = torch.empty_like(sent)
     num_blocks = sent.size(1)
     size = max(1, _SUMMED_TOGETHER // block_numel) if sent.device.type == "cpu" else max(1, num_blocks)
-    sums = sent.new_zeros(min(size, num_blocks) * block_numel)
-    counts = torch.zeros_like(sums) if rule == "contributors" else None
-    starts = torch.arange(0, sums.numel(), block_numel, device=sums.device)[:, None]
+    sums = sent.new_zeros(min(size, num_blocks), block_numel)
     for first in range(0, num_blocks, size):
         group = slice(first, first + size)
-        addresses = [(starts[: part[group].size(0)] + part[group]).view(-1) for part in positions]
-        _sum(sums, addresses, sent[:, group], means[:, group])
-        if counts is None:
+        of_group = [part[group] for part in positions]
+        _sum(sums, of_group, sent[:, group], means[:, group])
+        if rule == "mean":
             means[:, group].div_(num_nodes)
         else:
-            has_sent = (sent[:, group] != 0).float()
-            _sum(counts, addresses, has_sent, has_sent)
-            means[:, group].div_(has_sent.clamp_min_(1))
+            num_contributors = (sent[:, group] != 0).float()
+            _sum(sums, of_group, num_contributors, num_contributors)
+            means[:, group].div_(num_contributors.clamp_min_(1))
     return Components(torch.cat(means.unbind(), 1), torch.cat(positions, 1))
 
 
-def _sum(zeros: Tensor, addresses: Sequence[Tensor], of_nodes: Tensor, out: Tensor) -> None:
-    """Write the sum over the nodes at each address into ``out``, for the first node that has it; 0 for the others.
+def _sum(zeros: Tensor, positions: Sequence[Tensor], of_nodes: Tensor, out: Tensor) -> None:
+    """Write the sum over the nodes at each position into ``out``, for the first node that has it; 0 for the others.
 
     Args:
-        zeros: A place for all addresses; zeros again afterwards.
-        addresses: Of each node, (num_blocks * num_sent,), each once.
+        zeros: (at least num_blocks, block_numel); zeros again afterwards.
+        positions: Of each node, (num_blocks, num_sent).
         of_nodes: Values (num_nodes, num_blocks, num_sent), added in the order of the nodes.
         out: Of the same shape, or the same tensor.
     """
-    for address, values in zip(addresses, of_nodes, strict=True):
-        # Not index_add_, whose order differs from run to run on CUDA.
-        zeros.index_copy_(0, address, zeros.index_select(0, address).add_(values.reshape(-1)))
-    for address, sums in zip(addresses, out, strict=True):
-        sums.copy_(zeros.index_select(0, address).view_as(sums))
-        zeros.index_fill_(0, address, 0.0)
+    sums = zeros[: of_nodes.size(1)]
+    for places, values in zip(positions, of_nodes, strict=True):
+        # Not scatter_add_, whose order differs from run to run on CUDA.
+        sums.scatter_(1, places, sums.gather(1, places).add_(values))
+    for places, merged in zip(positions, out, strict=True):
+        torch.gather(sums, 1, places, out=merged)
+        sums.scatter_(1, places, 0.0)
