@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_muon.replicators.replicator import Components
 
 MERGE_RULES = ("contributors", "mean")
-# Coefficients of blocks that are summed at a time on a CPU: 2 MiB, a second-level cache.
+# Coefficients of blocks that are summed at a time on a CPU: 2 MiB, which stay in a cache.
 _SUMMED_TOGETHER = 1 << 19
 
 
