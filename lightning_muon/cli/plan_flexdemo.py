@@ -191,8 +191,9 @@ def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
     yield config
     asked = config.replicator
     template = asked if isinstance(asked, DCTTopK) else DCTTopK()
+    without_own_momentum = {key: getattr(FlexDeMoConfig, key) for key in ("momentum", "nesterov")}
     for top_k in TOP_KS:
-        other = replace(config, replicator=replace(template, top_k=top_k))
+        other = replace(config, replicator=replace(template, top_k=top_k), **without_own_momentum)
         if other.replicator != asked:
             yield other
     for value_format in () if isinstance(asked, LocalSteps) else get_args(ValueFormatName):

@@ -63,7 +63,7 @@ def sparse_inverse_dct(
     128 of 64 x 64 (benchmarks/codec.py).
 
     Args:
-        values: The coefficients; those at equal positions of a block add up.
+        values: The coefficients. Of those at equal positions of a block all but one are zero.
         positions: Where they are in the flattened block, from 0.
         block_shape: One or two dimensions.
 
@@ -111,11 +111,12 @@ def _transform(blocks: Tensor, *, inverse: bool, out: Tensor) -> None:
 
 def _dense_inverse(values: Tensor, positions: Tensor, out: Tensor) -> None:
     """Write the coefficients into zeros and transform all."""
-    block_numel = math.prod(out.shape[1:])
-    starts = torch.arange(0, out.numel(), block_numel, device=out.device)[:, None]
-    coefficients = torch.zeros_like(out)
-    coefficients.view(-1).index_add_(0, (positions + starts).view(-1), values.reshape(-1))
-    _transform(coefficients, inverse=True, out=out)
+    starts = torch.arange(0, out.numel(), math.prod(out.shape[1:]), device=out.device)[:, None]
+    # One place more, for the zeros: they must not overwrite a coefficient at the same position.
+    coefficients = out.new_zeros(out.numel() + 1)
+    addresses = (positions + starts).masked_fill_(values == 0, out.numel())
+    coefficients.index_copy_(0, addresses.view(-1), values.reshape(-1))
+    _transform(coefficients[:-1].view(out.shape), inverse=True, out=out)
 
 
 def _sum_of_columns(values: Tensor, positions: Tensor, out: Tensor) -> None:

@@ -21,7 +21,7 @@ _NAMES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps"
 _MUON_KEYS = {name: name for name in _NAMES}
 _SGD_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
 _ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
-# FlexDeMo has a momentum of its own, FlexDeMoConfig.decay.
+# Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
 _OWN_MOMENTUM = ("momentum", "nesterov")
 
 
@@ -259,7 +259,8 @@ def _translated(
         keys: Names of the hyper-parameters that both have: theirs -> ours.
         added: To every group.
     """
-    known = keys if kind is ParallelMuon else {key: value for key, value in keys.items() if key not in _OWN_MOMENTUM}
+    has_momentum = kind is ParallelMuon or config.has_inner_momentum
+    known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}
     groups = []
     for group in optimizer.param_groups:
         own = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +93,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         options: What is the same for all param groups.
         layout: Says where the parts of the parameters lie.
         max_skipped_steps: So many steps in a row are skipped where a gradient has a NaN or an Inf.
-
-    Attributes:
-        has_momentum: Whether matrices keep a moving average of their gradients.
     """
-
-    has_momentum: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -180,6 +175,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         else:
             self._finite_check.observe(())
         return loss
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether matrices keep a moving average of their gradients."""
+        return True
 
     @property
     def skipped_steps(self) -> int:

@@ -18,7 +18,8 @@ class DiLoCo(LocalSteps):
     ``outer_lr=1, outer_momentum=0`` is the plain mean of the parameters, LocalSGD. Bits per parameter and step, in
     float32: ``32 / period``.
 
-    Source: arXiv:2311.08105, Algorithm 1 and section 3 (Nesterov, learning rate 0.7, momentum 0.9).
+    Source: arXiv:2311.08105, Algorithm 1 and section 3 (Nesterov, learning rate 0.7, momentum 0.9); with Muon as the
+    inner optimizer MuLoCo, arXiv:2505.23725.
 
     Attributes:
         period: Steps from one average to the next.

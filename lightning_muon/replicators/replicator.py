@@ -62,14 +62,17 @@ class Replicator(ABC):
 
     @abstractmethod
     def encode(self, blocks: Tensor, turn: Turn) -> Components:
-        """What is sent of ``blocks`` (num_blocks, *block_shape), which it does not change; local."""
+        """What is sent of ``blocks`` (num_blocks, *block_shape), which it does not change; local.
+
+        No position occurs twice in a block.
+        """
 
     @abstractmethod
     def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
         """The blocks (num_blocks, *block_shape) for which ``components`` stand; linear in their values; local.
 
-        The same position may occur more than once in a block: its values add up. There may be other numbers of values
-        for each block than :meth:`num_sent`: those of several nodes.
+        There may be other numbers of values for each block than :meth:`num_sent`: those of several nodes. The same
+        position may then occur more than once, but at most one of its values is not 0; they add up, in any order.
         """
 
     def subtract_(self, blocks: Tensor, components: Components, turn: Turn) -> None:

@@ -110,7 +110,7 @@ def load_grid(
     for row in rows or []:
         _choose(config["rows"], row, "row")
     settings = {
-        name: _settings(size, row_settings(row, config["flexdemo"], size.get("lr_scales", {})), options)
+        name: _settings(size, row_settings(name, row, config["flexdemo"], size.get("lr_scales", {})), options)
         for name, row in config["rows"].items()
     }
     return Grid(
@@ -124,13 +124,16 @@ def load_grid(
     )
 
 
-def row_settings(row: Mapping[str, Any], flexdemo: Mapping[str, Any], lr_scales: Mapping[str, float]) -> dict[str, Any]:
+def row_settings(
+    name: str, row: Mapping[str, Any], flexdemo: Mapping[str, Any], lr_scales: Mapping[str, float]
+) -> dict[str, Any]:
     """What decides the optimizer of a row: ``optimizer``, ``options``, ``replicator`` and ``lr_scale``.
 
     Args:
+        name: Of the row.
         row: As in the file.
         flexdemo: Options of all FlexDeMo rows.
-        lr_scales: ``base`` of a FlexDeMo row -> its learning rate as a multiple of AdamW's, where it is not 1.
+        lr_scales: Name or ``base`` of a FlexDeMo row -> its learning rate as a multiple of AdamW's, where it is not 1.
     """
     if row["optimizer"] not in OPTIMIZERS:
         raise ValueError(f"{row['label']}: optimizer must be one of {OPTIMIZERS}, got {row['optimizer']!r}")
@@ -140,7 +143,7 @@ def row_settings(row: Mapping[str, Any], flexdemo: Mapping[str, Any], lr_scales:
         "optimizer": row["optimizer"],
         "options": options,
         "replicator": dict(row.get("replicator", {})),
-        "lr_scale": lr_scales.get(options.get("base", ""), 1.0),
+        "lr_scale": lr_scales.get(name, lr_scales.get(options.get("base", ""), 1.0)),
     }
 
 

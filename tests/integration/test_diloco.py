@@ -105,7 +105,7 @@ def _fit(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, the shards of this rank after the last step, and after the training."""
     pl = load(package)
-    config = {key: options.pop(key) for key in ("single_file", "delay", "nodes") if key in options}
+    config = {key: options.pop(key) for key in ("single_file", "delay", "nodes", "base") if key in options}
     if directory and not after_fit:
         saving = pl.callbacks.ModelCheckpoint(
             dirpath=directory, filename="{epoch}", save_top_k=-1, monitor="val", save_on_train_epoch_end=False
@@ -124,7 +124,7 @@ def _fit(
     [
         (DiLoCo(period=4), {"world_size": 4}),
         (DiLoCo(period=4, overlap=True), {"world_size": 2, "single_file": True}),
-        (DiLoCo(period=4), {"world_size": 2, "after_fit": True}),
+        (DiLoCo(period=4), {"world_size": 2, "after_fit": True, "base": "muon"}),
         (DiLoCo(period=4, overlap=True), {"world_size": 2, "after_fit": True, "single_file": True}),
     ],
     ids=str,

@@ -42,7 +42,14 @@ def test_the_grid_has_the_rows_of_the_paper_and_two_seeds() -> None:
         assert row["replicator"] == {"name": "DCTTopK", "chunk_size": 64, "top_k": top_k}
         assert row["options"]["decay"] == 0.999
         assert f"k = {top_k} of 64 x 64" in grid.labels[f"k{top_k}"]
-    wanted = {"adamw", *(f"strip{top_k}" for top_k in (1, 2, 4, 8, 16, 32)), "diloco"}
+    wanted = {
+        "adamw",
+        *(f"strip{top_k}" for top_k in (1, 2, 4, 8, 16, 32)),
+        "diloco",
+        "diloco_muon",
+        "diloco30",
+        "diloco30_muon",
+    }
     wanted |= {"k32", "k32_fp32", "k32_int8", "k32_sign", "k32_muon"}
     assert wanted <= set(grid.rows)
     assert {run.seed for run in grid.runs()[: len(grid.rows)]} == {0}, "one seed of every row comes first"
@@ -239,9 +246,10 @@ def test_speeds_come_from_short_runs_of_their_own_when_asked_for(
 def test_only_the_rate_of_the_embedding_does_not_follow_the_factor_of_a_row() -> None:
     assert learning_rates({"lr": 4e-3, "embedding_lr_scale": 8.0}, 0.25) == {"lr": 1e-3, "embedding_lr_scale": 32.0}
     factors = {
-        row: grid_of().settings[row]["row"]["lr_scale"] for row in ("adamw", "strip4", "k8", "k32_muon", "diloco")
+        row: grid_of().settings[row]["row"]["lr_scale"]
+        for row in ("adamw", "strip4", "k8", "k32_muon", "diloco", "diloco30_muon")
     }
-    assert factors == {"adamw": 1.0, "strip4": 2.0, "k8": 2.0, "k32_muon": 16.0, "diloco": 1.0}
+    assert factors == {"adamw": 1.0, "strip4": 2.0, "k8": 2.0, "k32_muon": 16.0, "diloco": 1.0, "diloco30_muon": 8.0}
 
 
 def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:
@@ -331,7 +339,7 @@ def test_the_command_trains_what_is_missing_and_writes_table_and_plot(tmp_path: 
     check_stored(tmp_path, "k8")
 
 
-@pytest.mark.parametrize("row", ["adamw", "diloco"])
+@pytest.mark.parametrize("row", ["adamw", "diloco_muon"])
 def test_one_row_is_trained_by_two_processes_and_stored(row: str, tmp_path: Path) -> None:
     words = ("-m", "recipes.t5_summarization.table1_run", "--row", row, "--seed", "5", *in_folder(tmp_path))
     run_program(*words, directory=ROOT, num_ranks=2)

@@ -51,9 +51,15 @@ class Bucket:
             if part.has_padding:
                 batch.zero_()
             into, residuals = _flat(pair for _, of_parameter in pairs for pair in of_parameter)
-            _copy_(into, residuals)
-            batch.mul_(decay)
-            torch._foreach_add_(*self._views(part, batch, scaled))
+            _, added = self._views(part, batch, scaled)
+            if batch.device.type == "cpu":
+                # Piece by piece, so that the sum finds the product in a cache.
+                for target, residual, gradient in zip(into, residuals, added, strict=True):
+                    torch.mul(residual, decay, out=target).add_(gradient)
+            else:
+                _copy_(into, residuals)
+                batch.mul_(decay)
+                torch._foreach_add_(into, added)
 
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
         """Blocks <- values, of the shapes of the shards of the parameters."""

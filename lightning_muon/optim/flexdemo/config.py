@@ -37,7 +37,8 @@ class FlexDeMoConfig:
     Args:
         lr: Learning rate, per optimizer step.
         base: What applies the merged update: ``"sgd"``, ``"adamw"`` (its moments follow the update), or ``"muon"``
-            (Newton-Schulz for matrices, without a second momentum; AdamW for the rest).
+            (Newton-Schulz for matrices, without a second momentum; AdamW for the rest). Where nodes train by
+            themselves (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
         replicator: What the nodes send each other; see :mod:`lightning_muon.replicators`.
         decay: Of the momentum that is not sent, per step.
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
@@ -54,6 +55,8 @@ class FlexDeMoConfig:
             ``"detonation"`` cuts the flattened shard into strips, too, as DeToNATION does. For comparisons.
         check_every: After so many steps all nodes compare their weights; 0 never.
         chunk_bytes: Parameters (4 bytes for each element) that travel in one buffer.
+        momentum: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"`` where nodes train by themselves.
+        nesterov: As ``momentum``.
         betas: Decay rates of AdamW.
         adamw_eps: Denominator term of AdamW.
         ns_coefficients: As in :class:`~lightning_muon.MuonConfig`.
@@ -83,6 +86,8 @@ class FlexDeMoConfig:
     compat: Compat = "none"
     check_every: int = 100
     chunk_bytes: int = 16 * 2**20
+    momentum: float = MuonConfig.momentum
+    nesterov: bool = MuonConfig.nesterov
     betas: tuple[float, float] = MuonConfig.betas
     adamw_eps: float = MuonConfig.adamw_eps
     ns_coefficients: tuple[float, float, float] = MuonConfig.ns_coefficients
@@ -98,7 +103,7 @@ class FlexDeMoConfig:
     max_skipped_steps: int = MuonConfig.max_skipped_steps
 
     def __post_init__(self) -> None:
-        check_hyperparameters(vars(self) | {"momentum": 0.0})
+        check_hyperparameters(vars(self))
         check_shared_options(vars(self))
         choices = {
             "base": Base,
@@ -132,6 +137,13 @@ class FlexDeMoConfig:
                         f"{key}={getattr(self, key)!r} means nothing with {self.replicator}, which exchanges no "
                         "momenta; remove it"
                     )
+        for key in () if self.has_inner_momentum else ("momentum", "nesterov"):
+            if getattr(self, key) != getattr(type(self), key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r} is of base='muon' in nodes that train by themselves (DiLoCo, "
+                    f"NoReplication), got base={self.base!r} and {self.replicator}; the momentum that is exchanged has "
+                    "decay=..., remove it"
+                )
         if self.compat == "detonation" and not isinstance(self.replicator, DCTTopK):
             raise ValueError(f"compat='detonation' cuts strips for DCTTopK, got {self.replicator}")
 
@@ -141,6 +153,11 @@ class FlexDeMoConfig:
         if self.compat == "detonation" and isinstance(self.replicator, DCTTopK):
             return replace(self.replicator, strips=True)
         return self.replicator
+
+    @property
+    def has_inner_momentum(self) -> bool:
+        """Whether matrices keep a moving average of their gradients in each node, as in ParallelMuon."""
+        return self.base == "muon" and isinstance(self.replicator, LocalSteps)
 
     @property
     def takes_sign(self) -> bool:

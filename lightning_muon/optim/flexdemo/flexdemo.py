@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
 from lightning_muon.optim.early import SentEarly
-from lightning_muon.optim.elementwise import init_adamw_state, step_sgd_
+from lightning_muon.optim.elementwise import step_sgd_
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
     Base,
@@ -83,6 +83,8 @@ class FlexDeMo(PlannedOptimizer):
         compat: Conventions of other implementations.
         check_every: Steps between comparisons of the weights of all nodes.
         chunk_bytes: Parameters that travel in one buffer.
+        momentum: Of Muon, where nodes train by themselves.
+        nesterov: Likewise.
         betas: Of AdamW.
         adamw_eps: Of AdamW.
         ns_coefficients: Newton-Schulz polynomial of Muon.
@@ -99,8 +101,6 @@ class FlexDeMo(PlannedOptimizer):
 
     Source: From et al. 2025, arXiv:2502.06728, Algorithm 1; DeMo: Peng et al. 2024, arXiv:2411.19870.
     """
-
-    has_momentum: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -121,6 +121,8 @@ class FlexDeMo(PlannedOptimizer):
         compat: Compat = FlexDeMoConfig.compat,
         check_every: int = FlexDeMoConfig.check_every,
         chunk_bytes: int = FlexDeMoConfig.chunk_bytes,
+        momentum: float = FlexDeMoConfig.momentum,
+        nesterov: bool = FlexDeMoConfig.nesterov,
         betas: tuple[float, float] = FlexDeMoConfig.betas,
         adamw_eps: float = FlexDeMoConfig.adamw_eps,
         ns_coefficients: tuple[float, float, float] = FlexDeMoConfig.ns_coefficients,
@@ -140,12 +142,9 @@ class FlexDeMo(PlannedOptimizer):
         self._mesh = None if mesh is None else node_mesh(mesh)
         self._between: BetweenNodes | None = None
         self._checked: Bound | None = None
-        defaults = {key: values.get(key) for key in COMPARED} | {
-            "momentum": 0.0,
-            "nesterov": False,
-            "algorithm": "auto" if base == "muon" else "adamw",
-            "num_exchanges": 0,
-        }
+        without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
+        defaults = {key: values.get(key) for key in COMPARED} | without
+        defaults |= {"algorithm": "auto" if base == "muon" else "adamw", "num_exchanges": 0}
         super().__init__(
             params,
             defaults,
@@ -178,6 +177,11 @@ class FlexDeMo(PlannedOptimizer):
             )
         self._require_mesh()
         super().attach(module)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Not where nodes exchange their momenta."""
+        return self.config.has_inner_momentum
 
     @property
     def num_exchanges(self) -> int:
@@ -335,9 +339,8 @@ class FlexDeMo(PlannedOptimizer):
         self._nodes().check()
         for parameter in parameters:
             self._nodes().init_state(parameter.tensor)
-            state = self.state[parameter.tensor]
-            if self.config.base != "sgd" and parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-                state.update(init_adamw_state(parameter.tensor, parameter.layout))
+        if self.config.base != "sgd":
+            super()._init_state([p for p in parameters if self.has_momentum or p.route.algorithm == "adamw"])
 
     def _bind(self) -> Bound:
         self._require_mesh()
@@ -381,12 +384,10 @@ class FlexDeMo(PlannedOptimizer):
         assert self._bound is not None
         names = self._bound.binding.names
         parameters = self._all_parameters()
-        common = self._nodes().common(parameters)
-        everyone = host_group(axis_group(mesh, (0, 1)))
         check_equal(
-            [(names[parameter], tensor) for parameter, tensor in zip(parameters, common, strict=False)],
+            [(names[p], tensor) for p, tensor in zip(parameters, self._nodes().common(parameters), strict=False)],
             nodes=host_group(axis_group(mesh, (0,))),
-            everyone=everyone,
+            everyone=host_group(axis_group(mesh, (0, 1))),
         )
 
     def _settings(self) -> str:

@@ -20,12 +20,12 @@ from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.full import Full
 from lightning_muon.replicators.replicator import Turn
 
-# Of AdamW; where nodes train by themselves each has its own.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Of AdamW and Muon; where nodes train by themselves each has its own.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class IndependentNodes(BetweenNodes):
-    """Nodes do not follow each other. Saved are the weights of each node, and the moments of AdamW, if it has any."""
+    """Nodes do not follow each other. Saved are the weights and the moments of each node."""
 
     own_state: ClassVar[frozenset[str]] = frozenset(_MOMENTS)
     per_node: ClassVar[Mapping[str, Rule]] = {"node_weights": "mean"} | dict.fromkeys(_MOMENTS, "mean")

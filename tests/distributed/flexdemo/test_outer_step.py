@@ -14,7 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import DiLoCo, FlexDeMo, NoReplication
-from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, full, local
+from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal, full, local
+from tests.reference.diloco import ReferenceDiLoCo, Rules
+from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
 
 LR = 0.05
@@ -37,40 +39,15 @@ def _case(mesh_shape: tuple[int, int], replicator: Any, num_steps: int = 8) -> C
     return Case(mesh_shape=mesh_shape, options=options, num_steps=num_steps)
 
 
-def _naive(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Weights of each node at the end, and the common ones, in float64."""
-    options, num_nodes = case.options["replicator"], case.mesh_shape[0]
-    common = {name: weight.double() for name, weight in case.weights().items()}
-    nodes = [dict(common) for _ in range(num_nodes)]
-    momentum = {name: torch.zeros_like(weight) for name, weight in common.items()}
-    launched: list[dict[str, Tensor]] | None = None
+def _reference(case: Case) -> ReferenceDiLoCo:
+    """All nodes in one process and float64, after the steps of ``case``."""
+    options, outer = case.options, case.options["replicator"]
+    shared = {key: options[key] for key in ("lr", "weight_decay", "base", "momentum") if key in options}
+    inner = {"inner_nesterov": options.get("nesterov", True), "matrices": MATRICES}
+    found = ReferenceDiLoCo(case.weights(), Rules(num_nodes=case.mesh_shape[0], **vars(outer), **shared, **inner))
     for step in range(case.num_steps):
-        for node, weights in enumerate(nodes):
-            for name, gradient in case.gradients(step, node).items():
-                weights[name] = weights[name] - LR * gradient.double()
-        if (step + 1) % options.period:
-            continue
-        source = launched if options.overlap else nodes
-        before = common
-        if source is not None:
-            common = {}
-            for name, weight in before.items():
-                drift = sum((weight - node[name] for node in source), torch.zeros(())) / num_nodes
-                momentum[name] = options.outer_momentum * momentum[name] + drift
-                moved = drift + options.outer_momentum * momentum[name] if options.nesterov else momentum[name]
-                common[name] = weight - options.outer_lr * moved
-        if not options.overlap:
-            nodes = [dict(common) for _ in nodes]
-            continue
-        if launched is not None:
-            # Each node keeps what it has moved while the mean was on its way.
-            nodes = [
-                {name: common[name] + (node[name] - begun[name]) for name in common}
-                for node, begun in zip(nodes, launched, strict=True)
-            ]
-        # The drift of the next mean is measured from the common weights of now.
-        launched = [dict(node) for node in nodes]
-    return nodes, common
+        found.step([case.gradients(step, node) for node in range(case.mesh_shape[0])])
+    return found
 
 
 def _weights(ranks: Ranks) -> dict[str, Tensor]:
@@ -100,12 +77,46 @@ def _train(case: Case) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
 def test_nodes_follow_a_naive_run_of_all_of_them(
     gloo: ProcessPool, mesh_shape: tuple[int, int], options: DiLoCo
 ) -> None:
-    case = _case(mesh_shape, options)
-    nodes, common = _naive(case)
+    _follow_the_reference(gloo, _case(mesh_shape, options))
+
+
+def _follow_the_reference(gloo: ProcessPool, case: Case) -> None:
+    expected = _reference(case)
     for node, weights, found in gloo.run(_train, case, world_size=case.world_size):
         # float32 against float64: some roundings of weights of size 5.
-        assert_close(weights, nodes[node], 1e-5)
-        assert_close(found, common, 1e-5)
+        assert_close(weights, expected.nodes[node], 1e-5)
+        assert_close(found, expected.common, 1e-5)
+
+
+# Muon inside of a node (MuLoCo): momentum, AdamW for the rest, weight decay, and both outlive the averages.
+INNER: dict[str, Any] = {
+    "base": "muon", "weight_decay": 0.1, "compute_dtype": "float32", "wire_dtype": "float32", "check_every": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.6, "nesterov": False}], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)], ids=str)
+def test_muon_inside_of_a_node_is_whole(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], momentum: dict[str, Any], overlap: bool
+) -> None:
+    case = _case(mesh_shape, DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8, overlap=overlap))
+    missing = {"missing": {0: ["prime", "bias"]}, "missing_from": 3} if mesh_shape[0] > 1 else {}
+    _follow_the_reference(gloo, replace(case, options=case.options | INNER | momentum, **missing))
+
+
+def test_the_second_step_of_muon_is_not_made_of_its_gradient_alone(gloo: ProcessPool) -> None:
+    case = replace(_case((2, 1), NoReplication(), num_steps=2), missing={})
+    case = replace(case, options=case.options | INNER)
+    for node, weights in gloo.run(_by_themselves, case, world_size=2):
+        by_gradient = ReferenceMuon(
+            {name: case.weights()[name].double() for name in MATRICES}, lr=LR, momentum=0.0, dtype=torch.float64
+        )
+        for step in range(2):
+            gradients = case.gradients(step, node)
+            by_gradient.step({name: gradients[name].double() for name in MATRICES})
+        for name in ("odd", "prime", "stack"):
+            assert (weights[name] - by_gradient.matrices[name]).abs().max() > 0.1 * LR
 
 
 def test_plain_means_are_local_sgd(gloo: ProcessPool) -> None:
@@ -171,7 +182,9 @@ def _resume(case: Case, stop: int) -> tuple[dict[str, Tensor], ...]:
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "base", "overlap"), [((2, 2), "adamw", True), ((3, 1), "sgd", False), ((2, 1), "sgd", True)], ids=str
+    ("mesh_shape", "base", "overlap"),
+    [((2, 2), "adamw", True), ((3, 1), "sgd", False), ((2, 1), "sgd", True), ((2, 2), "muon", False)],
+    ids=str,
 )
 def test_a_run_that_is_resumed_within_a_period_has_equal_bits(
     gloo: ProcessPool, mesh_shape: tuple[int, int], overlap: bool, base: str
@@ -197,18 +210,19 @@ def _saved_whole(case: Case) -> dict[str, Any]:
     return {"state": tensors, "param_groups": state["param_groups"]}
 
 
-def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after loading, and the outer momentum; then it trains on."""
+def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after loading, the outer momentum, and that of Muon in this node; then it trains on."""
     ranks = Ranks(case)
     ranks.optimizer.load_state_dict(deepcopy(state))
     states = ranks.optimizer.state
     weights = _weights(ranks)
     momentum = {name: full(states[parameter]["outer_momentum"]).clone() for name, parameter in ranks.parameters.items()}
+    inner = {name: full(states[ranks.parameters[name]]["momentum_buffer"]).clone() for name in MATRICES}
     for step in range(case.num_steps, case.num_steps + 3):
         ranks.set_gradients(step)
         ranks.optimizer.step()
     assert ranks.optimizer.num_exchanges == case.num_steps + 3
-    return weights, momentum
+    return weights, momentum, inner
 
 
 @pytest.mark.parametrize(
@@ -220,18 +234,22 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int], overlap: bool
 ) -> None:
     case = _case(before, DiLoCo(period=3, overlap=overlap), num_steps=4)
+    case = replace(case, options=case.options | INNER)
     state = gloo.run(_saved_whole, case, world_size=case.world_size)[0]
     case = replace(case, mesh_shape=after)
     results = gloo.run(_loaded, case, state, world_size=case.world_size)
-    for rank, (weights, momentum) in enumerate(results):
+    for rank, (weights, momentum, inner) in enumerate(results):
         for number, name in enumerate(case.shapes):
             saved = state["state"][number]
-            of_nodes = saved["node_weights"]
-            assert of_nodes.shape[0] == before[0]
-            assert not torch.equal(of_nodes[0], of_nodes[1])
-            node = rank // after[1]
-            expected = of_nodes[node] if after[0] == before[0] else of_nodes.double().mean(0)
-            assert_close({name: weights[name]}, {name: expected}, 0 if after[0] == before[0] else 1e-6)
+            for key, found in (("node_weights", weights), ("momentum_buffer", inner)):
+                if name not in found:
+                    continue
+                of_nodes = saved[key]
+                assert of_nodes.shape[0] == before[0]
+                assert not torch.equal(of_nodes[0], of_nodes[1])
+                node = rank // after[1]
+                expected = of_nodes[node] if after[0] == before[0] else of_nodes.double().mean(0)
+                assert_close({name: found[name]}, {name: expected}, 0 if after[0] == before[0] else 1e-6)
             assert torch.equal(momentum[name], saved["outer_momentum"])
 
 

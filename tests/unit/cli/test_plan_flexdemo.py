@@ -177,7 +177,8 @@ def test_the_comparison_has_the_configured_one_first_and_every_other_once() -> N
         "int8",
         "sign",
     }
-    others = [each.replicator for each in comparison(FlexDeMoConfig(replicator=DiLoCo(period=5)))]
+    config = FlexDeMoConfig(base="muon", replicator=DiLoCo(period=5), momentum=0.9, nesterov=False)
+    others = [each.replicator for each in comparison(config)]
     assert others == [DiLoCo(period=5), *(DCTTopK(top_k=k) for k in TOP_KS)]
 
 

@@ -22,6 +22,7 @@ from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.optim.adopt import adopt, adopt_decoupled, has_matrices, repoint_schedulers
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.replicators.diloco import DiLoCo
 
 
 def _model() -> nn.Sequential:
@@ -231,18 +232,23 @@ def test_flexdemo_takes_learning_rates_of_sgd_and_warns_of_signs() -> None:
     assert adopt_decoupled(old, model, FlexDeMoConfig(sign=False)).caution == ""
 
 
-def test_flexdemo_takes_all_but_the_momentum_of_torch_muon() -> None:
+@pytest.mark.parametrize(
+    ("config", "momentum"), [({}, (0.0, False)), ({"replicator": DiLoCo(period=2)}, (0.8, True))], ids=str
+)
+def test_flexdemo_takes_the_momentum_of_torch_muon_only_inside_of_nodes(
+    config: dict[str, Any], momentum: tuple[float, bool]
+) -> None:
     model = _model()
     old = torch.optim.Muon(
         [model[1].weight], lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True, eps=1e-5, ns_steps=4,
         ns_coefficients=(3.0, -4.0, 2.0), adjust_lr_fn="original",
     )  # fmt: skip
-    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base="muon"))
+    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base="muon", **config))
     group = adoption.optimizer.param_groups[0]
-    keys = ("lr", "weight_decay", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm", "momentum")
-    expected = (0.02, 0.3, 1e-5, 4, (3.0, -4.0, 2.0), "original", "muon", 0.0)
+    keys = ("lr", "weight_decay", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm")
+    expected = (0.02, 0.3, 1e-5, 4, (3.0, -4.0, 2.0), "original", "muon")
     assert tuple(group[key] for key in keys) == expected
-    assert not group["nesterov"] and adoption.caution == ""
+    assert (group["momentum"], group["nesterov"]) == momentum and adoption.caution == ""
 
 
 @pytest.mark.parametrize(

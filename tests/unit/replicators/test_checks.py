@@ -62,6 +62,8 @@ class _Largest(Replicator):
             blocks.abs_()
         positions = blocks.abs().topk(2, dim=1).indices
         values = blocks.gather(1, positions)
+        if self.mistake == "twice":
+            positions, values = positions[:, :1].expand(-1, 2), 0.5 * values[:, :1].expand(-1, 2)
         if self.mistake == "random":
             values = values * torch.rand(())
         if self.mistake == "shifted":
@@ -90,6 +92,7 @@ class _Largest(Replicator):
         ("positions", "sends_positions is True, but encode gives positions None"),
         ("nonlinear", "not linear"),
         ("scatter", "does not add up values at the same position"),
+        ("twice", "a position occurs twice in a block"),
         ("nothing", r"num_sent\(8\) is 0: blocks of shape \(8,\) would never be trained"),
         ("shifted", "no part of the blocks, which grow when it is taken off"),
         ("subtract", "subtract_ takes off something else than decode gives"),

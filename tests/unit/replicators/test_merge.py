@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_muon.replicators.merge import merge
 from lightning_muon.replicators.replicator import Components
+from tests.support.atomics import NoAtomics
 
 
 def sent(num_nodes: int, num_blocks: int, num_sent: int, numel: int) -> list[Components]:
@@ -53,17 +54,43 @@ def test_values_are_divided_by_the_nodes_of_the_rule(
     assert all(torch.equal(node.values, old) for node, old in zip(nodes, before, strict=True))
 
 
-def test_a_node_counts_once_for_a_coefficient_that_it_sent_twice() -> None:
+def test_a_zero_is_no_contribution() -> None:
     nodes = [
-        Components(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[6, 6, 1]])),
-        Components(torch.tensor([[8.0, 16.0, 32.0]]), torch.tensor([[2, 6, 2]])),
+        Components(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[6, 3, 1]])),
+        Components(torch.tensor([[8.0, 16.0, 0.0]]), torch.tensor([[2, 6, 1]])),
     ]
-    assert merge(nodes, "contributors", 7).values.tolist() == [[0.5, 1.0, 4.0, 8.0, 8.0, 32.0]]
+    assert merge(nodes, "contributors", 7).values.tolist() == [[8.5, 0.0, 4.0, 8.0, 0.0, 0.0]]
+    assert merge(nodes, "mean", 7).values.tolist() == [[8.5, 0.0, 2.0, 4.0, 0.0, 0.0]]
 
 
 def test_more_nodes_than_a_byte_counts() -> None:
     nodes = [Components(torch.full((1, 1), 600.0), torch.tensor([[3]]))] * 300
-    assert torch.equal(merge(nodes, "contributors", 5).values, torch.full((1, 300), 2.0))
+    assert merge(nodes, "contributors", 5).values.tolist() == [[600.0] + [0.0] * 299]
+
+
+@pytest.mark.parametrize("rule", ["contributors", "mean"])
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+def test_sums_are_made_in_the_order_of_the_nodes_without_atomics(rule: str, num_nodes: int) -> None:
+    """Bit for bit, for more blocks than are summed at a time."""
+    torch.manual_seed(num_nodes)
+    num_blocks, num_sent, numel = 300, 40, 64 * 64
+    # Many nodes send the same positions.
+    nodes = [node._replace(positions=node.positions * 67) for node in sent(num_nodes, num_blocks, num_sent, 60)]
+    with NoAtomics():
+        merged = merge(nodes, rule, numel)
+    expected = torch.zeros(num_blocks, numel)
+    counts = torch.zeros(num_blocks, numel)
+    for values, positions in nodes:
+        for column in range(num_sent):
+            place = positions[:, column : column + 1]
+            expected.scatter_(1, place, expected.gather(1, place) + values[:, column : column + 1])
+            counts.scatter_(1, place, counts.gather(1, place) + 1)
+    expected /= num_nodes if rule == "mean" else counts.clamp(min=1)
+    found = torch.zeros(num_blocks, numel)
+    for column in torch.randperm(merged.values.size(1)).tolist():
+        place = merged.positions[:, column : column + 1]
+        found.scatter_(1, place, found.gather(1, place) + merged.values[:, column : column + 1])
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rule", ["contributors", "mean"])

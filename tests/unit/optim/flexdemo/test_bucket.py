@@ -13,6 +13,7 @@ from lightning_muon.optim.flexdemo.bucket import Bucket, merged, pack, unpack
 from lightning_muon.optim.flexdemo.parts import matrix_view
 from lightning_muon.replicators.replicator import Components, Turn
 from tests.reference.flexdemo import blocks_of, columns, dct
+from tests.support.atomics import NoAtomics
 from tests.unit.optim.flexdemo.cases import (
     FORMATS,
     REPLICATORS,
@@ -217,3 +218,20 @@ def test_full_sends_rounded_momenta_and_keeps_what_rounding_lost() -> None:
     for momentum, update, residual in zip(momenta, updates, residuals, strict=True):
         assert torch.equal(update, momentum.bfloat16().float())
         assert torch.equal(residual, momentum - update)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(chunk_size=8, top_k=30)], ids=short_name)
+def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator, value_format: str) -> None:
+    """From the gradients of five nodes to the merged update; with 30 of 64 coefficients by the dense inverse."""
+    tensors = drawn(SHAPES, 0)
+    bucket, residuals = one_bucket(tensors, replicator, 1, value_format_name=value_format)
+    updates = {tensor: torch.empty_like(tensor) for tensor in tensors}
+    with NoAtomics():
+        of_nodes = []
+        for node in range(5):
+            bucket.accumulate(dict(zip(tensors, drawn(SHAPES, node), strict=True)), 0.9, {})
+            sent = bucket.encode(TURN)
+            bucket.settle(sent, TURN, residuals)
+            of_nodes.append(unpack(bucket.plan, pack(bucket.plan, sent)))
+        bucket.decode(merged(bucket.plan, of_nodes, "contributors"), TURN, updates, sign=True)

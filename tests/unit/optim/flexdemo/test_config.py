@@ -101,6 +101,16 @@ def test_signs_are_taken_for_sgd_unless_said_otherwise(base: Any, sign: Any, tak
     assert FlexDeMoConfig(base=base, sign=sign).takes_sign is takes_sign
 
 
+@pytest.mark.parametrize("options", [{}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
+@pytest.mark.parametrize("key", ["momentum", "nesterov"])
+def test_an_inner_momentum_needs_muon_in_nodes_that_train_by_themselves(options: dict[str, Any], key: str) -> None:
+    value = {"momentum": 0.9, "nesterov": False}[key]
+    for replicator in (DiLoCo(period=2), NoReplication()):
+        assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum
+    with pytest.raises(ValueError, match=rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it"):
+        FlexDeMoConfig(**options, **{key: value})
+
+
 @pytest.mark.parametrize("options", [{"decay": 0.0}, {"decay": 1.0}, {"delay": 1}, {"replicator": Random(rate=1.0)}])
 def test_values_at_the_border_are_taken(options: dict[str, Any]) -> None:
     config = FlexDeMoConfig(**options)
