@@ -114,6 +114,8 @@ class MatrixStep:
         chunks.
         """
         self._transfers[key] = self._transfer(key, self.chunks[key].taken, is_early=True)
+        with self.executor.memory_of_step():
+            self._transfers[key].take_gather_buffers()
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
         for kind in (MOMENTUM, GATHER):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
@@ -164,12 +166,12 @@ class MatrixStep:
             if key not in valid_early:
                 active = tuple(i for i in chunk.taken if chunk.group.jobs[i].parameter.tensor in gradients)
                 self._transfers[key] = self._transfer(key, active, is_early=False)
+                self._transfers[key].take_gather_buffers()
         for op in self._in_order(valid_early):
             if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
                 self._ask(self._inputs.verdict)
             self.executor.execute(op)
-        self.executor.finish()
-        self._inputs = None
+        self._finish()
 
     def _in_order(self, valid_early: frozenset[str]) -> list[Op]:
         """The ops with anything to do. AdamW gives way to all that changes nothing, if that can go on without waiting.
@@ -195,10 +197,16 @@ class MatrixStep:
         try:
             verdict()
         except Exception:
-            self.executor.finish()  # The same on all ranks, so what is on its way arrives.
-            self._inputs = None
+            self._finish()  # The same on all ranks, so what is on its way arrives.
             raise
         self._inputs = replace(self._inputs, verdict=None)
+
+    def _finish(self) -> None:
+        """Wait for what is on its way. Memory of gathers during backward, which is that of all chunks, is freed."""
+        self.executor.finish()
+        if any(transfer.slots[0] == _early_slot(key) for key, transfer in self._transfers.items()):
+            self._pool.release(GATHER)
+        self._inputs = None
 
     def _transfer(self, key: str, taken: tuple[int, ...], *, is_early: bool) -> Transfer:
         """The transfer of a chunk, kept as long as the same jobs take part: its layout is costly to make."""

@@ -210,8 +210,8 @@ def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
     assert all(gloo.run(_two_optimizers, world_size=3))
 
 
-def _buffer_bytes(overlap: str, clips: bool) -> int:
-    """Bytes of all buffers after some steps on 16 matrices of 16 x 16, two to a chunk, in float32."""
+def _buffer_bytes(overlap: str, clips: bool) -> tuple[int, int]:
+    """Bytes of all buffers between backward and the step, and after it: 16 matrices of 16 x 16, two to a chunk."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -219,14 +219,16 @@ def _buffer_bytes(overlap: str, clips: bool) -> int:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(model, overlap=overlap, muon_patterns=("*",), look_ahead=3)
+    before = 0
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().mean().backward()
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+        before = optimizer._bound.matrix_step._pool.nbytes if optimizer._bound is not None else 0
         optimizer.step()
     assert optimizer._bound is not None
-    return sum(buffer.nbytes for buffer in optimizer._bound.matrix_step._pool._buffers.values())
+    return before, optimizer._bound.matrix_step._pool.nbytes
 
 
 # On each of two ranks a chunk sends half of one matrix and receives half of another, there and back.
@@ -234,15 +236,14 @@ _BYTES_OF_A_CHUNK_ONE_WAY = 2 * 8 * 16 * 4
 
 
 def test_a_step_has_buffers_for_the_chunks_that_it_looks_ahead(gloo: ProcessPool) -> None:
-    for size in gloo.run(_buffer_bytes, "step", False, world_size=2):
-        assert size == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+    for before, after in gloo.run(_buffer_bytes, "step", False, world_size=2):
+        assert before == after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
 
 
-def test_early_gathers_take_buffers_for_all_chunks_and_give_them_back_when_they_are_of_no_use(
-    gloo: ProcessPool,
-) -> None:
-    step = (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
-    for size in gloo.run(_buffer_bytes, "backward", False, world_size=2):
-        assert size == step + 8 * _BYTES_OF_A_CHUNK_ONE_WAY
-    for size in gloo.run(_buffer_bytes, "backward", True, world_size=2):
-        assert size == step
+def test_early_gathers_have_buffers_for_all_chunks_until_the_step_is_over(gloo: ProcessPool) -> None:
+    for before, after in gloo.run(_buffer_bytes, "backward", False, world_size=2):
+        assert before == (8 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+        assert after == 3 * _BYTES_OF_A_CHUNK_ONE_WAY
+    # Of no use: the step has gathered by itself.
+    for _, after in gloo.run(_buffer_bytes, "backward", True, world_size=2):
+        assert after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
