@@ -121,7 +121,7 @@ class StreamExecutor(Executor):
         super().__init__(actions)
         self._transfer = torch.cuda.Stream(device)
         self._early = torch.cuda.Stream(device)
-        self._compute = torch.cuda.current_stream(device)
+        self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event] = {}
 
     @override
@@ -154,8 +154,9 @@ class StreamExecutor(Executor):
         for event in self._ended.values():
             current.wait_event(event)
         self._ended.clear()
-        self._compute.wait_stream(current)
-        self._compute = current
+        if current != self._compute:
+            self._compute.wait_stream(current)  # Memory of it is free now.
+            self._compute = current
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
         for name in op.deps:

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim import gradients
+from lightning_muon.optim import binding, gradients
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.schedule.cost import CostModel
 from tests.distributed.backward_passes import (
     BACKWARDS,
     Net,
@@ -140,6 +141,25 @@ def test_clipping_that_changes_nothing_keeps_the_head_start(gloo: ProcessPool) -
 def test_overlap_step_sends_nothing_early(gloo: ProcessPool) -> None:
     for counts in gloo.run(_count_early, plain, {"overlap": "step"}, world_size=2):
         assert counts == [(0, 0)] * NUM_STEPS
+
+
+def _count_with_auto(bandwidth: float) -> tuple[list[tuple[int, int]], str]:
+    machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
+    with mock.patch.object(binding, "machine_of", return_value=machine):
+        counts = _count_early(plain, {"overlap": "auto"})
+        optimizer = make_optimizer(sharded((dist.get_world_size(),)), overlap="auto")
+        optimizer.step()
+    return counts, optimizer.summary().splitlines()[-1]
+
+
+def test_auto_sends_early_over_slow_links_only_and_says_so(gloo: ProcessPool) -> None:
+    head = "overlap='auto', 4 matrices on 2 ranks: gathers start"
+    for counts, said in gloo.run(_count_with_auto, 1e3, world_size=2):
+        assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
+        assert said.startswith(f"{head} during backward; predicted: ")
+    for counts, said in gloo.run(_count_with_auto, 1e12, world_size=2):
+        assert counts == [(0, 0)] * NUM_STEPS
+        assert said.startswith(f"{head} in the step; predicted: ")
 
 
 def _compare_as_on_cuda(backward: Callable[..., None]) -> list[str]:
