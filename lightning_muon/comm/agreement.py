@@ -33,12 +33,7 @@ def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | N
 
 
 def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
-    """The ``value`` of every rank, in the order of the group; pickled. Collective over ``group``; every rank must call it.
-
-    Args:
-        value: Of this rank.
-        group: ``None`` is the default group.
-    """
+    """The ``value`` of every rank, in the order of the group. Collective over ``group``; every rank must call it."""
     return _all_gather_object(value, group) if _is_distributed(group) else [value]
 
 

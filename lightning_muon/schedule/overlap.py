@@ -91,7 +91,7 @@ def estimate_early(program: Program, machine: CostModel) -> EarlyEstimate | None
     # A communication takes as long as its slowest member.
     transfers: dict[str, dict[str, float]] = {GATHER: {}, SCATTER: {}}
     for ops in program.values():
-        of_rank = {kind: 0.0 for kind in kinds}
+        of_rank = dict.fromkeys(kinds, 0.0)
         check_of_rank = 0.0
         gathered = {op.key for op in ops if op.kind == GATHER}
         for op in ops:

@@ -38,7 +38,11 @@ def _without_early(program: Program) -> Program:
     found: Program = {}
     for rank, ops in issued.items():
         is_first = [op.key == last and op.kind in (MOMENTUM, GATHER) for op in ops]
-        first = [replace(op, deps=op.deps[:1] if op.kind == GATHER else ()) for op, yes in zip(ops, is_first, strict=True) if yes]
+        first = [
+            replace(op, deps=op.deps[:1] if op.kind == GATHER else ())
+            for op, yes in zip(ops, is_first, strict=True)
+            if yes
+        ]
         found[rank] = first + [left(op) for op, yes in zip(ops, is_first, strict=True) if not yes]
     return found
 
@@ -124,4 +128,3 @@ def test_the_sentence_says_what_is_done_and_what_it_takes() -> None:
     assert in_step.to_text().startswith("gathers start in the step; predicted: 12.35 ms")
     assert "14.00 ms if they start during backward, of which checking what was sent takes 6.00 ms" in in_step.to_text()
     assert EarlyEstimate(in_backward_seconds=11e-3, **seconds).to_text().startswith("gathers start during backward")
-
