@@ -134,7 +134,7 @@ def _links(hosts: str, dedupe: str) -> list[tuple[bool, bool]]:
         mock.patch.object(binding_module, "machine_of", side_effect=machine_of) as asked,
     ):
         weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
-        _bind(weight, torch.ones(5, 5), dedupe=dedupe, overlap="auto")
+        _bind(torch.ones(5, 5), weight, dedupe=dedupe, overlap="auto")
     return [call.kwargs["is_between_machines"] for call in asked.call_args_list]
 
 
@@ -163,7 +163,7 @@ def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
     mesh = init_device_mesh("cpu", (2,))
     weights = [distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)]) for _ in range(40)]
     with mock.patch.object(binding_module, "machine_of", return_value=slow):
-        groups = _bind(*weights, torch.ones(5, 5), overlap=overlap).exchange_groups
+        groups = _bind(torch.ones(5, 5), *weights, overlap=overlap).exchange_groups
     return [(group.sends_early, group.estimate is not None) for group in groups]
 
 
