@@ -19,7 +19,7 @@ Algorithm = Literal["auto", "muon", "adamw"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
-Overlap = Literal["backward", "step", "off"]
+Overlap = Literal["auto", "backward", "step", "off"]
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
@@ -105,7 +105,9 @@ class MuonConfig:
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
             ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
         overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
-            arithmetic of the step, ``"off"``: one after the other. The weights are the same, bit for bit.
+            arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
+            links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
+            bit.
         look_ahead: Chunks that are gathered or on their way at a time during the step.
         error_if_nonfinite: Skip the step on all ranks, weights and state untouched, when a gradient has a NaN or Inf.
         max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
@@ -129,7 +131,7 @@ class MuonConfig:
     chunk_bytes: int = 4 * 2**20
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
-    overlap: Overlap = "backward"
+    overlap: Overlap = "auto"
     look_ahead: int = 3
     error_if_nonfinite: bool = True
     max_skipped_steps: int = 3

@@ -154,6 +154,7 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         "exposed_seconds_of_worst": max(each.exposed_seconds for each in outcome.summaries),
         "peak_buffer_bytes": outcome.timeline.peak_bytes,
         "newton_schulz_bytes": outcome.newton_schulz_bytes,
+        "early_gathers": {**asdict(outcome.early), "pay": outcome.early.pays} if outcome.early is not None else None,
         "num_chunks": outcome.num_chunks,
         "chunk_bytes": {"mean": sum(outcome.chunk_bytes) / outcome.num_chunks, "max": max(outcome.chunk_bytes)},
         "load": {

@@ -142,7 +142,7 @@ def _is_late(config: FlexDeMoConfig) -> bool:
 
 def _hides_behind_backward(config: FlexDeMoConfig) -> bool:
     # Weights can be averaged when a step is complete, not before.
-    return config.overlap == "backward" and not isinstance(config.replicator, LocalSteps)
+    return config.overlap != "step" and not isinstance(config.replicator, LocalSteps)
 
 
 def slow_links(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_muon.cli.plan_choice import Choice
 from lightning_muon.cli.plan_data import GramEstimate, gram_estimates, moved
 from lightning_muon.cli.plan_specs import Mesh, route_of
-from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, PIPELINE, Outcome, PlanOptions
+from lightning_muon.cli.plan_strategies import GRID, MOST_RANKS_IN_FULL, PIPELINE, Outcome, PlanOptions
 from lightning_muon.params.report import routing_table
 from lightning_muon.schedule.shapes import ModelShapes
 
@@ -228,6 +228,11 @@ def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
         "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
         f"buffers: without the working memory of Newton-Schulz, {working / _MIB:,.0f} MiB for the dearest matrix in 16 "
         "bits.",
+    ]
+    caption += [
+        textwrap.fill(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.", WIDTH)
+        for outcome in outcomes
+        if outcome.name in (PIPELINE, GRID) and outcome.early is not None
     ]
     if choice is not None:
         caption.append(textwrap.fill(choice.to_text(), WIDTH))

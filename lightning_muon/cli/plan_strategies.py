@@ -11,6 +11,7 @@ from lightning_muon.schedule.assign import Strategy
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.crowd import Crowd, merge_equal_ranks
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for, with_adamw
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.shapes import ModelShapes
@@ -62,6 +63,7 @@ class Outcome:
         bytes: Of each rank.
         floor: The least that has to travel.
         timeline: Of one rank of each kind.
+        early: Whether gathers during backward would pay; ``None`` if nothing is gathered.
         sizes: Rank in ``timeline`` -> number of ranks like it, itself among them.
         note: What was simplified.
     """
@@ -74,6 +76,7 @@ class Outcome:
     bytes: list[RankTraffic]
     floor: TrafficFloor
     timeline: Timeline
+    early: EarlyEstimate | None
     sizes: dict[int, int]
     note: str = ""
 
@@ -213,6 +216,7 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         bytes=planned.bytes,
         floor=planned.floor,
         timeline=simulate(issued, options.cost),
+        early=estimate_early(planned.program, options.cost),
         sizes=planned.sizes,
         note=planned.note,
     )

@@ -32,6 +32,11 @@ def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | N
     raise RuntimeError(_first_difference(gathered, what))
 
 
+def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
+    """The ``value`` of every rank, in the order of the group. Collective over ``group``; every rank must call it."""
+    return _all_gather_object(value, group) if _is_distributed(group) else [value]
+
+
 def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if any rank brings an ``error``; a rank's own error keeps its type.
 

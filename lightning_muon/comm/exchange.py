@@ -47,7 +47,7 @@ def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: in
 
 
 class BufferPool:
-    """Flat buffers by name, grown on demand and kept, so that a step allocates nothing after the first one."""
+    """Flat buffers by name, grown on demand and kept until they are released or dropped."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -60,7 +60,20 @@ class BufferPool:
         if buffer is None or buffer.numel() < numel:
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self._buffers[name] = buffer
+        elif buffer.untyped_storage().nbytes() < buffer.nbytes:
+            buffer.untyped_storage().resize_(buffer.nbytes)
         return buffer
+
+    def release(self, prefix: str) -> None:
+        """Give back the memory of the buffers whose names begin so until they are taken again; views stay valid."""
+        for name, buffer in self._buffers.items():
+            if name.startswith(prefix):
+                buffer.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def drop(self, suffix: str) -> None:
         """Give back the memory of the buffers whose names end so."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.agreement import gather, require_equal
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
 from lightning_muon.config import Assignment, Dedupe, Overlap
 from lightning_muon.math.newton_schulz import newton_schulz_flops
@@ -24,6 +25,7 @@ from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, lo
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, machine_of
 from lightning_muon.schedule.validate import check_plan
 
 ParamGroup = dict[str, Any]
@@ -139,12 +141,16 @@ class ExchangeGroup:
         replica_of: Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
         jobs: Matrices.
         plan: Owners and chunks.
+        sends_early: Whether gathers start during backward; equal on all ranks of the mesh.
+        estimate: What ``overlap="auto"`` has decided by; ``None`` if nothing is gathered or the user has decided.
     """
 
     axes: AxisGroup
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]
     plan: MuonPlan
+    sends_early: bool
+    estimate: EarlyEstimate | None
 
     @cached_property
     def has_single_owners(self) -> bool:
@@ -200,6 +206,7 @@ def bind(
     found = _group_jobs(parameters, options)
     private = private_groups.of([home.axes for home, _ in found])
     loads = Loads()
+    hosts = _hosts(meshes) if options.overlap == "auto" else {}
     groups: list[ExchangeGroup] = []
     for number, ((home, jobs), axes) in enumerate(zip(found, private, strict=True)):
         specs = _specs(jobs)
@@ -218,8 +225,39 @@ def bind(
         loads.add(home, specs, plan, options.itemsize)
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
-        groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan))
+        estimate = _estimate(home, plan, options, hosts[home.mesh]) if options.overlap == "auto" else None
+        sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
+        groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan, sends_early, estimate))
     return Binding(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
+
+
+# Coordinate in a mesh -> name of the machine of the rank there.
+_Hosts = Mapping[tuple[int, ...], str]
+
+
+def _hosts(meshes: Sequence[MeshMembers]) -> dict[DeviceMesh | None, _Hosts]:
+    """The machines of all ranks. Collective over ``meshes``; every rank of them must call it."""
+    found: dict[DeviceMesh | None, _Hosts] = {}
+    for members in meshes:
+        names = gather(socket.gethostname(), members.host.group) if members.host.group is not None else [""]
+        found[members.mesh] = dict(zip(members.host.coordinates, names, strict=True))
+    return found
+
+
+def _estimate(home: ExchangeHome, plan: MuonPlan, options: PlanOptions, hosts: _Hosts) -> EarlyEstimate | None:
+    """By the slowest links that any rank of the mesh has, so that all of them come to the same result."""
+    between = (_spans_machines(hosts, home.sharded), _spans_machines(hosts, home.mesh_axes))
+    return estimate_early(plan.program, machine_of(options.device_type, is_between_machines=between))
+
+
+def _spans_machines(hosts: _Hosts, axes: Collection[int]) -> bool:
+    """Whether, anywhere on the mesh, ranks that differ only along ``axes`` are on several machines."""
+    host_of: dict[tuple[int, ...], str] = {}
+    for coordinate, host in hosts.items():
+        others = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
+        if host_of.setdefault(others, host) != host:
+            return True
+    return False
 
 
 def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str) -> None:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.optim.early import SentEarly
-from lightning_muon.optim.matrix_step import Gradients, MatrixStep, States
+from lightning_muon.optim.matrix_step import Chunk, Gradients, MatrixStep, States
 from lightning_muon.schedule.kinds import MOMENTUM
 
 
 class EarlyGathers(SentEarly):
-    """The chunks of one plan whose parameters are DTensors.
+    """Those of some chunks of one plan whose parameters are DTensors.
 
     Each chunk that is sent is a communication over the private group of its exchange group.
 
     Args:
         step: Runs the ops.
         states: Of the optimizer.
+        chunks: Chunks that are gathered, in the order in which backward finishes them.
     """
 
-    def __init__(self, step: MatrixStep, states: States) -> None:
-        chunks = {
-            chunk.key: chunk
-            for chunk in step.gathered_chunks
-            if all(isinstance(tensor, DTensor) for tensor in chunk.tensors)
-        }
-        leaders = {key: chunk.group.jobs[chunk.taken[0]].matrix.name for key, chunk in chunks.items()}
-        super().__init__({key: chunk.tensors for key, chunk in chunks.items()}, leaders)
+    def __init__(self, step: MatrixStep, states: States, chunks: Sequence[Chunk]) -> None:
+        chunks = [chunk for chunk in chunks if all(isinstance(tensor, DTensor) for tensor in chunk.tensors)]
+        leaders = {chunk.key: chunk.group.jobs[chunk.taken[0]].matrix.name for chunk in chunks}
+        super().__init__({chunk.key: chunk.tensors for chunk in chunks}, leaders)
         self._step, self._states = step, states
 
     def _start(self, key: str, gradients: Gradients) -> None:

@@ -18,12 +18,14 @@ class ExchangeHome:
     Attributes:
         mesh: Mesh of the parameters, ``None`` for local tensors.
         mesh_axes: Axes of ``mesh`` over which matrices travel.
+        sharded: Those of them that divide matrices; the others replicate them.
         axes: The ranks that differ from this one along these axes.
         replica_of: Replica of each of these ranks, numbered from 0.
     """
 
     mesh: DeviceMesh | None
     mesh_axes: tuple[int, ...]
+    sharded: tuple[int, ...]
     axes: AxisGroup
     replica_of: tuple[int, ...]
 
@@ -64,7 +66,7 @@ class ExchangeHomes:
             )
             for coordinate in axes.coordinates
         )
-        return ExchangeHome(mesh, mesh_axes, axes, replica_of)
+        return ExchangeHome(mesh, mesh_axes, sharded, axes, replica_of)
 
 
 class Loads:

@@ -123,6 +123,8 @@ class MatrixStep:
         chunks.
         """
         self._transfers[key] = self._transfer(key, self.chunks[key].pieces, is_early=True)
+        with self.executor.memory_of_step():
+            self._transfers[key].take_gather_buffers()
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
         for kind in (MOMENTUM, GATHER):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
@@ -178,12 +180,12 @@ class MatrixStep:
         for key, chunk in self.chunks.items():
             if key not in valid_early:
                 self._transfers[key] = self._transfer(key, self._pieces(chunk, gradients), is_early=False)
+                self._transfers[key].take_gather_buffers()
         for op in self._in_order(valid_early):
             if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
                 self._ask(self._inputs.verdict)
             self.executor.execute(op)
-        self.executor.finish()
-        self._inputs = None
+        self._finish()
 
     def _in_order(self, valid_early: frozenset[str]) -> list[Op]:
         """The ops with anything to do. AdamW gives way to all that changes nothing, if that can go on without waiting.
@@ -209,10 +211,16 @@ class MatrixStep:
         try:
             verdict()
         except Exception:
-            self.executor.finish()  # The same on all ranks, so what is on its way arrives.
-            self._inputs = None
+            self._finish()  # The same on all ranks, so what is on its way arrives.
             raise
         self._inputs = replace(self._inputs, verdict=None)
+
+    def _finish(self) -> None:
+        """Wait for what is on its way. Memory of gathers during backward, which is that of all chunks, is freed."""
+        self.executor.finish()
+        if any(transfer.slots[0] == _early_slot(key) for key, transfer in self._transfers.items()):
+            self._pool.release(GATHER)
+        self._inputs = None
 
     def _pieces(self, chunk: Chunk, gradients: Gradients) -> ChunkPieces:
         """The calling rank's part in a chunk, kept as long as the same parameters have gradients."""

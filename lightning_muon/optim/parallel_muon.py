@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -24,6 +25,8 @@ from lightning_muon.optim.early_gathers import EarlyGathers
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
 from lightning_muon.params.layout import TensorLayout
+
+_log = logging.getLogger(__name__)
 
 
 @explains_keywords()
@@ -123,6 +126,21 @@ class ParallelMuon(PlannedOptimizer):
         """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
         return cls(params, **(vars(config) | overrides))
 
+    def summary(self) -> str:
+        """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
+        return "\n".join([super().summary(), *(_decisions(self._bound.binding) if self._bound is not None else ())])
+
     def _early(self, binding: Binding, step: MatrixStep) -> EarlyGathers | None:
-        del binding
-        return EarlyGathers(step, self.state) if self._options.overlap == "backward" else None
+        for line in _decisions(binding):
+            _log.info(line)
+        chunks = [chunk for chunk in step.gathered_chunks if chunk.group.sends_early]
+        return EarlyGathers(step, self.state, chunks) if chunks else None
+
+
+def _decisions(binding: Binding) -> list[str]:
+    """For each exchange group whether its gathers start early, if ``overlap="auto"`` has decided that."""
+    return [
+        f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"
+        for group in binding.exchange_groups
+        if group.estimate is not None
+    ]

@@ -145,6 +145,11 @@ class Transfer:
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
         self._cached_send_views: tuple[list[Tensor], dict[MatrixJob, list[Tensor]]] | None = None
 
+    def take_gather_buffers(self) -> None:
+        """Take the memory for the way to the owners now: on CUDA it belongs to the stream that is current then."""
+        for direction in (_SENT, _RECEIVED):
+            self._buffer(self._gather, direction)
+
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
         views = self._send_views()

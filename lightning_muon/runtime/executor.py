@@ -8,7 +8,8 @@ handles.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -58,6 +59,10 @@ class Executor(ABC):
     def execute_early(self, op: Op) -> None:
         """Run one op from a hook of the backward pass."""
         self.execute(op)
+
+    def memory_of_step(self) -> AbstractContextManager[None]:
+        """Inside, allocate memory for :meth:`execute_early` that may be freed after :meth:`finish`."""
+        return nullcontext()
 
 
 class HostExecutor(Executor):
@@ -116,6 +121,7 @@ class StreamExecutor(Executor):
         super().__init__(actions)
         self._transfer = torch.cuda.Stream(device)
         self._early = torch.cuda.Stream(device)
+        self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event] = {}
 
     @override
@@ -128,6 +134,15 @@ class StreamExecutor(Executor):
         self._early.wait_stream(torch.cuda.current_stream())
         self._execute_on(self._transfer if op.lane == TRANSFER else self._early, op)
 
+    @contextmanager
+    @override
+    def memory_of_step(self) -> Iterator[None]:
+        # Memory of the compute stream, for which the next forward pass can use it again. What this stream has been
+        # given until now may still use it; the reduction of the gradients waits for that anyway.
+        self._early.wait_stream(self._compute)
+        with torch.cuda.stream(self._compute):
+            yield
+
     @override
     def wait(self, name: str) -> None:
         if name in self._ended:
@@ -135,9 +150,13 @@ class StreamExecutor(Executor):
 
     @override
     def finish(self) -> None:
+        current = torch.cuda.current_stream()
         for event in self._ended.values():
-            torch.cuda.current_stream().wait_event(event)
+            current.wait_event(event)
         self._ended.clear()
+        if current != self._compute:
+            self._compute.wait_stream(current)  # Memory of it is free now.
+            self._compute = current
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
         for name in op.deps:

@@ -50,7 +50,8 @@ def sharded(mesh_shape: tuple[int, ...]) -> Net:
 
 
 def make_optimizer(model: nn.Module, **options: Any) -> ParallelMuon:
-    options = {"lr": 0.02, "compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 1} | options
+    float32 = {"compute_dtype": "float32", "wire_dtype": "float32"}
+    options = {"lr": 0.02, **float32, "chunk_bytes": 1, "overlap": "backward"} | options
     return ParallelMuon(model, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
+from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from tests.support.processes import ProcessPool
 
 
@@ -19,6 +19,15 @@ def test_equal_lines_pass_and_a_difference_is_named_on_all_ranks(gloo: ProcessPo
     assert gloo.run(_compare, None, world_size=3) == [None] * 3
     message = r"the model differs .* rank 0 of the group has 'b' \(2,\), rank 2 has 'b' \(3,\)"
     gloo.expect_error_on_all_ranks(_compare, 2, match=message, exception=RuntimeError, world_size=3)
+
+
+def _gather() -> list[str]:
+    return gather(f"of rank {dist.get_rank()}", None)
+
+
+def test_all_ranks_get_the_values_of_all(gloo: ProcessPool) -> None:
+    assert gloo.run(_gather, world_size=3) == [["of rank 0", "of rank 1", "of rank 2"]] * 3
+    assert gloo.run(_gather, world_size=1) == [["of rank 0"]]
 
 
 def _fewer_lines() -> None:

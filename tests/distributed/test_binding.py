@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,14 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.optim import binding as binding_module
 from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.overlap import machine_of
 from tests.support.processes import ProcessPool
 
 
-def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always") -> Binding:
+def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", overlap: str = "step") -> Binding:
     group = {"ns_steps": 5}
     parameters = [
         BoundParameter(
@@ -34,7 +39,7 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always") -> B
         assignment="lpt",
         dedupe=dedupe,  # type: ignore[arg-type]
         look_ahead=2,
-        overlap="step",
+        overlap=overlap,  # type: ignore[arg-type]
     )
     return bind(parameters, meshes, PrivateGroups(), options=options, settings="")
 
@@ -119,3 +124,52 @@ def test_the_local_part_shares_memory() -> None:
     tensor = torch.zeros(3)
     local_tensor(tensor).fill_(1)
     assert tensor.sum() == 3
+
+
+def _links(hosts: str, dedupe: str) -> list[tuple[bool, bool]]:
+    """What the planner takes the links of each exchange group for, if the ranks are on machines of these names."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    with (
+        mock.patch.object(binding_module.socket, "gethostname", return_value=hosts[dist.get_rank()]),
+        mock.patch.object(binding_module, "machine_of", side_effect=machine_of) as asked,
+    ):
+        weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
+        _bind(torch.ones(5, 5), weight, dedupe=dedupe, overlap="auto")
+    return [call.kwargs["is_between_machines"] for call in asked.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dedupe", "expected"),
+    [
+        ("aaaa", "always", (False, False)),
+        # A machine for each replica.
+        ("aabb", "always", (False, True)),
+        ("aabb", "never", (False, False)),
+        ("abab", "never", (True, True)),
+        # Also the ranks whose own links are fast have to decide by the slowest.
+        ("aaab", "never", (True, True)),
+        ("aaab", "always", (True, True)),
+    ],
+)
+def test_all_ranks_decide_by_the_slowest_links_of_the_mesh(
+    gloo: ProcessPool, hosts: str, dedupe: str, expected: tuple[bool, bool]
+) -> None:
+    alone = (False, False)
+    assert gloo.run(_links, hosts, dedupe, world_size=4) == [[alone, expected]] * 4
+
+
+def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
+    slow = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)]) for _ in range(40)]
+    with mock.patch.object(binding_module, "machine_of", return_value=slow):
+        groups = _bind(torch.ones(5, 5), *weights, overlap=overlap).exchange_groups
+    return [(group.sends_early, group.estimate is not None) for group in groups]
+
+
+def test_auto_starts_gathers_early_over_slow_links_and_the_user_is_obeyed(gloo: ProcessPool) -> None:
+    alone, fast, slow = (False, False), 1e12, 1e6
+    assert gloo.run(_sends_early, "auto", slow, world_size=2) == [[alone, (True, True)]] * 2
+    assert gloo.run(_sends_early, "auto", fast, world_size=2) == [[alone, (False, True)]] * 2
+    assert gloo.run(_sends_early, "step", slow, world_size=2) == [[alone, (False, False)]] * 2
+    assert gloo.run(_sends_early, "backward", fast, world_size=2) == [[(True, False), (True, False)]] * 2

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim import gradients
+from lightning_muon.optim import binding, gradients
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.schedule.cost import CostModel
 from tests.distributed.backward_passes import (
     BACKWARDS,
     Net,
@@ -162,6 +163,25 @@ def test_overlap_step_sends_nothing_early(gloo: ProcessPool) -> None:
         assert counts == [(0, 0)] * NUM_STEPS
 
 
+def _count_with_auto(bandwidth: float) -> tuple[list[tuple[int, int]], str]:
+    machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
+    with mock.patch.object(binding, "machine_of", return_value=machine):
+        counts = _count_early(plain, {"overlap": "auto"})
+        optimizer = make_optimizer(sharded((dist.get_world_size(),)), overlap="auto")
+        optimizer.step()
+    return counts, optimizer.summary().splitlines()[-1]
+
+
+def test_auto_sends_early_over_slow_links_only_and_says_so(gloo: ProcessPool) -> None:
+    head = "overlap='auto', 4 matrices on 2 ranks: gathers start"
+    for counts, said in gloo.run(_count_with_auto, 1e3, world_size=2):
+        assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
+        assert said.startswith(f"{head} during backward; predicted: ")
+    for counts, said in gloo.run(_count_with_auto, 1e12, world_size=2):
+        assert counts == [(0, 0)] * NUM_STEPS
+        assert said.startswith(f"{head} in the step; predicted: ")
+
+
 def _compare_as_on_cuda(backward: Callable[..., None]) -> list[str]:
     """As :func:`_compare`, with the host looking at no gradient before Newton-Schulz is under way."""
     expected = _train((dist.get_world_size(),), {"overlap": "off"}, backward)
@@ -230,8 +250,8 @@ def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
     assert all(gloo.run(_two_optimizers, world_size=3))
 
 
-def _buffer_bytes(overlap: str, clips: bool) -> int:
-    """Bytes of all buffers after some steps on 16 matrices of 16 x 16, two to a chunk, in float32."""
+def _buffer_bytes(overlap: str, clips: bool) -> tuple[int, int]:
+    """Bytes of all buffers between backward and the step, and after it: 16 matrices of 16 x 16, two to a chunk."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -239,14 +259,16 @@ def _buffer_bytes(overlap: str, clips: bool) -> int:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(model, overlap=overlap, muon_patterns=("*",), look_ahead=3)
+    before = 0
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().mean().backward()
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+        before = optimizer._bound.matrix_step._pool.nbytes if optimizer._bound is not None else 0
         optimizer.step()
     assert optimizer._bound is not None
-    return sum(buffer.nbytes for buffer in optimizer._bound.matrix_step._pool._buffers.values())
+    return before, optimizer._bound.matrix_step._pool.nbytes
 
 
 # On each of two ranks a chunk sends half of one matrix and receives half of another, there and back.
@@ -254,15 +276,14 @@ _BYTES_OF_A_CHUNK_ONE_WAY = 2 * 8 * 16 * 4
 
 
 def test_a_step_has_buffers_for_the_chunks_that_it_looks_ahead(gloo: ProcessPool) -> None:
-    for size in gloo.run(_buffer_bytes, "step", False, world_size=2):
-        assert size == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+    for before, after in gloo.run(_buffer_bytes, "step", False, world_size=2):
+        assert before == after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
 
 
-def test_early_gathers_take_buffers_for_all_chunks_and_give_them_back_when_they_are_of_no_use(
-    gloo: ProcessPool,
-) -> None:
-    step = (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
-    for size in gloo.run(_buffer_bytes, "backward", False, world_size=2):
-        assert size == step + 8 * _BYTES_OF_A_CHUNK_ONE_WAY
-    for size in gloo.run(_buffer_bytes, "backward", True, world_size=2):
-        assert size == step
+def test_early_gathers_have_buffers_for_all_chunks_until_the_step_is_over(gloo: ProcessPool) -> None:
+    for before, after in gloo.run(_buffer_bytes, "backward", False, world_size=2):
+        assert before == (8 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+        assert after == 3 * _BYTES_OF_A_CHUNK_ONE_WAY
+    # Of no use: the step has gathered by itself.
+    for _, after in gloo.run(_buffer_bytes, "backward", True, world_size=2):
+        assert after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY

@@ -77,3 +77,16 @@ def test_the_pool_keeps_its_memory() -> None:
     assert pool.take("a", 7).data_ptr() == first.data_ptr()
     assert pool.take("b", 7).data_ptr() != first.data_ptr()
     assert pool.take("a", 11).numel() == 11
+
+
+def test_released_memory_comes_back_with_the_views_of_it() -> None:
+    pool = BufferPool(torch.float32, torch.device("cpu"))
+    first, view = pool.take("gather-0", 10), pool.take("gather-0", 10)[2:5].view(3, 1)
+    pool.take("scatter-0", 7)
+    assert pool.nbytes == 4 * (10 + 7)
+    pool.release("gather")
+    assert pool.nbytes == 4 * 7
+    assert pool.take("gather-0", 10) is first
+    assert pool.nbytes == 4 * (10 + 7)
+    first.fill_(3)
+    assert view.tolist() == [[3.0]] * 3

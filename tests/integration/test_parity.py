@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ import lightning_muon
 import lightning_muon.accelerate
 from lightning_muon.integrations.fabric.registry import strategy_class as fabric_strategy_class
 from lightning_muon.integrations.options import Options
+from lightning_muon.optim.matrix_step import MatrixStep
 from tests.integration.integrations.transformers.runs import (
     GLOBAL_BATCH,
     LR,
@@ -32,20 +37,28 @@ from tests.integration.training import trainer as lightning_trainer
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
-NUM_STEPS, MAX_NORM = 20, 0.3
 Batch = dict[str, Tensor]
 
 
-def _data() -> Samples:
+@dataclass(frozen=True)
+class Case:
+    """What all frameworks are told."""
+
+    optimizer: lightning_muon.MuonConfig = EXACT
+    num_steps: int = 20
+    max_norm: float = 0.3
+
+
+def _data(case: Case) -> Samples:
     # Means over equally many tokens on each rank, so that their mean is that of all.
-    return samples(NUM_STEPS * GLOBAL_BATCH, even=True)
+    return samples(case.num_steps * GLOBAL_BATCH, even=True)
 
 
-def _batches() -> list[Batch]:
+def _batches(case: Case) -> list[Batch]:
     """Those of this rank, one for each step."""
     share = GLOBAL_BATCH // dist.get_world_size()
-    firsts = range(dist.get_rank() * share, NUM_STEPS * GLOBAL_BATCH, GLOBAL_BATCH)
-    data = _data()
+    firsts = range(dist.get_rank() * share, case.num_steps * GLOBAL_BATCH, GLOBAL_BATCH)
+    data = _data(case)
     return [{key: torch.stack([each[key] for each in data[i : i + share]]) for key in data[0]} for i in firsts]
 
 
@@ -58,7 +71,7 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY)
 
 
-def _plain_loop() -> nn.Module:
+def _plain_loop(case: Case) -> nn.Module:
     model = causal_lm()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     for layer in model.model.layers:
@@ -69,17 +82,17 @@ def _plain_loop() -> nn.Module:
         {"params": [pair for pair in named if "norm" not in pair[0]]},
         {"params": [pair for pair in named if "norm" in pair[0]], "weight_decay": 0.0},
     ]
-    optimizer = lightning_muon.ParallelMuon.from_config(groups, EXACT, lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = lightning_muon.ParallelMuon.from_config(groups, case.optimizer, lr=LR, weight_decay=WEIGHT_DECAY)
     optimizer.attach(model)
-    for batch in _batches():
+    for batch in _batches(case):
         model(**batch).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def _lightning() -> nn.Module:
+def _lightning(case: Case) -> nn.Module:
     pl = load(PACKAGES[0])
 
     class Module(pl.LightningModule):
@@ -94,55 +107,56 @@ def _lightning() -> nn.Module:
             return _adamw(self)
 
     module = Module()
-    strategy = strategy_class(PACKAGES[0])(optimizer=EXACT)
+    strategy = strategy_class(PACKAGES[0])(optimizer=case.optimizer)
     fitter = lightning_trainer(
-        pl, strategy=strategy, max_epochs=1, gradient_clip_val=MAX_NORM, use_distributed_sampler=False
+        pl, strategy=strategy, max_epochs=1, gradient_clip_val=case.max_norm, use_distributed_sampler=False
     )
-    fitter.fit(module, DataLoader(_batches(), batch_size=None))
+    fitter.fit(module, DataLoader(_batches(case), batch_size=None))
     return module.net
 
 
-def _fabric() -> nn.Module:
+def _fabric(case: Case) -> nn.Module:
     load(PACKAGES[0])
     from lightning.fabric import Fabric
 
-    strategy = fabric_strategy_class("lightning.fabric")(optimizer=EXACT)
+    strategy = fabric_strategy_class("lightning.fabric")(optimizer=case.optimizer)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     network = causal_lm()
     model, optimizer = fabric.setup(network, _adamw(network))
-    for batch in _batches():
+    for batch in _batches(case):
         fabric.backward(model(**batch).loss)
-        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        fabric.clip_gradients(model, optimizer, max_norm=case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return network
 
 
-def _accelerate() -> nn.Module:
-    accelerator = lightning_muon.accelerate.Accelerator(options=Options(optimizer=EXACT))
+def _accelerate(case: Case) -> nn.Module:
+    accelerator = lightning_muon.accelerate.Accelerator(options=Options(optimizer=case.optimizer))
     network = causal_lm()
     model, optimizer = accelerator.prepare(network, _adamw(network))
-    for batch in _batches():
+    for batch in _batches(case):
         accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        accelerator.clip_grad_norm_(model.parameters(), case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.unwrap_model(model)
 
 
-def _transformers(directory: str) -> nn.Module:
-    options = {"max_steps": NUM_STEPS, "max_grad_norm": MAX_NORM, "lr_scheduler_type": "constant"}
-    run = trainer(directory, causal_lm(), data=_data(), **options)
+def _transformers(case: Case, directory: str) -> nn.Module:
+    options = {"max_steps": case.num_steps, "max_grad_norm": case.max_norm, "lr_scheduler_type": "constant"}
+    run = trainer(directory, causal_lm(), data=_data(case), **options)
     run.train()
     return run.model
 
 
 def _weights_of_all(directory: str) -> dict[str, dict[str, Tensor]]:
-    found = {run.__name__: whole_weights(run()) for run in (_plain_loop, _lightning, _fabric)}
+    case = Case()
+    found = {run.__name__: whole_weights(run(case)) for run in (_plain_loop, _lightning, _fabric)}
     on_cpu: dict[str, Callable[[], nn.Module]] = {
-        "_accelerate": _accelerate,
-        "_transformers": lambda: _transformers(directory),
+        "_accelerate": lambda: _accelerate(case),
+        "_transformers": lambda: _transformers(case, directory),
     }
     for name, run in on_cpu.items():
         with fsdp2_on_cpu():
@@ -151,10 +165,42 @@ def _weights_of_all(directory: str) -> dict[str, dict[str, Tensor]]:
 
 
 def test_all_frameworks_give_the_same_weights(gloo: ProcessPool, tmp_path: Any) -> None:
-    expected = written_out(num_steps=NUM_STEPS, schedule=lambda step: 1.0, max_norm=MAX_NORM, data=_data())
+    case = Case()
+    expected = written_out(
+        num_steps=case.num_steps, schedule=lambda step: 1.0, max_norm=case.max_norm, data=_data(case)
+    )
     found = gloo.run(_weights_of_all, str(tmp_path), timeout=150)[0]
     start = whole_weights(causal_lm())
     assert min((expected[name] - start[name]).abs().max() for name in start) > 0.01
     assert len(found) == 5
     for name, weights in found.items():
         assert max_difference(weights, expected) < 1e-6, name
+
+
+_ACTS, _DOES_NOT_ACT = 1e-3, 1e9
+
+
+def _early_gathers_that_count(run: Callable[[Case], nn.Module], max_norm: float) -> list[int]:
+    """Of each step; the weights have the bits of a run without any overlap."""
+    with fsdp2_on_cpu() if run is _accelerate else nullcontext():
+        config = replace(EXACT, chunk_bytes=1)
+        case = Case(num_steps=4, max_norm=max_norm)
+        expected = whole_weights(run(replace(case, optimizer=replace(config, overlap="off"))))
+        with mock.patch.object(MatrixStep, "run", autospec=True, side_effect=MatrixStep.run) as step:
+            found = whole_weights(run(replace(case, optimizer=replace(config, overlap="backward"))))
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    return [len(call.kwargs["valid_early"]) for call in step.call_args_list]
+
+
+@pytest.mark.parametrize("run", [_lightning, _fabric, _accelerate])
+def test_clipping_leaves_early_gathers_valid_where_it_does_not_act(gloo: ProcessPool, run: Any) -> None:
+    for acts, does_not_act in zip(
+        gloo.run(_early_gathers_that_count, run, _ACTS, world_size=2),
+        gloo.run(_early_gathers_that_count, run, _DOES_NOT_ACT, world_size=2),
+        strict=True,
+    ):
+        assert acts == [0] * 4
+        # The first step makes the plan.
+        assert does_not_act[0] == 0
+        assert min(does_not_act[1:]) > 0
+        assert len(set(does_not_act[1:])) == 1

@@ -214,7 +214,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
             wait_for_parameters=(
-                self.options.config.overlap != "backward"
+                self.options.config.overlap in ("step", "off")
                 or not module.automatic_optimization
                 or reads_weights_between_steps(trainer, self.package)
             ),

@@ -26,7 +26,7 @@ Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
 Compat = Literal["none", "demo", "detonation"]
-ExchangeOverlap = Literal["backward", "step"]
+ExchangeOverlap = Literal["auto", "backward", "step"]
 
 
 @explains_keywords()
@@ -50,7 +50,8 @@ class FlexDeMoConfig:
         dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
         delay: Apply an exchange so many steps after it began: 0 or 1.
         overlap: ``"backward"``: each buffer is sent as soon as the gradients of its parameters are there. ``"step"``:
-            all in the optimizer step. The weights are the same, bit for bit.
+            all in the optimizer step. ``"auto"``: ``"backward"``, since links between nodes are slow. The weights are
+            the same, bit for bit.
         compat: ``"demo"`` multiplies gradients by the learning rate before they enter the momentum, as DeMo does;
             ``"detonation"`` cuts the flattened shard into strips, too, as DeToNATION does. For comparisons.
         check_every: After so many steps all nodes compare their weights; 0 never.
@@ -82,7 +83,7 @@ class FlexDeMoConfig:
     value_format: ValueFormatName = "bf16"
     dense_below: int = 4096
     delay: int = 0
-    overlap: ExchangeOverlap = "backward"
+    overlap: ExchangeOverlap = "auto"
     compat: Compat = "none"
     check_every: int = 100
     chunk_bytes: int = 16 * 2**20

@@ -70,7 +70,7 @@ class MomentumExchange(BetweenNodes):
         delay = optimizer.config.delay
         self._replication = Replication(buckets, optimizer.nodes, self._rules, self._scales, delay=delay)
         self._replication.step = num_steps
-        return EarlyExchanges(self._replication, names) if optimizer.config.overlap == "backward" else None
+        return EarlyExchanges(self._replication, names) if optimizer.config.overlap != "step" else None
 
     @property
     def order(self) -> list[list[Tensor]]:

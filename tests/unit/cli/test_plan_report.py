@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from lightning_muon.cli.plan_report import WIDTH, parameter_table, plan_as_text
@@ -37,6 +40,19 @@ def test_all_sections_are_there() -> None:
     # The dearest matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
     assert "without the working memory of Newton-Schulz, 576 MiB for the dearest matrix in 16 bits." in text
     assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
+
+
+def test_what_auto_comes_to_is_said_of_the_machine_of_the_plan() -> None:
+    def said(bandwidth: float, replicate: int) -> list[str]:
+        options = replace(_OPTIONS, cost=replace(_OPTIONS.cost, bandwidth=(bandwidth,)))
+        mesh = Mesh(replicate=replicate, shard=8)
+        model = read_shapes("t5-base")
+        text = plan_as_text(model, mesh, options, compare_strategies(model, mesh, options))
+        return re.findall(r"overlap=auto on this machine, ([^:]*): (gathers start [a-z ]*);", " ".join(text.split()))
+
+    in_step, early = "gathers start in the step", "gathers start during backward"
+    assert said(1e12, 1) == [("lpt+pipeline", in_step)]
+    assert said(1e8, 2) == [("lpt+pipeline", early), ("lpt+pipeline, owner grid", early)]
 
 
 def test_owners_are_listed_for_few_ranks_and_summarized_for_many() -> None:

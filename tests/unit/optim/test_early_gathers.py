@@ -42,7 +42,8 @@ def _gradients(model: nn.Module, step: int) -> dict[Tensor, Tensor]:
 
 def _early(optimizer: ParallelMuon) -> EarlyGathers:
     assert optimizer._bound is not None
-    return EarlyGathers(optimizer._bound.matrix_step, optimizer.state)
+    step = optimizer._bound.matrix_step
+    return EarlyGathers(step, optimizer.state, step.gathered_chunks)
 
 
 def _chunks_of_sharded_weights() -> None:

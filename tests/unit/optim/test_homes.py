@@ -17,7 +17,7 @@ def test_local_tensors_are_at_home_in_their_process() -> None:
 def _home(
     mesh_axes: tuple[int, ...], coordinates: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
 ) -> ExchangeHome:
-    return ExchangeHome(None, mesh_axes, AxisGroup(None, 0, coordinates), replicas)
+    return ExchangeHome(None, mesh_axes, mesh_axes[-1:], AxisGroup(None, 0, coordinates), replicas)
 
 
 def test_work_that_every_replica_repeats_counts_on_the_same_place_of_each() -> None:

@@ -173,6 +173,24 @@ def test_early_ops_run_beside_the_stream_of_the_hook_but_after_what_it_has_done(
     assert log == ["early waits for all of main", "compute[1] on early", "compute[0] on main"]
 
 
+def test_memory_of_early_ops_is_that_of_the_stream_of_the_step(log: list[str]) -> None:
+    executor = _stream_executor(log)
+    hook, other = _Stream("hook"), _Stream("other")
+    with _Use(hook), executor.memory_of_step():
+        assert _Stream.current.name == "main"
+    with _Use(hook):
+        executor.execute_early(OTHER)
+    # A step on another stream: what was used there must not be given away on the first one before.
+    with _Use(other):
+        executor.finish()
+        with executor.memory_of_step():
+            assert _Stream.current is other
+    assert log == [
+        *("early waits for all of main", "early waits for all of hook", "compute[1] on early"),
+        *("other waits for early:3", "main waits for all of other", "early waits for all of other"),
+    ]
+
+
 def test_a_step_begins_without_the_events_of_the_last_one(log: list[str]) -> None:
     executor = _stream_executor(log)
     executor.execute(GATHER)

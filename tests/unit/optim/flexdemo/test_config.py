@@ -39,7 +39,7 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
         ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16', 'int8', 'sign'\), got 'fp8'"),
         ({"compat": "paper"}, r"compat must be one of \('none', 'demo', 'detonation'\), got 'paper'"),
-        ({"overlap": "off"}, r"overlap must be one of \('backward', 'step'\), got 'off'"),
+        ({"overlap": "off"}, r"overlap must be one of \('auto', 'backward', 'step'\), got 'off'"),
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
         ({"dense_below": 10.5}, "dense_below must be an integer of at least 0, got 10.5"),
         ({"check_every": -1}, "check_every must be an integer of at least 0, got -1"),
