@@ -105,7 +105,7 @@ def start_reduce_scatter(
         group=group.group,
         async_op=True,
     )
-    return PendingSum(own, (others, receive), work, group, replicate=replicate, side=side)
+    return PendingSum(own, (others, receive), group.track(work), group, replicate=replicate, side=side)
 
 
 class PendingSum:
