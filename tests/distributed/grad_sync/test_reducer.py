@@ -297,9 +297,10 @@ def _overlap(kind: str) -> list[tuple[int, int, int, list[int]]]:
 @BOTH
 def test_hooks_launch_at_least_four_fifths_of_the_bytes_before_backward_ends(gloo: ProcessPool, kind: str) -> None:
     for steps in gloo.run(_overlap, kind, world_size=2):
-        for early, overlapped, total, order in steps:
+        for step, (early, overlapped, total, order) in enumerate(steps):
             assert total == 6 * (32 * 32 + 32) * 4
-            assert overlapped == early >= 0.8 * total
+            # In the first step connections are opened, for which all ranks must have come.
+            assert overlapped == early == 0 if step == 0 else overlapped == early >= 0.8 * total
             assert order == list(range(6))
 
 
