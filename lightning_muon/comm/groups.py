@@ -171,8 +171,9 @@ def _unused(made: Sequence[PrivateGroup], base: dist.ProcessGroup) -> PrivateGro
     return None
 
 
-# In elements of float32: 4 bytes to 64 MiB. NCCL chooses an algorithm by the size of a message.
-_ALL_REDUCE_SIZES = tuple(4**power for power in range(13))
+# In elements of float32: 4 bytes to 1 MiB, since NCCL chooses an algorithm by the size of a message. Larger ones would
+# take seconds on a slow link; GradientReducer sends its own for the first time when all ranks are there.
+_ALL_REDUCE_SIZES = tuple(4**power for power in range(10))
 
 
 def _connect(group: dist.ProcessGroup) -> None:
@@ -184,7 +185,9 @@ def _connect(group: dist.ProcessGroup) -> None:
     """
     size = dist.get_world_size(group)
     for device, backend in backends(group).items():
-        if backend != "gloo":  # It connects all pairs when the group is made, and waits in threads of its own.
+        # gloo connects all pairs when the group is made, and waits in threads of its own.
+        is_there = device == "cpu" or torch.get_device_module(device).is_available()
+        if backend not in ("gloo", "fake") and is_there:
             ones = torch.ones(size, device=device)
             dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
             for numel in _ALL_REDUCE_SIZES:

@@ -62,7 +62,8 @@ class Options:
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
         tensor_parallel_size: Lightning's name for ``tensor_size``.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
-        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
+        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
+            ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
 
     Raises:
