@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,10 @@ class Launched(dist.Work):
         result = self._work.wait()
         self._in_flight.pop(self, None)
         return result
+
+    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+        """As in torch."""
+        return self._work.get_future()
 
 
 @dataclass(eq=False)

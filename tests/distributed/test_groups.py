@@ -107,7 +107,9 @@ def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("leave", "num_groups"), [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 5)], ids=lambda v: str(v)[:24]
+    ("leave", "num_groups"),
+    [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 5)],
+    ids=lambda v: str(v)[:24],
 )
 def test_a_group_goes_to_the_next_owner_once_all_that_was_sent_has_arrived(
     gloo: ProcessPool, leave: Leave, num_groups: int
@@ -180,7 +182,10 @@ def _weights_on_the_host(backend: str) -> None:
 
 def test_memory_that_no_backend_can_send_is_refused_on_all_ranks(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _weights_on_the_host, "cuda:gloo", match=r"head.weight .*'cuda:gloo'.*process_group_backend='cpu:gloo,cuda:gloo'", world_size=2
+        _weights_on_the_host,
+        "cuda:gloo",
+        match=r"head.weight .*'cuda:gloo'.*process_group_backend='cpu:gloo,cuda:gloo'",
+        world_size=2,
     )
     gloo.run(partial(_weights_on_the_host, "cpu:gloo,cuda:gloo"), world_size=2)
 
