@@ -17,7 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 NAME = "lazy"
 # A rank that waits longer than this for a connection waits for ever.
 _SECONDS = 8.0
-_COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "broadcast", "barrier")
+_COLLECTIVES = {
+    name: name for name in ("allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "broadcast")
+}
+# As torch 2.13 calls them.
+_COLLECTIVES |= {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 
 
 class LazyGroup(dist.ProcessGroup):
@@ -87,8 +91,8 @@ def _collective(name: str) -> Callable[..., Any]:
     return lambda group, *args: group.collective(name, *args)
 
 
-for _name in _COLLECTIVES:
-    setattr(LazyGroup, _name, _collective(_name))
+for _name, _of_gloo in _COLLECTIVES.items():
+    setattr(LazyGroup, _name, _collective(_of_gloo))
 
 
 def nccl_like_mesh(*sizes: int) -> DeviceMesh:
