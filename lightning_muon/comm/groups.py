@@ -48,7 +48,7 @@ class PrivateGroup:
     Attributes:
         group: The process group.
         is_free: Whether this rank has no owner for it.
-        num_launched: Communications that this rank has begun.
+        num_launched: Communications that this rank has begun; messages that are begun together count once.
         in_flight: Those that nobody has waited for, in their order. An owner may be thrown away before it does; the
             handles must outlive it, because gloo gives a message whose handle is gone to the next one that is
             received, or ends the process if the sizes differ.
@@ -59,10 +59,10 @@ class PrivateGroup:
     num_launched: int = 0
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
 
-    def track(self, work: dist.Work) -> dist.Work:
-        """``work``, which has just been begun over this group, as a handle that is remembered."""
+    def track(self, works: Sequence[dist.Work]) -> list[dist.Work]:
+        """``works``, one communication that has just been begun over this group, as handles that are remembered."""
         self.num_launched += 1
-        return Launched(work, self.in_flight)
+        return [Launched(work, self.in_flight) for work in works]
 
     def settle(self) -> bool:
         """Wait for all that is in flight; ``False`` if that fails. The other ranks must have launched the same."""

@@ -33,10 +33,14 @@ class AxisGroup:
         """Number of ranks."""
         return len(self.coordinates)
 
-    def track(self, work: dist.Work | None) -> dist.Work:
-        """``work``, which was begun over this group; a private group remembers it until it has been waited for."""
-        assert work is not None
-        return work if self.lease is None else self.lease.private.track(work)
+    def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
+        """``works``, one communication that was begun over this group.
+
+        A private group remembers it until it has been waited for. Ranks that have nothing to send or receive in a
+        communication of the others call it, too.
+        """
+        begun = [work for work in works if work is not None]
+        return begun if self.lease is None else self.lease.private.track(begun)
 
 
 ALONE = AxisGroup(None, 0, ((),))

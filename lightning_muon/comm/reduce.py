@@ -105,7 +105,8 @@ def start_reduce_scatter(
         group=group.group,
         async_op=True,
     )
-    return PendingSum(own, (others, receive), group.track(work), group, replicate=replicate, side=side)
+    (work,) = group.track([work])
+    return PendingSum(own, (others, receive), work, group, replicate=replicate, side=side)
 
 
 class PendingSum:

@@ -79,6 +79,8 @@ def _leave_messages(group: AxisGroup) -> None:
     """Not waited for; rank 1 sends two elements."""
     other = 1 - group.rank
     start_messages({other: torch.ones(1 + group.rank)}, {other: torch.zeros(1 + other)}, group)
+    start_messages(*(({1: torch.ones(2)}, {}) if group.rank == 0 else ({}, {0: torch.zeros(2)})), group)
+    start_messages({}, {}, group)
 
 
 def _leave_unequally(group: AxisGroup) -> None:
