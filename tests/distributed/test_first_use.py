@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, FlexDeMo, Full, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.comm.mesh import axis_group
+from tests.support import lazy_connections
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -110,6 +111,7 @@ def test_hybrid_shards_train_where_a_chunk_is_sent_later_than_others(gloo: Proce
 def _blocks_alone() -> None:
     """The backend of these tests: what one rank sends first waits for the other."""
     axes = axis_group(nccl_like_mesh(2), (0,))
+    lazy_connections.SECONDS = 1.0
     dist.all_reduce(torch.ones(1), group=axes.group)
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1000), group=axes.group)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "lazy"
 # A rank that waits longer than this for a connection waits for ever.
-_SECONDS = 8.0
+SECONDS = 15.0
 _COLLECTIVES = {
     name: name for name in ("allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "broadcast")
 }
@@ -80,7 +80,7 @@ class LazyGroup(dist.ProcessGroup):
             if key not in self._connected:
                 self._connected.add(key)
                 self._store.add(key, 1)
-                deadline = time.monotonic() + _SECONDS
+                deadline = time.monotonic() + SECONDS
                 while self._store.add(key, 0) < count:
                     if time.monotonic() > deadline:
                         raise RuntimeError(f"rank {self.rank()} waits for ever for the connection {key!r}")
