@@ -67,6 +67,11 @@ def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = No
     return results[0]
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank brings, in the order of the ranks. Collective over ``group``; every rank must call it."""
+    return _all_gather_object(value, group)
+
+
 def on_first_rank(action: Callable[[], Any]) -> None:
     """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
     together(action if dist.get_rank() == 0 else lambda: None)

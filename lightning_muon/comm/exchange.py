@@ -98,8 +98,7 @@ def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, gr
         group=group.group,
         async_op=True,
     )
-    assert work is not None
-    return [work]
+    return group.track([work])
 
 
 def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
@@ -115,7 +114,7 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
         *(dist.P2POp(dist.irecv, tensor, group=group.group, group_peer=rank) for rank, tensor in receive.items()),
         *(dist.P2POp(dist.isend, tensor, group=group.group, group_peer=rank) for rank, tensor in send.items()),
     ]
-    return dist.batch_isend_irecv(messages) if messages else []
+    return group.track(dist.batch_isend_irecv(messages) if messages else [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +159,5 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     Collective over ``group``; every rank of it must call it.
     """
     let_gloo_finish_at_exit()
-    work = dist.all_reduce(values, group=group.group, async_op=True)
-    assert work is not None
+    (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
     return work

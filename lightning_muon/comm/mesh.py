@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.compat.torch import inherit_timeout
+from lightning_muon.comm.groups import Lease, MadeGroups
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,27 @@ class AxisGroup:
         group: Process group of these ranks, ``None`` where this process is alone.
         rank: This process in the group.
         coordinates: Mesh coordinate of each rank of the group.
+        lease: Keeps a private group from being given to others.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     coordinates: tuple[tuple[int, ...], ...]
+    lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.coordinates)
+
+    def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
+        """``works``, one communication that was begun over this group.
+
+        A private group remembers it until it has been waited for. Ranks that have nothing to send or receive in a
+        communication of the others call it, too.
+        """
+        begun = [work for work in works if work is not None]
+        return begun if self.lease is None else self.lease.private.track(begun)
 
 
 ALONE = AxisGroup(None, 0, ((),))
@@ -56,50 +67,55 @@ def _find_axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
     if len(ranks) == 1:
         return AxisGroup(None, 0, (tuple(mine),))
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(ranks, dist.get_world_size())
+    group = mesh.get_group(axes[0])
+    if len(axes) > 1:
+        group = _group_of(ranks, str(dist.get_backend(group)))
     members = dist.get_process_group_ranks(group)
     coordinates = tuple(tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in members)
     return AxisGroup(group, members.index(dist.get_rank()), coordinates)
+
+
+def _group_of(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is not None and ranks == tuple(range(world.size())) and backend == dist.get_backend(world):
+        return world
+    return _made().groups.share(ranks, backend)
 
 
 class PrivateGroups:
     """Process groups that nobody else communicates over, one set for each optimizer.
 
     What is launched from hooks of the backward pass may fall between any two communications of FSDP2, and not between
-    the same two on all ranks; so it must not share a group with them. Successive optimizers on the same ranks take
-    turns among a few groups; an optimizer that makes a new plan keeps its own.
+    the same two on all ranks; so it must not share a group with them. An optimizer that makes a new plan keeps its
+    groups. Once all that use them are gone on all ranks, and what was sent over them has arrived, another optimizer
+    gets them.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], int] = {}
+        self._leases: dict[tuple[tuple[int, ...], int], Lease] = {}
+        self._world: dist.ProcessGroup | None = None
 
     def of(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
         """The same ranks with groups of this optimizer's, different ones also where the ranks are the same.
 
-        Collective over each of ``groups``; every rank of it must call it, in the same order of groups.
+        All pairs of ranks are connected. Collective over each of ``groups``; every rank of it must call it, in the
+        same order of groups.
         """
+        if self._world is not dist.group.WORLD:
+            self._leases, self._world = {}, dist.group.WORLD
         ordinals: Counter[tuple[int, ...]] = Counter()
         result: list[AxisGroup] = []
         for group in groups:
             if group.group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
-                number = self._number(ranks, ordinals[ranks])
+                key = ranks, ordinals[ranks]
                 ordinals[ranks] += 1
-                group = replace(group, group=_new_group(ranks, number))
+                if key not in self._leases:
+                    self._leases[key] = _made().groups.lease(group.group)
+                lease = self._leases[key]
+                group = replace(group, group=lease.private.group, lease=lease)
             result.append(group)
         return result
-
-    def _number(self, ranks: tuple[int, ...], ordinal: int) -> int:
-        key = dist.group.WORLD, ranks, ordinal
-        if key not in self._numbers:
-            turns = _made().turns
-            self._numbers[key] = turns[ranks] % _NUM_PRIVATE_GROUPS
-            turns[ranks] += 1
-        return self._numbers[key]
-
-
-# So many exchange groups of live optimizers may share their ranks.
-_NUM_PRIVATE_GROUPS = 16
 
 
 def host_group(group: AxisGroup) -> AxisGroup:
@@ -110,22 +126,15 @@ def host_group(group: AxisGroup) -> AxisGroup:
     if group.group is None:
         return group
     ranks = tuple(dist.get_process_group_ranks(group.group))
-    return replace(group, group=_new_group(ranks, backend="gloo"))
-
-
-def _group_of(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup:
-    if ranks == tuple(range(world_size)):
-        return dist.group.WORLD  # type: ignore[return-value]
-    return _new_group(ranks)
+    return replace(group, group=_made().groups.share(ranks, "gloo"), lease=None)
 
 
 @dataclass
 class _Made:
-    """Groups that were made or found in one world, and how many private ones were asked for, by their ranks."""
+    """Groups that were made or found in one world."""
 
     world: dist.ProcessGroup | None = None
-    groups: dict[tuple[tuple[int, ...], int | None, str | None], dist.ProcessGroup] = field(default_factory=dict)
-    turns: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    groups: MadeGroups = field(default_factory=MadeGroups)
     axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = field(default_factory=dict)
 
 
@@ -136,17 +145,6 @@ def _made() -> _Made:
     """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
     if _CURRENT.world is not dist.group.WORLD:
         _CURRENT.world = dist.group.WORLD
-        _CURRENT.groups.clear()
-        _CURRENT.turns.clear()
+        _CURRENT.groups = MadeGroups()
         _CURRENT.axis_groups.clear()
     return _CURRENT
-
-
-def _new_group(ranks: tuple[int, ...], number: int | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of ``ranks``, made once."""
-    groups = _made().groups
-    key = ranks, number, backend
-    if key not in groups:
-        groups[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        inherit_timeout(groups[key])
-    return groups[key]

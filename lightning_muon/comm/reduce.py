@@ -110,6 +110,7 @@ def start_reduce_scatter(
         group=group.group,
         async_op=True,
     )
+    (work,) = group.track([work])
     return PendingSum(own, (others, receive), work, group, replicate=replicate, side=side)
 
 

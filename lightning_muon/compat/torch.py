@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,15 +28,58 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give ``group`` the timeout of the default group, which torch gives to no other; local.
+def world_timeout() -> timedelta:
+    """How long the collectives of the default group wait, which torch tells no other group.
 
-    Uses ``torch.distributed.distributed_c10d._set_pg_timeout``, ``ProcessGroup._device_types``, ``_get_backend`` and
-    ``Backend.options._timeout`` (2.11 to 2.13).
+    Uses ``ProcessGroup._device_types``, ``ProcessGroup._get_backend`` and ``Backend.options._timeout`` (2.11 to 2.13).
     """
     world: Any = dist.group.WORLD
-    backend = world._get_backend(world._device_types[0])
-    dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    return world._get_backend(world._device_types[0]).options._timeout
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give ``group`` the timeout of the default group; local.
+
+    Uses ``torch.distributed.distributed_c10d._set_pg_timeout`` (2.11 to 2.13).
+    """
+    dist.distributed_c10d._set_pg_timeout(world_timeout(), group)
+
+
+def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of the sorted global ``ranks`` with this ``name``, which must be new in the default group.
+
+    Collective over ``ranks``; every one of them must call it, nobody else may.
+
+    ``dist.new_group`` would do either of two things that hang. With ``use_local_synchronization`` its name counts the
+    groups that this process belongs to; without, the groups that it has heard of. So ranks that belong to different
+    numbers of groups wait for each other under different names. And where the default group is bound to a device
+    (``device_id``), it splits the communicator of the world, in which all ranks of the world must take part, however
+    few there are in the group. So the default group looks unbound while this runs: NCCL makes a communicator of the
+    members alone, at once if the default group is bound.
+
+    Uses ``torch.distributed.distributed_c10d._new_process_group_helper``, ``_world.pg_map``,
+    ``_world.pg_group_ranks`` and ``ProcessGroup.bound_device_id`` (2.11 to 2.13).
+    """
+    c10d, world = dist.distributed_c10d, dist.group.WORLD
+    assert world is not None
+    _, store = c10d._world.pg_map[world]
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            name,  # type: ignore[arg-type]
+            timeout=timeout,
+            device_id=None if backend == "gloo" else device,
+            group_desc=name,
+        )
+    finally:
+        world.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def init_fsdp_root(root: FSDPModule) -> None:

@@ -1,10 +1,11 @@
 """Sums of gradients over the ranks that start while backward still runs.
 
 Hooks note which gradients have been accumulated. A bucket whose gradients are all there is launched, after all buckets
-before it, so that the order is the same on all ranks. What the hooks cannot know is settled by :meth:`finish`: the
-ranks compare notes, and what any rank has launched, or has a gradient for, is sent by all. So parameters that only some
-ranks use, that are used again after their bucket has gone (reentrant activation checkpointing), or that are frozen
-or thawed between two steps are exact; they cost the head start.
+before it, so that the order is the same on all ranks; in the first step, which opens the connections, :meth:`finish`
+launches all. What the hooks cannot know is settled there, too: the ranks compare notes, and what any rank has launched,
+or has a gradient for, is sent by all. So parameters that only some ranks use, that are used again after their bucket
+has gone (reentrant activation checkpointing), or that are frozen or thawed between two steps are exact; they cost the
+head start.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class GradientReducer:
         self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
         self._divisor = float(group.size)
         self._is_syncing = True
+        self._is_first_step = True
         self._present: set[Tensor] = set()
         # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
         trainable = self._any_rank([parameter.requires_grad for parameter in self._parameters])
@@ -145,6 +147,10 @@ class GradientReducer:
             if not self._arrivals[parameter].add() or parameter not in missing:
                 return
             missing.remove(parameter)
+            # NCCL opens connections when a message of that kind and size is sent for the first time, and then keeps
+            # the host waiting for all ranks, of which one may lack a gradient: so the first time is in finish().
+            if self._is_first_step:
+                return
             while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
                 bucket = self.buckets[self._num_launched]
                 self._launch(bucket, self._expected, from_hook=True)
@@ -175,6 +181,7 @@ class GradientReducer:
         self._present |= agreed.computed
         self._expected = agreed.computed or self._expected
         self.traffic = self._launched
+        self._is_first_step &= not self.traffic.launches
         self._begin_step()
 
     def give_up(self) -> None:

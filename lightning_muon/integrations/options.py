@@ -62,7 +62,8 @@ class Options:
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
         tensor_parallel_size: Lightning's name for ``tensor_size``.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
-        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA.
+        process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
+            ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
         max_silence: A rank that gives no sign of life for so long while others wait for it ends the run, with the same
             error on all ranks that are left. ``None``: four fifths of ``timeout``.

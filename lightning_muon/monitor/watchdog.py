@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_muon.compat.torch import default_store, process_groups
+from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
 from lightning_muon.monitor.processes import ProcessIdentity
 from lightning_muon.monitor.unblock import break_communication
@@ -107,7 +107,8 @@ class Watchdog:
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
-        if any(dist.get_backend(group) == "gloo" for group in process_groups()):
+        # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
+        if self._order.uses_gloo:
             self._order.gate = self._wait_for_all
 
     def close(self) -> None:

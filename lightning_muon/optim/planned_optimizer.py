@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.groups import require_backend
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.config import (
     Assignment,
@@ -315,11 +316,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
             )
             self._routes = {param: self._routes.get(param) or found[param] for param in current}
             self._forget_replaced()
+            self._check_backends(current)
         return [
             BoundParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
+
+    def _check_backends(self, parameters: Sequence[Tensor]) -> None:
+        """Raise if parameters lie where the groups of their mesh cannot take them from; local."""
+        for parameter in parameters:
+            mesh, _ = self._layout.mesh_and_placements(parameter)
+            if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
+                require_backend(mesh, parameter.device, f"{self._routes[parameter].name} {tuple(parameter.shape)} is")
 
     def _forget_replaced(self) -> None:
         """Drop the state of parameters that a framework has replaced: torch could not save it, nobody reads it."""

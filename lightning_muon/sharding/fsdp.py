@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.groups import require_backend
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.sharding.broadcast import broadcast_initial_state, groups_beside, mesh_device
 from lightning_muon.sharding.checks import check_meta, describe_model, dtype_units
@@ -65,6 +68,9 @@ def shard_model(
         RuntimeError: If the ranks hold different models.
     """
     inner_mesh = node_mesh(mesh) if decoupled_nodes else mesh
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        # For gradients that are clipped and momenta that are gathered there.
+        require_backend(mesh, torch.device("cpu"), f"the weights of {type(module).__name__} are kept")
     units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root, node=inner_mesh)
     _broadcast_to_all(module, mesh, inner_mesh)
     policy = mp_policy or MixedPrecisionPolicy()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.comm.groups import backends
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.sharding.runtime import fsdp_modules, own_places
 from lightning_muon.sharding.unit_notes import Gate, Notes
@@ -45,6 +46,7 @@ class UnitOrder:
 
     Attributes:
         step: How often the notes were started anew.
+        uses_gloo: Whether units communicate over gloo.
         shard_ranks: The ranks that hold one copy of the weights together, this rank among them.
         gate: Called before anything is communicated, where the note is not the one that followed its predecessor the
             last time. Ranks with equal notes until then expect the same, so of ranks that part at least one calls it. A
@@ -61,6 +63,7 @@ class UnitOrder:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.step = 0
+        self.uses_gloo = "gloo" in (backends(mesh.get_group(axis)).get(mesh.device_type) for axis in range(mesh.ndim))
         self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         self._num_replicas = len(rows)

@@ -22,6 +22,7 @@ from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded
 from tests.distributed.sharding.models import make_mesh
+from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -238,6 +239,19 @@ def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
 @pytest.mark.parametrize("exception", [StopIteration, GeneratorExit])
 def test_the_end_of_an_iteration_is_no_failure(gloo: ProcessPool, exception: type[BaseException]) -> None:
     assert gloo.run(_end_an_iteration, exception, world_size=2) == [[True, True]] * 2
+
+
+def _gates() -> list[bool]:
+    found: list[bool] = []
+    for mesh in (make_mesh((1, 2)), nccl_like_mesh(1, 2)):
+        _, agreement = sharded(mesh, ["Layer"])  # Makes a group of gloo for what the hosts ask each other.
+        with watching(agreement.order):
+            found.append(agreement.order.gate is not None)
+    return found
+
+
+def test_ranks_wait_at_gates_only_if_units_communicate_over_gloo(gloo: ProcessPool) -> None:
+    assert gloo.run(_gates, world_size=2) == [[True, False]] * 2
 
 
 def _fail_outside() -> tuple[str, float]:

@@ -136,15 +136,16 @@ class Collectives(TorchDispatchMode):
 
 
 class Repeated(nn.Module):
-    """A layer whose hook is called once for each of its three uses."""
+    """A layer whose hook is called once for each of its ``num_uses``."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_uses = 3
         self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
-        for _ in range(3):
+        for _ in range(self.num_uses):
             hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
         return self.last(hidden)
 

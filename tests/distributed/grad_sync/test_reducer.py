@@ -83,7 +83,8 @@ def _accumulate(kind: str) -> list[int]:
 @BOTH
 def test_only_the_last_micro_batch_communicates_and_it_sends_all_of_them(gloo: ProcessPool, kind: str) -> None:
     for counts in gloo.run(_accumulate, kind, world_size=3):
-        assert [count > 0 for count in counts] == [False, False, True] * 2
+        # The first step sends after backward, when all ranks are there to open the connections.
+        assert [count > 0 for count in counts] == [False] * 3 + [False, False, True]
 
 
 def _passes(kind: str) -> None:
@@ -113,7 +114,8 @@ def _repeat(kind: str) -> list[int]:
     torch.manual_seed(0)
     setup = Setup(kind, (dist.get_world_size(),), Repeated(), bucket_bytes=1)
     launches: list[int] = []
-    for _ in range(2):
+    for num_uses in (1, 3, 3):
+        setup.model.num_uses = setup.reference.num_uses = num_uses  # type: ignore[assignment]
         setup.backward(_repeated_loss)
         setup.reducer.finish()
         setup.check()
@@ -126,8 +128,8 @@ def _repeat(kind: str) -> list[int]:
 def test_gradients_that_come_after_their_bucket_has_gone_are_sent_later_and_expected_the_next_time(
     gloo: ProcessPool, kind: str
 ) -> None:
-    # Six buckets; the two of the shared layer go twice in the first step.
-    assert gloo.run(_repeat, kind, world_size=2) == [[8, 6]] * 2
+    # Six buckets; the two of the shared layer go twice in the first step that uses it more often than the one before.
+    assert gloo.run(_repeat, kind, world_size=2) == [[6, 8, 6]] * 2
 
 
 def _thaw(kind: str) -> list[set[str]]:
@@ -297,9 +299,10 @@ def _overlap(kind: str) -> list[tuple[int, int, int, list[int]]]:
 @BOTH
 def test_hooks_launch_at_least_four_fifths_of_the_bytes_before_backward_ends(gloo: ProcessPool, kind: str) -> None:
     for steps in gloo.run(_overlap, kind, world_size=2):
-        for early, overlapped, total, order in steps:
+        for step, (early, overlapped, total, order) in enumerate(steps):
             assert total == 6 * (32 * 32 + 32) * 4
-            assert overlapped == early >= 0.8 * total
+            # In the first step connections are opened, for which all ranks must have come.
+            assert overlapped == early == 0 if step == 0 else overlapped == early >= 0.8 * total
             assert order == list(range(6))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from lightning_muon.compat.torch import (
     inherit_timeout,
     init_fsdp_root,
     local_shape_and_offset,
+    new_group,
     process_groups,
     set_forward_resharding,
     shards_over_one_rank,
+    world_timeout,
 )
 
 
@@ -77,6 +80,32 @@ def test_a_group_gets_the_timeout_of_the_default_group() -> None:
         assert group._get_backend(torch.device("cpu")).options._timeout != seconds
         inherit_timeout(group)
         assert group._get_backend(torch.device("cpu")).options._timeout == seconds
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_has_the_name_that_it_is_given_and_splits_no_other() -> None:
+    seconds = datetime.timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+    try:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda", 0)
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError) as split:
+            with pytest.raises(AssertionError):
+                dist.new_group([0], use_local_synchronization=True)
+            split.reset_mock()
+            group: Any = new_group([0], "ours", backend="gloo", timeout=world_timeout())
+            split.assert_not_called()
+        assert world.bound_device_id == torch.device("cuda", 0)
+        assert group.group_name == "ours"
+        assert dist.get_process_group_ranks(group) == [0] and dist.get_rank(group) == 0
+        assert group._get_backend(torch.device("cpu")).options._timeout == seconds
+        assert dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)
+        with pytest.raises(ValueError, match="already been"):
+            new_group([0], "ours", backend="gloo", timeout=seconds)
+        assert world.bound_device_id == torch.device("cuda", 0)
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,122 @@
+"""No rank waits for a connection that another rank does not open, whichever gradients a rank lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_muon import DCTTopK, FlexDeMo, Full, ModeOptions, ParallelMuon, make_mode
+from lightning_muon.comm.mesh import axis_group
+from tests.support import lazy_connections
+from tests.support.lazy_connections import nccl_like_mesh
+from tests.support.processes import ProcessPool, RanksFailedError
+
+_NUM_LAYERS = 4
+
+
+def _model() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(24, 24) for _ in range(_NUM_LAYERS)])
+
+
+def _loss(model: nn.ModuleList, *, skips: bool) -> Tensor:
+    """Rank 1 may skip a layer in the middle of the order of backward; its messages come later than those of rank 0."""
+    x = torch.randn(8, 24)
+    for index, layer in enumerate(model):
+        if not (skips and dist.get_rank() == 1 and index == _NUM_LAYERS - 1):
+            x = layer(x)
+    return x.square().mean()
+
+
+def _train(name: str, shape: tuple[int, ...], first_skip: int) -> bool:
+    model, mesh = _model(), nccl_like_mesh(*shape)
+    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=3000))
+    mode.prepare(model)
+    optimizer = ParallelMuon(model, lr=1e-3)
+    mode.attach(model, [optimizer])
+    for step in range(3):
+        _loss(model, skips=step >= first_skip).backward()
+        mode.finish_gradients()
+        optimizer.step()
+        mode.end_step()
+        mode.finish_parameters()
+        optimizer.zero_grad()
+    mode.close()
+    return True
+
+
+@pytest.mark.parametrize("first_skip", [0, 1], ids=["from_the_first_step", "from_the_second_step"])
+@pytest.mark.parametrize(("name", "shape"), [("zero2", (2,)), ("zero2", (2, 2)), ("ddp", (2,))], ids=str)
+def test_replicas_train_where_a_rank_lacks_a_gradient(
+    gloo: ProcessPool, name: str, shape: tuple[int, ...], first_skip: int
+) -> None:
+    size = torch.Size(shape).numel()
+    assert all(gloo.run(_train, name, shape, first_skip, world_size=size))
+
+
+def _train_decoupled_nodes(replicator: Any, delay: int, first_skip: int) -> bool:
+    """Nodes whose messages go out during backward, over two groups; a step in which a bucket lacks a gradient."""
+    model, mesh = _model(), nccl_like_mesh(dist.get_world_size(), 1)
+    for layer in model:
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = FlexDeMo(model, lr=1e-3, mesh=mesh, replicator=replicator, delay=delay, chunk_bytes=3000)
+    for step in range(4):
+        # All ranks skip: in the first step, when the plan is made, this bucket is not sent at all.
+        _used_loss(model, _NUM_LAYERS - 1 if step < first_skip else _NUM_LAYERS).backward()
+        if dist.get_rank() == 1 and step == first_skip:
+            model[1].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+    return True
+
+
+def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
+    x = torch.randn(8, 24)
+    for layer in list(model)[:num_layers]:
+        x = layer(x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("replicator", [DCTTopK(top_k=8), Full()], ids=["sparse", "sums"])
+def test_nodes_train_where_a_bucket_is_sent_later_than_others(gloo: ProcessPool, replicator: Any, delay: int) -> None:
+    assert all(gloo.run(_train_decoupled_nodes, replicator, delay, 1, world_size=3))
+
+
+def _train_hybrid(overlap: str) -> bool:
+    """Early gathers inside of replicas and over all ranks, of which some have a chunk less in the first step."""
+    model, mesh = _model(), nccl_like_mesh(2, 2)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", chunk_bytes=1000, overlap=overlap)
+    for step in range(3):
+        _used_loss(model, _NUM_LAYERS - 1 if step == 0 else _NUM_LAYERS).backward()
+        if dist.get_rank() == 1 and step == 1:
+            model[2].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+def test_hybrid_shards_train_where_a_chunk_is_sent_later_than_others(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_train_hybrid, "backward"))
+
+
+def _blocks_alone() -> None:
+    """The backend of these tests: what one rank sends first waits for the other."""
+    axes = axis_group(nccl_like_mesh(2), (0,))
+    lazy_connections.SECONDS = 1.0
+    dist.all_reduce(torch.ones(1), group=axes.group)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1000), group=axes.group)
+
+
+def test_the_backend_of_these_tests_blocks_at_first_use(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="waits for ever for the connection 'allreduce 6'"):
+        gloo.run_fresh(_blocks_alone, world_size=2)
