@@ -1,8 +1,9 @@
-"""All ranks are killed while a Trainer overwrites its checkpoint: the run goes on from all of one step, exactly."""
+"""All ranks are killed while a Trainer overwrites its checkpoint: the run goes on from all of one epoch, exactly."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
 
 from tests.integration.training import (
     PACKAGES,
@@ -26,56 +26,72 @@ from tests.integration.training import (
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
-_STEPS = 6
+_NUM_EPOCHS, _NUM_STEPS = 3, 2
 
 
-class _Slow(FileSystemWriter):
-    """Seconds to write are those of a slow disk, on the last rank only."""
-
-
-def _fit(directory: str, *, resume: str | None = None, sharded: bool = True) -> tuple[int, list[float], Any]:
-    """Overwrite ``last.ckpt`` every second step; the step at which this run began, losses, weights."""
+def _fit(directory: str, *, resume: str | None = None, sharded: bool = True) -> tuple[list[float], Any]:
+    """Overwrite ``last.ckpt`` after each epoch; losses and weights."""
     pl = load(PACKAGES[0])
     model = language_model(pl, seed=1 if resume else 0)
-    callback = pl.callbacks.ModelCheckpoint(
-        dirpath=directory, save_top_k=0, save_last=True, every_n_train_steps=2, enable_version_counter=False
-    )
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="last", enable_version_counter=False)
     fitter = trainer(
         pl,
         strategy=strategy_class(PACKAGES[0])(save_distributed_checkpoint=sharded),
         callbacks=[callback],
         enable_checkpointing=True,
-        max_epochs=1,
-        limit_train_batches=_STEPS,
+        max_epochs=_NUM_EPOCHS,
+        limit_train_batches=_NUM_STEPS,
     )
     fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
-    return _STEPS - len(model.losses), model.losses, full_weights(model)
+    return model.losses, full_weights(model)
 
 
-def _fit_killed(directory: str, event: str, name: str, *, num_before: int, sharded: bool = True) -> None:
-    """As :func:`_fit`, until rank 0 is about to do ``event`` to a path with ``name`` in it, for the n-th time."""
+def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int, sharded: bool = True) -> None:
+    """As :func:`_fit`, until ``rank`` is about to do ``event`` to a path that matches ``name`` for the n-th time."""
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    count = 0
+    is_one_of_us = dist.get_rank() == rank
+    seen = 0
 
     def observe(what: str, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        if what != event or not args or name not in str(args[0]):
+        nonlocal seen
+        if not is_one_of_us or what != event or not args or not re.search(name, str(args[0])):
             return
-        if dist.get_rank() == dist.get_world_size() - 1 and event == "open":
-            time.sleep(0.3)  # A slow disk: the others have written all they have.
-        count += 1
-        if count > num_before and dist.get_rank() == (dist.get_world_size() - 1 if event == "open" else 0):
-            for pid in reversed(sorted(pids, key=lambda pid: pid == os.getpid())):
+        seen += 1
+        if seen == count:
+            time.sleep(0.5)  # A slow disk: the others have written all they have.
+            for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
                 os.kill(pid, signal.SIGKILL)
 
     sys.addaudithook(observe)
     _fit(directory, sharded=sharded)
 
 
-# Where all ranks are killed; each step with a save has one of it. Two saves come before.
-_POINTS = {
-    "while the last rank still writes its shard of step 4": ("open", "__1_0.distcp", 2, 2),
-    "with the draft of step 4 complete": ("os.rename", ".unfinished-", 1, 2),
-    "with the draft of step 6 complete, which counts from now on": ("os.rename", "last.ckpt/.metadata", 1, 6),
-}
+@pytest.mark.parametrize(
+    ("kill", "sharded", "num_epochs"),
+    [
+        # The last rank is about to write its shard of the second epoch; the other one has.
+        ((1, "open", "__1_0.distcp", 2), True, 1),
+        # All shards are written, and do not count yet.
+        ((0, "os.rename", r"\.unfinished-\w+$", 2), True, 1),
+        # They do.
+        ((0, "os.rename", r"/last\.ckpt/\.metadata$", 1), True, 2),
+        # The directory in the place of the checkpoint is empty.
+        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), True, 2),
+        ((0, "os.rename", r"\.unfinished-\w+$", 2), False, 1),
+        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), False, 2),
+    ],
+)
+def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(
+    gloo: ProcessPool, tmp_path: Path, kill: tuple[int, str, str, int], sharded: bool, num_epochs: int
+) -> None:
+    losses, weights = gloo.run(_fit, str(tmp_path / "reference"), world_size=2)[0]
+    *place, count = kill
+    with pytest.raises(RanksFailedError):
+        gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=count, sharded=sharded, world_size=2)
+    # A Trainer finds the last one by looking into the directory, before it asks the strategy.
+    resumed = gloo.run(_fit, str(tmp_path / "run"), resume="last", sharded=sharded, world_size=2)
+    assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :]
+    assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
+    assert max_difference(resumed[0][1], weights) == 0.0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["last.ckpt"]
