@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
     forward_resharding,
+    has_unfinished_backward,
     init_fsdp_root,
+    is_in_backward,
+    reset_fsdp,
     set_forward_resharding,
     shards_over_one_rank,
 )
@@ -127,6 +130,31 @@ def forget_unreduced(module: nn.Module, parameters: Collection[Tensor]) -> None:
     """
     for unit in fsdp_modules(module):
         drop_unreduced_gradients(unit, parameters)
+
+
+def reset_after_failure(module: nn.Module, *, drop_gradients: bool) -> None:
+    """Make a model ready for the next forward pass after an exception in one, or in a backward pass; local.
+
+    FSDP2 is left in the middle of the pass: it would take the next forward for a recomputation, and never reduce the
+    gradients of some units again.
+
+    Args:
+        module: The model.
+        drop_gradients: Drop all gradients, also those of micro-batches before, which cannot be told apart from the
+            part that the failed backward pass has added.
+    """
+    for root in _outermost(module):
+        reset_fsdp(root)
+    if drop_gradients:
+        for unit in fsdp_modules(module):
+            drop_unreduced_gradients(unit)
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def is_left_in_backward(module: nn.Module) -> bool:
+    """Whether an exception has ended a backward pass of an FSDP2 model, and nobody has reset it since; local."""
+    return not is_in_backward() and any(map(has_unfinished_backward, _outermost(module)))
 
 
 def free_unsharded(module: nn.Module) -> None:

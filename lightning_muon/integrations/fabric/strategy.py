@@ -162,6 +162,8 @@ class ParallelMuonFabric(FabricEnvironment):
             for training in last:
                 training.divide_gradients_by(self._tokens.divisor())
         with ExitStack() as stack:
+            if self._tokens is not None:
+                stack.enter_context(self._tokens.forgotten_on_failure())
             for training in self._trainings:
                 stack.enter_context(training.around_backward())
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]

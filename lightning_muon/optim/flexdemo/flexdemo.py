@@ -363,8 +363,8 @@ class FlexDeMo(PlannedOptimizer):
         else:
             super()._step_elementwise(binding, gradients)
 
-    def _step(self) -> None:
-        super()._step()
+    def _step(self, *, has_loss: bool) -> None:
+        super()._step(has_loss=has_loss)
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
