@@ -1,10 +1,10 @@
 """Checkpoints that take the place of others: what was there stays until all of the new one is written.
 
-A save writes to ``.unfinished-ID/NAME`` beside its target. Renaming that folder to ``.finished-ID`` is the one moment at
-which the new checkpoint counts in place of the old one, for all targets of the save; then its entries take the places
-of the old ones. A process may be killed at any point: :func:`last_written` finds what counts, and the next save to the
-same target ends what was begun. The target itself stays there throughout, if perhaps as an empty directory, because a
-Trainer that looks for a checkpoint to resume from looks for its name before a strategy is asked.
+A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at which that folder is renamed to
+``.finished-ID`` the new checkpoint counts in place of the old one, for all targets of the save; then its entries take
+the places of the old ones. A process may be killed at any point: :func:`last_written` finds what counts, and the next
+save to the same target ends what was begun. The target itself stays there throughout, if perhaps as an empty directory,
+because a Trainer that looks for a checkpoint to resume from looks for its name before a strategy is asked.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
     """Write a checkpoint. Collective over all ranks; every rank must call it.
 
     Args:
-        path: The same on all ranks; see :func:`~lightning_muon.integrations.replacement.replacing` for what becomes of a
-            checkpoint that is there.
+        path: The same on all ranks; see :func:`lightning_muon.integrations.replacement.replacing` for what becomes of
+            a checkpoint that is there.
         state: What to write.
         mesh: The ranks with batches of their own.
         filters: Key -> (name, value) -> whether to write it.

@@ -364,8 +364,8 @@ def _raise_if_needed(findings: _Findings) -> None:
 def _raise_if_lost(findings: _Findings) -> None:
     if findings.is_left_in_backward:
         raise RuntimeError(
-            "a backward pass has raised, and the program went on: FSDP2 is still in the middle of that pass and has not "
-            "reduced all gradients since, so that some parameters would never be updated again. Call "
+            "a backward pass has raised, and the program went on: FSDP2 is still in the middle of that pass and has "
+            "not reduced all gradients since, so that some parameters would never be updated again. Call "
             "model.reset_iter_state() on every rank where the exception is caught (torch 2.13), then "
             "optimizer.zero_grad(); ParallelMuonStrategy and lightning_muon's Fabric and Accelerate do it themselves"
         )

@@ -78,8 +78,9 @@ class Recovery:
         self._order.restart()
         if problem is not None:
             raise RuntimeError(
-                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. FSDP2 "
-                "communicates in both, so that ranks can only leave out the same batch together; resume from a checkpoint"
+                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
+                "FSDP2 communicates in both, so ranks can only leave out the same batch together; resume from a "
+                "checkpoint"
             )
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_muon import DCTTopK, FlexDeMoConfig
+from lightning_muon.sharding import recovery
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.training import (
@@ -22,10 +24,11 @@ from tests.integration.training import (
     strategy_class,
     trainer,
 )
+from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemoryError(RuntimeError):
     """What the program catches."""
 
 
@@ -36,7 +39,7 @@ class _Raise(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> Any:
-        raise OutOfMemory("backward")
+        raise OutOfMemoryError("backward")
 
 
 def _fault(network: nn.Module, where: str) -> Any:
@@ -44,7 +47,7 @@ def _fault(network: nn.Module, where: str) -> Any:
 
     def fail(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         if where != "backward":
-            raise OutOfMemory(where)
+            raise OutOfMemoryError(where)
         return _Raise.apply(output)
 
     return network.blocks[1].norm.register_forward_hook(fail)  # type: ignore[index]
@@ -72,7 +75,7 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
             first.val_check_interval = first.limit_train_batches = 1
         try:
             first.fit(model, loader(), **batches)
-        except OutOfMemory:
+        except OutOfMemoryError:
             assert fails
         for fault in faults:
             fault.remove()
@@ -109,7 +112,7 @@ def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
             try:
                 loss = loss_of(model(batch[0]), batch[1])
                 model.manual_backward(loss) if tells else loss.backward()
-            except OutOfMemory:
+            except OutOfMemoryError:
                 assert fault is not None
                 fault.remove()
                 return
@@ -128,7 +131,7 @@ def test_manual_optimization_leaves_a_batch_out(gloo: ProcessPool, where: str, t
     assert max_difference(failed, reference) == 0.0
 
 
-def _skip_with_fabric(where: str, options: dict[str, Any]) -> tuple[Any, bool]:
+def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True) -> tuple[Any, bool]:
     fabric = fabric_loop.launch(**options)
     network = fabric_loop.network()
     model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
@@ -143,11 +146,11 @@ def _skip_with_fabric(where: str, options: dict[str, Any]) -> tuple[Any, bool]:
 
     for step in range(4):
         optimizer.zero_grad()
-        if step in (1, 2):
+        if step in (1, 2) and fails:
             with fabric.no_backward_sync(model):
                 backward(77, 0, 2) if where == "backward" else None
             fault = _fault(network, where)
-            with suppress(OutOfMemory):
+            with suppress(OutOfMemoryError):
                 backward(78, 0, 1)
                 raise AssertionError("did not fail")
             fault.remove()
@@ -170,6 +173,40 @@ def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, opti
     assert all(is_watched for _, is_watched in results)
 
 
+def _with_flexdemo(where: str) -> list[Any]:
+    """Weights of two nodes that leave batches out, and of two that never saw them."""
+    config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
+    options = {"optimizer": config, "replicate_size": 2}
+    return [_skip_with_fabric(where, options, fails=fails)[0] for fails in (True, False)]
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool, where: str) -> None:
+    failed, reference = gloo.run(_with_flexdemo, where, world_size=4)[0]
+    assert max_difference(failed, reference) == 0.0
+
+
+def _one_rank_skips() -> None:
+    recovery._SECONDS_TO_FAIL_TOGETHER = 2.0
+    fabric = fabric_loop.launch()
+    network = fabric_loop.network()
+    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
+    fault = _fault(network, "backward") if fabric.global_rank == 1 else None
+    with suppress(OutOfMemoryError):
+        fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
+    assert fault is not None
+    fault.remove()
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
+
+
+def test_a_rank_that_skips_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        gloo.run_fresh(_one_rank_skips, world_size=2, grace=10.0)
+    assert "rank 1 has failed: OutOfMemoryError" in failed.value.failures[0].message
+    assert "not on rank 0 within 2 s" in failed.value.failures[1].message
+
+
 def _skip_with_accelerate(where: str) -> Any:
     with accelerator_on_cpu(accumulate=1) as accelerator:
         model: Any = fabric_loop.network()
@@ -185,7 +222,7 @@ def _skip_with_accelerate(where: str) -> Any:
                         accelerator.backward(loss_of(model(batch[0][rows]), batch[1][rows]))
                         optimizer.step()
                         optimizer.zero_grad()
-                except OutOfMemory:
+                except OutOfMemoryError:
                     assert fault is not None
                     fault.remove()
         return full_weights(accelerator.unwrap_model(model))

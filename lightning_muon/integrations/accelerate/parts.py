@@ -86,7 +86,6 @@ class _Part(StateCheckpoint):
     @classmethod
     def find(cls, directory: Path, name: str, index: int, key: str) -> _Part:
         """Open what is there. Collective over all ranks; every rank must call it."""
-
         paths = _paths(directory, name, index)
         # Rank 0 decides: a save may be about to end while the ranks look.
         found = [next((path for path in map(last_written, paths) if path.exists()), None)]

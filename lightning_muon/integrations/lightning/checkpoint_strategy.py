@@ -75,9 +75,7 @@ class CheckpointStrategy:
             return state
         return numbered_optimizer_state(state, self.lightning_module, plain)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
 
         A plugin of the user that writes single files (a ``CheckpointIO``) is left to do it in its own way.
