@@ -20,7 +20,7 @@ from lightning_muon.compat.torch import (
     has_unfinished_forward,
     is_in_backward,
 )
-from lightning_muon.sharding.runtime import fsdp_modules, is_left_in_backward, reset_after_failure
+from lightning_muon.sharding.runtime import fsdp_modules, fsdp_roots, is_left_in_backward, reset_after_failure
 from lightning_muon.sharding.unit_order import NO_WORD, NUM_WORDS, UnitOrder
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
@@ -47,6 +47,7 @@ class Recovery:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, order: UnitOrder) -> None:
         self._module, self._mesh, self._order = module, mesh, order
         self.gradients_dropped: Callable[[], None] | None = None
+        self._roots = list(fsdp_roots(module))
         self._must_meet = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for unit in fsdp_modules(module):
@@ -54,7 +55,7 @@ class Recovery:
 
     def failed(self, *, in_backward: bool) -> None:
         """Reset the model after an exception; local. A second call for the same one changes nothing."""
-        in_backward = in_backward or is_left_in_backward(self._module)
+        in_backward = in_backward or is_left_in_backward(self._roots)
         with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
             reset_after_failure(self._module, drop_gradients=in_backward)
         if in_backward and self.gradients_dropped is not None:
@@ -69,7 +70,7 @@ class Recovery:
         Raises:
             RuntimeError: On every rank that has failed, if others have not, or have elsewhere.
         """
-        if is_left_in_backward(self._module):
+        if is_left_in_backward(self._roots):
             self.failed(in_backward=True)
         if not self._must_meet:
             return
@@ -84,7 +85,8 @@ class Recovery:
             )
 
     def close(self) -> None:
-        """Remove the hooks; local."""
+        """Remove the hooks, and leave shards, whatever has ended the run; local."""
+        self.failed(in_backward=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

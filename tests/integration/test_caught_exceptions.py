@@ -63,8 +63,12 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 
         def start(*_: Any, model: Any = model, faults: list[Any] = faults) -> None:
             faults.append(_fault(model.network, where))
+            if where == "callback":
+                raise OutOfMemoryError(where)
 
-        hook = "on_validation_epoch_start" if where == "evaluation" else "on_train_batch_start"
+        hook = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}.get(
+            where, "on_train_batch_start"
+        )
         callback = pl.callbacks.LambdaCallback(
             **{hook: lambda t, *_, start=start: start() if t.global_step == 1 and not t.sanity_checking else None}
         )
@@ -88,7 +92,14 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("where", "sharding"),
-    [("backward", "fsdp"), ("forward", "fsdp"), ("evaluation", "fsdp"), ("backward", "zero2"), ("backward", "ddp")],
+    [
+        ("backward", "fsdp"),
+        ("forward", "fsdp"),
+        ("evaluation", "fsdp"),
+        ("callback", "fsdp"),
+        ("backward", "zero2"),
+        ("backward", "ddp"),
+    ],
 )
 def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
     failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]

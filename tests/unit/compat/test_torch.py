@@ -17,10 +17,15 @@ from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
     forward_resharding,
+    has_unfinished_backward,
+    has_unfinished_forward,
     inherit_timeout,
     init_fsdp_root,
+    is_in_backward,
     local_shape_and_offset,
     process_groups,
+    reset_fsdp,
+    reset_fsdp_by_hand,
     set_forward_resharding,
     shards_over_one_rank,
 )
@@ -109,5 +114,41 @@ def test_gradients_that_fsdp2_has_not_reduced_can_be_dropped(reduce_dtype: torch
             drop_unreduced_gradients(unit, [] if is_reduced else [unit.weight])
         assert unit.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 2
         assert unit.bias.grad.full_tensor().tolist() == [6.0, 6.0]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reset", [reset_fsdp, reset_fsdp_by_hand])
+def test_a_pass_that_has_raised_is_seen_and_undone(reset: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=mesh)
+        root = fully_shard(model, mesh=mesh)
+        seen: list[tuple[bool, bool, bool]] = []
+
+        def look(*_: Any) -> None:
+            seen.append((is_in_backward(), has_unfinished_forward(root), has_unfinished_backward(root)))
+            raise ValueError
+
+        hook = model[0].register_forward_hook(look)
+        with pytest.raises(ValueError):
+            model(torch.ones(1, 2))
+        hook.remove()
+        assert has_unfinished_forward(root)
+        reset(root)
+        output = model(torch.ones(1, 2))
+        output.register_hook(look)
+        with pytest.raises(ValueError):
+            output.sum().backward()
+        assert seen[0] == (False, True, False) and seen[1][:2] == (True, False)
+        output = model(torch.ones(1, 2))
+        model[1].weight.register_hook(look)
+        with pytest.raises(ValueError):
+            output.sum().backward()
+        assert seen[2] == (True, False, True) and has_unfinished_backward(root)
+        reset(root)
+        assert not has_unfinished_backward(root) and not is_in_backward()
     finally:
         dist.destroy_process_group()
