@@ -23,7 +23,7 @@ from lightning_muon.compat.torch import (
 from lightning_muon.sharding.runtime import fsdp_modules, fsdp_roots, is_left_in_backward, reset_after_failure
 from lightning_muon.sharding.unit_order import NO_WORD, NUM_WORDS, UnitOrder
 
-_SECONDS_TO_FAIL_TOGETHER = 20.0
+_SECONDS_TO_FAIL_TOGETHER = 60.0
 _POLL_SECONDS = 0.01
 
 

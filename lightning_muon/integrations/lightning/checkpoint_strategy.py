@@ -98,7 +98,7 @@ class CheckpointStrategy:
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
-        if dist.get_rank() == 0:
+        if self.is_global_zero:  # type: ignore[attr-defined]
             discard(Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
