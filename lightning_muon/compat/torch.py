@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
 
@@ -132,6 +133,21 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
                 held.unsharded_accumulated_grad.zero_()
             if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
                 held._unsharded_param.grad = None
+
+
+def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
+    """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local.
+
+    Uses ``torch.distributed._composable_state._module_state_mapping``, ``FSDPModule._get_fsdp_state``,
+    ``FSDPState._state_ctx`` and what :func:`drop_unreduced_gradients` uses (2.11 to 2.13).
+    """
+    wanted, found = set(parameters), {}
+    for module in list(_composable_state._module_state_mapping):
+        if isinstance(module, FSDPModule) and any(
+            held.sharded_param in wanted for group in _parameter_groups(module) for held in group.fsdp_params
+        ):
+            found.setdefault(id(module._get_fsdp_state()._state_ctx), module)
+    return list(found.values())
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

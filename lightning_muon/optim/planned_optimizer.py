@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.compat.torch import fsdp_units_of
 from lightning_muon.config import (
     Assignment,
     Dedupe,
@@ -35,7 +36,7 @@ from lightning_muon.optim.state import convert_, init_state
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
-from lightning_muon.sharding.runtime import forget_unreduced, fsdp_roots, is_left_in_backward
+from lightning_muon.sharding.runtime import forget_unreduced, is_left_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +76,13 @@ class PlannedOptions:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The plan, the state of the optimizer (``key``) that it was made for, and the roots of FSDP2 in its module."""
+    """The plan, the state of the optimizer (``key``) that it was made for, and an FSDP2 unit of each model."""
 
     key: tuple[Any, ...]
     binding: Binding
     matrix_step: MatrixStep
     early: SentEarly | None
-    roots: Sequence[FSDPModule]
+    units: Sequence[FSDPModule]
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -379,8 +380,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         tensors = [parameter.tensor for parameter in parameters]
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
         self._is_reached = True  # Nobody has watched until now.
-        roots = () if self._module is None else tuple(fsdp_roots(self._module))
-        self._bound = Bound(self._key(), binding, step, self._early(binding, step), roots)
+        self._bound = Bound(self._key(), binding, step, self._early(binding, step), fsdp_units_of(tensors))
         return self._bound
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> Agreement | None:
@@ -390,7 +390,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=bound.key != self._key(),
-            is_left_in_backward=is_left_in_backward(bound.roots),
+            is_left_in_backward=is_left_in_backward(bound.units),
             # The user may have thrown gradients away, but where none has come a backward pass has failed.
             may_lack_gradients=self._is_reached or not has_loss or not is_trainable,
         )

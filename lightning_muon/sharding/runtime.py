@@ -152,9 +152,9 @@ def reset_after_failure(module: nn.Module, *, drop_gradients: bool) -> None:
             parameter.grad = None
 
 
-def is_left_in_backward(roots: Iterable[FSDPModule]) -> bool:
-    """Whether an exception has ended a backward pass of one of ``roots``, and nobody has reset it since; local."""
-    return not is_in_backward() and any(map(has_unfinished_backward, roots))
+def is_left_in_backward(units: Iterable[FSDPModule]) -> bool:
+    """Whether an exception has ended a backward pass through one of ``units``, and nobody has reset it since; local."""
+    return not is_in_backward() and any(map(has_unfinished_backward, units))
 
 
 def free_unsharded(module: nn.Module) -> None:

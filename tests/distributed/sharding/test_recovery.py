@@ -165,7 +165,7 @@ def test_ranks_do_not_add_gradients_of_different_batches(gloo: ProcessPool, name
     )
 
 
-def _plain(*, reset: str, overlap: str) -> tuple[list[str], bool]:
+def _plain(*, reset: str, overlap: str, knows_module: bool = True) -> tuple[list[str], bool]:
     """A loop of fully_shard and ParallelMuon alone, one batch of which fails.
 
     What the steps after it raise, and whether weights and state are those of a run that never saw the batch.
@@ -174,7 +174,8 @@ def _plain(*, reset: str, overlap: str) -> tuple[list[str], bool]:
     results = []
     for fails in (False, True):
         net = backward_passes.sharded((2,))
-        optimizer = backward_passes.make_optimizer(net, overlap=overlap)
+        given: Any = net if knows_module else list(net.named_parameters())
+        optimizer = backward_passes.make_optimizer(given, overlap=overlap, muon_patterns=["second.weight"])
         for step in range(5):
             if step == 2 and fails:
                 fault = net.branch.register_forward_hook(lambda _module, _inputs, output: _Raise.apply(output))
@@ -193,9 +194,9 @@ def _plain(*, reset: str, overlap: str) -> tuple[list[str], bool]:
     return problems, all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("overlap", ["step", "backward"])
-def test_a_plain_loop_over_fsdp2_is_told_to_reset_it(gloo: ProcessPool, overlap: str) -> None:
-    for problems, _ in gloo.run(_plain, reset="no", overlap=overlap, world_size=2):
+@pytest.mark.parametrize(("overlap", "knows_module"), [("step", True), ("backward", False)])
+def test_a_plain_loop_over_fsdp2_is_told_to_reset_it(gloo: ProcessPool, overlap: str, knows_module: bool) -> None:
+    for problems, _ in gloo.run(_plain, reset="no", overlap=overlap, knows_module=knows_module, world_size=2):
         assert len(problems) == 3 and all("still in the middle of that pass" in problem for problem in problems)
 
 
