@@ -67,6 +67,12 @@ def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int,
     _fit(directory, sharded=sharded)
 
 
+@pytest.fixture(scope="module")
+def reference(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Any]:
+    """Losses and weights of the run that nobody kills."""
+    return gloo.run(_fit, str(tmp_path_factory.mktemp("reference")), world_size=2)[0]
+
+
 @pytest.mark.parametrize(
     ("kill", "sharded", "num_epochs"),
     [
@@ -83,9 +89,14 @@ def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int,
     ],
 )
 def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(
-    gloo: ProcessPool, tmp_path: Path, kill: tuple[int, str, str, int], sharded: bool, num_epochs: int
+    gloo: ProcessPool,
+    tmp_path: Path,
+    reference: tuple[list[float], Any],
+    kill: tuple[int, str, str, int],
+    sharded: bool,
+    num_epochs: int,
 ) -> None:
-    losses, weights = gloo.run(_fit, str(tmp_path / "reference"), world_size=2)[0]
+    losses, weights = reference
     *place, count = kill
     with pytest.raises(RanksFailedError):
         gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=count, sharded=sharded, world_size=2)
