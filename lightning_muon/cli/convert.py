@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_muon.integrations.replacement import last_written
+
 _DESCRIPTION = """Turn a checkpoint that ParallelMuonStrategy saved as a directory into one file that
 MyModule.load_from_checkpoint and a Trainer with any strategy read: weights, hyper-parameters and everything else but
 the states of optimizers. Needs no GPU and no other process, but memory for the weights."""
@@ -61,6 +63,7 @@ def convert(
         ValueError: If the metadata has objects of other types than ``torch.load(weights_only=True)`` reads.
         RuntimeError: If shards are missing or damaged.
     """
+    directory = last_written(directory)
     if not (directory / metadata_name).is_file():
         raise FileNotFoundError(f"{directory} is no checkpoint directory: there is no file {metadata_name} in it")
     if file.is_dir():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
 
@@ -166,26 +167,113 @@ def shards_over_one_rank(unit: FSDPModule) -> bool:
     return any(getattr(group.mesh_info, "shard_mesh_size", 1) == 1 for group in _parameter_groups(unit))
 
 
-def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor]) -> None:
+def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor] | None = None) -> None:
     """Drop what backward passes without reduction have left for those of ``parameters`` that an FSDP2 unit holds.
 
-    Uses ``FSDPParamGroup.fsdp_params``, ``FSDPParam.sharded_param``, ``FSDPParam._unsharded_param`` and
-    ``FSDPParam.unsharded_accumulated_grad`` (2.11 to 2.13).
+    Without ``parameters`` for all. Uses ``FSDPParamGroup.fsdp_params``, ``FSDPParam.sharded_param``,
+    ``FSDPParam._unsharded_param`` and ``FSDPParam.unsharded_accumulated_grad`` (2.11 to 2.13).
     """
-    wanted = set(parameters)
+    wanted = None if parameters is None else set(parameters)
     for group in _parameter_groups(unit):
         for held in group.fsdp_params:
-            if held.sharded_param in wanted:
-                if held.unsharded_accumulated_grad is not None:
-                    # In the dtype of the reduction, which all of a unit must have: there may be others that stay.
-                    held.unsharded_accumulated_grad.zero_()
-                if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
-                    held._unsharded_param.grad = None
+            if wanted is not None and held.sharded_param not in wanted:
+                continue
+            if wanted is None:
+                held.unsharded_accumulated_grad = None
+            elif held.unsharded_accumulated_grad is not None:
+                # In the dtype of the reduction, which all of a unit must have: there may be others that stay.
+                held.unsharded_accumulated_grad.zero_()
+            if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
+                held._unsharded_param.grad = None
+
+
+def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
+    """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local.
+
+    Uses ``torch.distributed._composable_state._module_state_mapping``, ``FSDPModule._get_fsdp_state``,
+    ``FSDPState._state_ctx`` and what :func:`drop_unreduced_gradients` uses (2.11 to 2.13).
+    """
+    wanted, found = set(parameters), {}
+    for module in list(_composable_state._module_state_mapping):
+        if isinstance(module, FSDPModule) and any(
+            held.sharded_param in wanted for group in _parameter_groups(module) for held in group.fsdp_params
+        ):
+            found.setdefault(id(module._get_fsdp_state()._state_ctx), module)
+    return list(found.values())
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     """Uses ``FSDPState._fsdp_param_groups`` (2.12, 2.13) or ``FSDPState._fsdp_param_group`` (2.11)."""
-    state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, as hooks and recomputed forward passes do.
+
+    Uses ``torch._C._current_graph_task_id`` (2.11 to 2.13).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def has_unfinished_forward(unit: FSDPModule) -> bool:
+    """Whether the outermost FSDP2 forward pass that runs, or that an exception has ended, is that of this unit.
+
+    Uses ``FSDPModule._get_fsdp_state``, ``FSDPState._state_ctx`` and ``FSDPStateContext.iter_forward_root`` (2.11 to
+    2.13).
+    """
+    state = unit._get_fsdp_state()
+    return state._state_ctx.iter_forward_root is state
+
+
+def has_unfinished_backward(unit: FSDPModule) -> bool:
+    """Whether a backward pass through the root of an FSDP2 unit has begun and not ended; FSDP2 then begins no other.
+
+    Uses the same, and ``FSDPStateContext.post_backward_final_callback_queued`` (2.11 to 2.13).
+    """
+    return unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def reset_fsdp(root: FSDPModule) -> None:
+    """Bring FSDP2 back to where it is between two steps, after an exception in forward or backward; local.
+
+    Gradients stay, those that no pass has reduced among them. Before torch 2.13, which can do it, uses
+    ``FSDPState._state_ctx``, ``_comm_ctx`` and ``_training_state``, and the like of ``FSDPParamGroup`` (2.11, 2.12).
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        reset_fsdp_by_hand(root)
+
+
+def reset_fsdp_by_hand(root: FSDPModule) -> None:
+    """See :func:`reset_fsdp`."""
+    state = root._get_fsdp_state()
+    if state._device.type != "cpu":
+        torch.accelerator.synchronize(state._device)
+    context, communication = state._state_ctx, state._comm_ctx
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):
+        communication.reduce_scatter_states.clear()
+    else:
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for each in context.all_states:
+        each._training_state = type(each._training_state).IDLE
+        each._modules_to_run_forward.clear()
+    for group in [group for each in context.all_states for group in _groups_of(each)]:
+        result = group._all_gather_result
+        if result is not None and isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+        group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False

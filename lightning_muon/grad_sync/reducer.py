@@ -38,10 +38,10 @@ class _Agreed:
         computed: Parameters that any rank has a gradient for.
         left_over: Those of launched buckets for which any rank has a gradient that was not sent.
         resends: Whether any rank sends a sum over the ranks again.
-        is_given_up: Whether a backward pass was given up on any rank.
+        num_given_up: The largest number of backward passes that were given up on a rank, and the smallest.
     """
 
-    is_given_up: bool
+    num_given_up: tuple[int, int]
     num_launched: int
     resends: bool
     computed: set[Tensor]
@@ -139,7 +139,7 @@ class GradientReducer:
 
         Communicates over the groups of the transport; the ranks need not call it at the same time.
         """
-        if not self._is_syncing or self._is_given_up:
+        if not self._is_syncing or self._num_given_up:
             return
         with self._lock:
             missing = self._missing[self._bucket_of[parameter].index]
@@ -165,8 +165,15 @@ class GradientReducer:
         between, changes nothing.
         """
         agreed = self._agree()
-        if agreed.is_given_up:
+        most, fewest = agreed.num_given_up
+        if most:
             self._drop_launched(agreed.num_launched)
+            if most != fewest:
+                raise RuntimeError(
+                    f"{most} backward passes of this step have raised on some rank, and {fewest} on another: the ranks "
+                    "would add gradients of different batches. They can only leave out the same batch together; "
+                    "resume from a checkpoint"
+                )
             agreed = self._agree()
         self._check_divisor(agreed.resends)
         for bucket in self.buckets[self._num_launched :]:
@@ -185,11 +192,14 @@ class GradientReducer:
         self._begin_step()
 
     def give_up(self) -> None:
-        """A backward pass has raised: send nothing more, and let the next :meth:`finish` drop what was sent. Local.
+        """A backward pass has raised: drop all gradients, and let the next :meth:`finish` drop what was sent. Local.
 
-        Every rank must call it. Gradients that were not sent stay in ``p.grad`` until ``zero_grad``.
+        Every rank must call it, equally often, or the next :meth:`finish` raises on all ranks.
         """
-        self._is_given_up = True
+        self._num_given_up += 1
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.forget(self._parameters)
 
     def _drop_launched(self, num_launched: int) -> None:
         """Bring what any rank has launched to its end; collective over the groups of the transport."""
@@ -204,7 +214,7 @@ class GradientReducer:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._is_given_up = False
+        self._num_given_up = 0
         self._pending: list[Pending] = []
         self._num_advanced = 0
         self._sent: set[Tensor] = set()
@@ -253,12 +263,13 @@ class GradientReducer:
         resends = self._resends or any(
             own and self._transport.resends(parameter) for own, parameter in zip(has, self._parameters, strict=True)
         )
-        given_up, num_launched, resends, *flags = self._any_rank(
-            [self._is_given_up, self._num_launched, resends, *computed, *left_over]
+        given_up = [self._num_given_up, -self._num_given_up]
+        most, fewest, num_launched, resends, *flags = self._any_rank(
+            [*given_up, self._num_launched, resends, *computed, *left_over]
         )
         count = len(self._parameters)
         return _Agreed(
-            bool(given_up),
+            (most, -fewest),
             num_launched,
             bool(resends),
             {parameter for parameter, flag in zip(self._parameters, flags[:count], strict=True) if flag},

@@ -1,13 +1,22 @@
-"""Checkpoints that take the place of others: what was there stays until all of the new one is written."""
+"""Checkpoints that take the place of others: what was there stays until all of the new one is written.
+
+A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at which that folder is renamed to
+``.finished-ID`` the new checkpoint counts in place of the old one, for all targets of the save; then its entries take
+the places of the old ones. A process may be killed at any point: :func:`last_written` finds what counts, and the next
+save to the same target ends what was begun. The target itself stays there throughout, if perhaps as an empty directory,
+because a Trainer that looks for a checkpoint to resume from looks for its name before a strategy is asked.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -16,36 +25,60 @@ from lightning_muon.comm.agreement import on_first_rank, together
 _INDEX = ".metadata"
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
 _FILES_OF_CHECKPOINTS = ("*.distcp", f"{_INDEX}*", "meta.pt")
+_UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
+# File in a finished folder: names beside it that go when its entries take their places.
+_OBSOLETE = ".obsolete"
 
 
 @contextmanager
-def replacing(*paths: Path, whole: bool) -> Generator[list[Path]]:
+def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Generator[list[Path]]:
     """Give the block paths to write to, beside ``paths``, whose places they take when all is written.
 
     Collective over all ranks; every rank must call it, and the block fails on all of them or on none. If it fails,
     what was there stays as it was. What others have put into a directory of shards moves into the one that follows.
-    A process that is killed between the two renames leaves ``.NAME.old``, which the next call brings back.
 
     Args:
-        paths: The same on all ranks.
+        paths: The same on all ranks. They are replaced together if they are in one directory.
         whole: Whether the block writes files, in place of directories of shards.
+        obsolete: Files or directories beside the first of ``paths`` that go when these take their places.
 
     Raises:
         IsADirectoryError: If a directory is no checkpoint, or has files of others that a file cannot keep.
     """
     targets = [path.resolve() for path in paths]  # The sibling of a link may be on another disk than its target.
-    drafts = [_beside(target, "new") for target in targets]
+    drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
+    on_first_rank(lambda: [_end_earlier_saves(target, targets[0]) for target in targets])
     together(lambda: [_require_replaceable(target, whole=whole) for target in targets])
-    on_first_rank(lambda: [_make_place(target) for target in targets])
+    on_first_rank(lambda: _make_folders(drafts))
     try:
         yield drafts
+        on_first_rank(lambda: _require_written(drafts))
     except BaseException:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
             with suppress(OSError):  # What failed says more than what could not be cleared away.
                 for draft in drafts:
-                    remove(draft)
+                    remove(draft.parent)
         raise
-    on_first_rank(lambda: [_swap(target) for target in targets])
+    on_first_rank(lambda: _commit(drafts, [path.name for path in obsolete]))
+
+
+def write_checkpoint(
+    path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
+) -> None:
+    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
+
+    Args:
+        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
+        content: What has shards, or on rank 0 the whole tensors.
+        rest: Everything else; that of rank 0 is written.
+        metadata_name: Name of the file beside the shards that holds ``rest``; ``None``: one file for everything.
+    """
+    with replacing(path, whole=metadata_name is None) as (draft,):
+        if metadata_name is None:
+            on_first_rank(lambda: torch.save({**content, **rest}, draft))
+            return
+        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
+        write_shards(content, draft)
 
 
 def write_shards(content: Mapping[str, Any], directory: Path) -> None:
@@ -56,16 +89,69 @@ def write_shards(content: Mapping[str, Any], directory: Path) -> None:
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
 
 
+def last_written(path: Path) -> Path:
+    """Where the checkpoint ``path`` is to be read: the last one that was written completely; local, changes nothing.
+
+    Ranks may see files at different times, so rank 0 decides for all. Nothing may be there: then ``path``, or a path
+    that is missing.
+    """
+    target = path.resolve()
+    return next((folder / target.name for folder in _finished_with(target)), path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, if there is one, so that none of it is there any more when its removal begins; local."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    for folder in _finished_with(path.resolve()):
+        _settle(folder)
+    folder = _folder(_REPLACED, path, path)
+    _move_away(path, folder)
+    remove(folder)
+
+
 def remove(path: Path) -> None:
-    """Remove a file or a directory, if there is one."""
-    if path.is_dir():
+    """Remove a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
+def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir()
+    torch.save(dict(rest), path)
+
+
+def _folder(kind: str, target: Path, first: Path) -> Path:
+    """Folder beside ``target`` for what is saved together with ``first``.
+
+    Its name does not contain that of a checkpoint: Lightning takes any entry with ``hpc_ckpt_`` in it for one.
+    """
+    return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
+
+
+def _renamed(folder: Path, old: str, new: str) -> Path:
+    return folder.with_name(new + folder.name.removeprefix(old))
+
+
+def _finished_with(target: Path) -> list[Path]:
+    """Folders of finished saves that say what is at ``target``."""
+    folders = sorted(target.parent.glob(f"{_FINISHED}*"))
+    return [folder for folder in folders if (folder / target.name).exists() or target.name in _obsolete_in(folder)]
+
+
+def _obsolete_in(folder: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return (folder / _OBSOLETE).read_text().splitlines()
+    return []
+
+
+def _end_earlier_saves(target: Path, first: Path) -> None:
+    own = _folder(_FINISHED, target, first)
+    for folder in {*_finished_with(target), *([own] if own.is_dir() else [])}:
+        _settle(folder)
 
 
 def _require_replaceable(path: Path, *, whole: bool) -> None:
@@ -82,29 +168,58 @@ def _of_others(path: Path) -> list[Path]:
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
 
 
-def _make_place(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _settle(path)
-    remove(_beside(path, "new"))
+def _make_folders(drafts: Sequence[Path]) -> None:
+    for draft in drafts:
+        remove(draft.parent)
+    for draft in drafts:
+        draft.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _swap(path: Path) -> None:
-    """Put the draft in the place of ``path``."""
-    draft = _beside(path, "new")
-    if path.is_dir() or (path.exists() and draft.is_dir()):  # No single call replaces those.
-        path.rename(_beside(path, "old"))
-    try:
-        draft.replace(path)
-    finally:
-        _settle(path)
+def _require_written(drafts: Sequence[Path]) -> None:
+    missing = [str(draft) for draft in drafts if not draft.exists()]
+    if missing:
+        raise FileNotFoundError(f"nothing was written to {', '.join(missing)}")
 
 
-def _settle(path: Path) -> None:
-    """End what a swap has begun: forwards where the draft is in its place, else backwards."""
-    old = _beside(path, "old")
-    if old.exists() and not path.exists():
-        old.rename(path)
-    for other in _of_others(old):
-        if not (path / other.name).exists():
-            other.rename(path / other.name)
-    remove(old)
+def _commit(drafts: Sequence[Path], obsolete: Sequence[str]) -> None:
+    """Let the drafts count from now on, and put them in their places."""
+    if obsolete:
+        (drafts[0].parent / _OBSOLETE).write_text("\n".join(obsolete))
+    folders = [folder.rename(_renamed(folder, _UNFINISHED, _FINISHED)) for folder in {d.parent for d in drafts}]
+    for folder in folders:
+        _settle(folder)
+
+
+def _settle(folder: Path) -> None:
+    """Put what is finished in its place; also to end what a process began that was killed."""
+    replaced = _renamed(folder, _FINISHED, _REPLACED)
+    for name in _obsolete_in(folder):
+        _move_away(folder.parent / name, replaced)
+    (folder / _OBSOLETE).unlink(missing_ok=True)
+    for draft in sorted(folder.iterdir()):
+        _take_place(draft, folder.parent / draft.name, replaced)
+    folder.rmdir()
+    remove(replaced)
+
+
+def _take_place(draft: Path, target: Path, replaced: Path) -> None:
+    """Put a draft in the place of ``target``; a directory can be replaced by a single call once it is empty."""
+    if target.is_dir():
+        for item in _of_others(target) if draft.is_dir() else ():
+            item.rename(draft / item.name)
+        # The index of the shards goes first, so that nobody takes the rest for a checkpoint.
+        for item in sorted(target.iterdir()):
+            _move_away(item, replaced / target.name)
+        if not draft.is_dir():
+            target.rmdir()
+    elif draft.is_dir():
+        _move_away(target, replaced)
+    draft.replace(target)
+
+
+def _move_away(path: Path, folder: Path) -> None:
+    """Move what is at ``path``, if there is anything, into ``folder``, from where it is removed."""
+    if path.exists() or path.is_symlink():
+        folder.mkdir(parents=True, exist_ok=True)
+        remove(folder / path.name)
+        path.rename(folder / path.name)

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.comm.agreement import together
 from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.node_weights import common_weights, copied, of_first_node
-from lightning_muon.integrations.replacement import replacing, write_shards
+from lightning_muon.integrations.replacement import write_checkpoint
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 
@@ -48,7 +48,8 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
     """Write a checkpoint. Collective over all ranks; every rank must call it.
 
     Args:
-        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
+        path: The same on all ranks; see :func:`lightning_muon.integrations.replacement.replacing` for what becomes of
+            a checkpoint that is there.
         state: What to write.
         mesh: The ranks with batches of their own.
         filters: Key -> (name, value) -> whether to write it.
@@ -63,12 +64,7 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
     rest = together(lambda: _filtered(_plain(state.rest), filters))
-    with replacing(path, whole=whole) as (draft,):
-        if metadata_name is None:
-            on_first_rank(lambda: torch.save(content | rest, draft))
-            return
-        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
-        write_shards(content, draft)
+    write_checkpoint(path, content, rest, metadata_name=metadata_name)
 
 
 class StateCheckpoint(Checkpoint):
@@ -181,11 +177,6 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
 
 def _plain(rest: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in rest.items()}
-
-
-def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir()
-    torch.save(rest, path)
 
 
 def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:

@@ -92,7 +92,11 @@ class Training:
             if self._rules is not None:
                 self._rules.begin_step()
         with self.explaining():
-            yield
+            try:
+                yield
+            except BaseException:
+                self.mode.forward_failed()
+                raise
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -222,6 +226,7 @@ class Training:
         if self._watchdog is None:
             yield
             return
+        self._watchdog.resume()
         with self._watchdog.explaining():
             yield
 

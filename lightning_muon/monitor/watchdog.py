@@ -164,6 +164,22 @@ class Watchdog:
                 self._store.add("quiet", 1)
         self._stop_watching()
 
+    def resume(self) -> None:
+        """Watch again after :meth:`failed`, because the program has caught the exception; local, on every rank alike.
+
+        Does nothing where this rank was told to stop: its communication is broken.
+        """
+        if self._thread is None or self._failure is None or self._message:
+            return
+        self._thread.join(timeout=2 * self._interval)
+        self._thread, self._failure = None, None
+        self._num_gates.clear()
+        self._gate_keys.clear()
+        self._heard.clear()
+        self._neighbours = None
+        self._closed.clear()
+        self.start()
+
     def _wait_for_cause(self) -> None:
         """The others stand still a little later; wait until one says why, or none is left that could."""
         self._store.add("quiet", 1)

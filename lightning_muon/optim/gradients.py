@@ -61,6 +61,8 @@ class _Findings:
     """What the meshes looked at so far have found out; the next, larger mesh is told."""
 
     is_stale: bool
+    is_left_in_backward: bool = False
+    may_lack_gradients: bool = True
     must_stop: bool = False
     nonfinite: tuple[str, ...] = ()
     unusable: tuple[str, ...] = ()
@@ -94,7 +96,13 @@ class LocalGradients(dict[Tensor, Tensor]):
 
 
 def agree_on_gradients(
-    binding: Binding, early: SentEarly | None, *, error_if_nonfinite: bool, is_stale: bool
+    binding: Binding,
+    early: SentEarly | None,
+    *,
+    error_if_nonfinite: bool,
+    is_stale: bool,
+    is_left_in_backward: bool = False,
+    may_lack_gradients: bool = True,
 ) -> Agreement | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
@@ -107,6 +115,8 @@ def agree_on_gradients(
         early: What was sent during backward; it is settled whatever the outcome.
         error_if_nonfinite: Look for NaN and Inf.
         is_stale: Whether this rank needs a new plan.
+        is_left_in_backward: Whether FSDP2 is in the middle of a backward pass that has raised.
+        may_lack_gradients: Whether this rank knows why no parameter might have a gradient.
 
     Returns:
         ``None`` on all ranks if any of them needs a new plan.
@@ -114,10 +124,11 @@ def agree_on_gradients(
     Raises:
         GradientsAreNotFinite: On all ranks, if the norm of a gradient is NaN or Inf.
         TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
+        RuntimeError: On all ranks, if gradients are missing because a backward pass has failed.
     """
     found = LocalGradients(binding.layout)
     numbers: dict[Tensor, float] = {}
-    findings = _Findings(is_stale=is_stale)
+    findings = _Findings(is_stale, is_left_in_backward, may_lack_gradients)
     is_late = binding.layout.arrives_late
     looks = _looks_at_once(binding.device) and not is_late
     for members in binding.meshes:
@@ -135,6 +146,7 @@ def agree_on_gradients(
     _raise_if_needed(findings)
     if findings.is_stale:
         return None
+    _raise_if_lost(findings)
     for tensor in findings.unreduced:
         found[tensor] = _reduced_gradient(tensor)
     for tensor in findings.partly:
@@ -167,8 +179,12 @@ def _agree_on_mesh(
             found.promise(tensor)
     nonfinite = _nonfinite(tensors, found) if check and looks else [False] * len(tensors)
     keys, sent, void = _early_flags(early, tensors, found, looks=looks)
-    present, bad, partial, infinite, any_sent, any_void, (stale, stop) = _sum_flags(
-        members, have, unusable, unreduced, nonfinite, sent, void, [findings.is_stale, findings.must_stop]
+    so_far = [
+        *(findings.is_stale, findings.must_stop, findings.is_left_in_backward),
+        findings.may_lack_gradients or any(have),
+    ]
+    present, bad, partial, infinite, any_sent, any_void, (stale, stop, left, may_lack) = _sum_flags(
+        members, have, unusable, unreduced, nonfinite, sent, void, so_far
     )
     names = binding.names
     findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
@@ -178,6 +194,8 @@ def _agree_on_mesh(
     findings.unusable += tuple(names[tensor] for tensor, count in zip(tensors, bad, strict=True) if count)
     findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
     findings.is_stale = findings.is_stale or stale > 0
+    findings.is_left_in_backward = left > 0
+    findings.may_lack_gradients = may_lack > 0
     findings.must_stop = findings.must_stop or stop > 0 or any(bad) or any(infinite)
     findings.partly += tuple(tensor for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
     findings.unreduced += tuple(tensor for tensor, count in zip(tensors, partial, strict=True) if count)
@@ -373,6 +391,23 @@ def _raise_if_needed(findings: _Findings) -> None:
         )
     if findings.must_stop:
         raise GradientsAreNotFinite(findings.nonfinite or ("a parameter of another mesh",))
+
+
+def _raise_if_lost(findings: _Findings) -> None:
+    if findings.is_left_in_backward:
+        raise RuntimeError(
+            "a backward pass has raised, and the program went on: FSDP2 is still in the middle of that pass and has "
+            "not reduced all gradients since, so that some parameters would never be updated again. Call "
+            "model.reset_iter_state() on every rank where the exception is caught (torch 2.13), then "
+            "optimizer.zero_grad(); ParallelMuonStrategy and lightning_muon's Fabric and Accelerate do it themselves"
+        )
+    if not findings.may_lack_gradients:
+        raise RuntimeError(
+            "no parameter of the optimizer has a gradient on any rank, and no backward pass has reached one since the "
+            "last step, so that the step would do nothing. Call loss.backward() before, and leave out the step of a "
+            "batch whose backward pass has raised; with FSDP2 call model.reset_iter_state() after such an exception. "
+            "A closure that returns None says that there is no loss"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

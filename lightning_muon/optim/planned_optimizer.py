@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.compat.torch import fsdp_units_of
 from lightning_muon.config import (
     Assignment,
     Dedupe,
@@ -21,6 +23,7 @@ from lightning_muon.config import (
     check_hyperparameters,
     check_plan_options,
 )
+from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
@@ -34,7 +37,7 @@ from lightning_muon.optim.state import convert_, init_state
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
-from lightning_muon.sharding.runtime import forget_unreduced
+from lightning_muon.sharding.runtime import forget_unreduced, is_left_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,13 @@ class PlannedOptions:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The plan, and the state of the optimizer (``key``) that it was made for."""
+    """The plan, the state of the optimizer (``key``) that it was made for, and an FSDP2 unit of each model."""
 
     key: tuple[Any, ...]
     binding: Binding
     matrix_step: MatrixStep
     early: SentEarly | None
+    units: Sequence[FSDPModule]
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -113,6 +117,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout = layout
         # Whether the state is still as it was made.
         self._is_fresh = True
+        # Whether a backward pass has reached any parameter since the last step.
+        self._is_reached = False
+        self._stop_watching: Callable[[], object] | None = None
         self._finite_check = FiniteCheck(max_skipped_steps)
         super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
         if self._module is not None:
@@ -169,7 +176,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step()
+            self._step(has_loss=closure is None or loss is not None)
         except GradientsAreNotFinite as found:
             self._layout.forget([param for group in self.param_groups for param in group["params"]])
             self._finite_check.observe(found.names)
@@ -195,12 +202,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if self._module is not None:
             forget_unreduced(self._module, parameters)
 
-    def _step(self) -> None:
+    def _step(self, *, has_loss: bool) -> None:
         bound = self._bound or self._bind()
-        agreed = self._agree_on_gradients(bound)
+        agreed = self._agree_on_gradients(bound, has_loss=has_loss)
         if agreed is None:
             bound = self._bind()
-            agreed = self._agree_on_gradients(bound)
+            agreed = self._agree_on_gradients(bound, has_loss=has_loss)
             assert agreed is not None, "parameters changed during the step"
         try:
             self._run(bound, agreed)
@@ -209,6 +216,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             assert bound.early is not None
             bound.early.failed(void.keys)
             self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
+        self._is_reached = False
 
     def _run(self, bound: Bound, agreed: Agreement) -> None:
         received = self._received(bound, agreed)
@@ -241,6 +249,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.__dict__.setdefault("_private_groups", PrivateGroups())
         self.__dict__.setdefault("_layout", self._own_layout())
         self.__dict__.setdefault("_is_fresh", False)
+        self.__dict__.setdefault("_is_reached", True)
+        self.__dict__.setdefault("_stop_watching", None)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -375,13 +385,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
         )
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
-        self._bound = Bound(self._key(), binding, step, self._early(binding, step))
+        if self._stop_watching is not None:
+            self._stop_watching()
+        tensors = [parameter.tensor for parameter in parameters]
+        self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
+        self._is_reached = True  # Nobody has watched until now.
+        self._bound = Bound(self._key(), binding, step, self._early(binding, step), fsdp_units_of(tensors))
         return self._bound
 
-    def _agree_on_gradients(self, bound: Bound) -> Agreement | None:
+    def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> Agreement | None:
+        is_trainable = any(param.requires_grad for group in self.param_groups for param in group["params"])
         return agree_on_gradients(
             bound.binding,
             bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=bound.key != self._key(),
+            is_left_in_backward=is_left_in_backward(bound.units),
+            # The user may have thrown gradients away, but where none has come a backward pass has failed.
+            may_lack_gradients=self._is_reached or not has_loss or not is_trainable,
         )
+
+    def _arrived(self, _: Tensor) -> None:
+        self._is_reached = True

@@ -97,6 +97,10 @@ class GradientAgreement:
             else:
                 parameter.grad = None
         self._agreed = agreed
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradients of this step have been dropped; local, to be called alike on all ranks."""
         self._used[:] = [False] * len(self._used)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
     forward_resharding,
+    has_unfinished_backward,
     init_fsdp_root,
+    is_in_backward,
+    reset_fsdp,
     set_forward_resharding,
     shards_over_one_rank,
 )
@@ -129,6 +132,31 @@ def forget_unreduced(module: nn.Module, parameters: Collection[Tensor]) -> None:
         drop_unreduced_gradients(unit, parameters)
 
 
+def reset_after_failure(module: nn.Module, *, drop_gradients: bool) -> None:
+    """Make a model ready for the next forward pass after an exception in one, or in a backward pass; local.
+
+    FSDP2 is left in the middle of the pass: it would take the next forward for a recomputation, and never reduce the
+    gradients of some units again.
+
+    Args:
+        module: The model.
+        drop_gradients: Drop all gradients, also those of micro-batches before, which cannot be told apart from the
+            part that the failed backward pass has added.
+    """
+    for root in fsdp_roots(module):
+        reset_fsdp(root)
+    if drop_gradients:
+        for unit in fsdp_modules(module):
+            drop_unreduced_gradients(unit)
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def is_left_in_backward(units: Iterable[FSDPModule]) -> bool:
+    """Whether an exception has ended a backward pass through one of ``units``, and nobody has reset it since; local."""
+    return not is_in_backward() and any(map(has_unfinished_backward, units))
+
+
 def free_unsharded(module: nn.Module) -> None:
     """Free whole weights that are left from a forward pass without backward, and register the shards again; local.
 
@@ -146,7 +174,7 @@ def let_gathers_start(module: nn.Module) -> None:
     a root, so the first unit's all-gather waits for the whole step.
     """
     event = torch.cuda.current_stream().record_event()
-    for root in _outermost(module):
+    for root in fsdp_roots(module):
         root.set_post_optim_event(event)
 
 
@@ -157,7 +185,7 @@ def initialize_roots(module: nn.Module) -> None:
     inner model, a sanity check) would become one, and the real root's first forward would fail. Units in which every
     parameter is frozen get their dtypes here as well, so that they can be unfrozen later under mixed precision.
     """
-    for root in _outermost(module):
+    for root in fsdp_roots(module):
         frozen = _frozen_units(root)
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -166,12 +194,13 @@ def initialize_roots(module: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
+def fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the outermost FSDP2 units of ``module``."""
     if isinstance(module, FSDPModule):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child)
+        yield from fsdp_roots(child)
 
 
 def _frozen_units(root: FSDPModule) -> list[nn.Parameter]:

@@ -26,8 +26,9 @@ _MARKS: dict[Mark, tuple[int, str]] = {
     "left": (-3, "ends the run"),
 }
 _TEXTS = dict(_MARKS.values())
-_NUM_WORDS = 4
-_NO_WORD = -(2**31)
+# Of a digest in :meth:`UnitOrder.words`, and what stands in the place of those that a rank does not have.
+NUM_WORDS = 4
+NO_WORD = -(2**31)
 
 
 class UnitOrder:
@@ -105,9 +106,9 @@ class UnitOrder:
 
     def words(self) -> list[int]:
         """Digests for an all-reduce MAX over int32: one over all ranks, then one for each shard group."""
-        words = self._crossing.words() + [_NO_WORD] * (_NUM_WORDS * self._num_replicas)
-        start = _NUM_WORDS * (1 + self._replica)
-        words[start : start + _NUM_WORDS] = self._all.words()
+        words = self._crossing.words() + [NO_WORD] * (NUM_WORDS * self._num_replicas)
+        start = NUM_WORDS * (1 + self._replica)
+        words[start : start + NUM_WORDS] = self._all.words()
         return words
 
     @staticmethod

@@ -143,8 +143,13 @@ class MuonAccelerator(SavesStates):
             return
         if self._tokens is not None and training.is_last_micro_batch:
             training.divide_gradients_by(self._tokens.divisor(self.gradient_accumulation_steps))
-        with training.around_backward():
-            super().backward(loss, **kwargs)  # type: ignore[misc]
+        try:
+            with training.around_backward():
+                super().backward(loss, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self._tokens is not None:
+                self._tokens.reset()  # They go with the gradients.
+            raise
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``backward`` next sums over; local.

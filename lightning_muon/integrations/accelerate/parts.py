@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.integrations.replacement import remove, replacing, write_shards
+from lightning_muon.integrations.replacement import last_written, replacing, write_shards
 from lightning_muon.integrations.state_checkpoint import StateCheckpoint, weights_to_save
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
@@ -45,13 +46,14 @@ def save_parts(
     places = [_paths(directory, _OPTIMIZER, index) for index in range(len(optimizers))]
     if with_model:
         places.append(_paths(directory, _MODEL, 0))
-    with replacing(*(place[whole] for place in places), whole=whole) as drafts:
+    # What was saved in the other format goes in the same moment.
+    obsolete = [place[not whole] for place in places]
+    with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
         if with_model:
             _write(drafts[-1], {_MODEL_KEY: weights_to_save(module, optimizers, mesh, whole=whole)}, whole=whole)
         for draft, optimizer in zip(drafts, optimizers, strict=False):
             state = get_optimizer_state_dict(module, optimizer, options=options)
             _write(draft, {_OPTIMIZER_KEY: state}, whole=whole)
-    on_first_rank(lambda: [remove(place[not whole]) for place in places])  # What was saved in the other format.
 
 
 def load_parts(
@@ -84,11 +86,14 @@ class _Part(StateCheckpoint):
     @classmethod
     def find(cls, directory: Path, name: str, index: int, key: str) -> _Part:
         """Open what is there. Collective over all ranks; every rank must call it."""
+        paths = _paths(directory, name, index)
+        # Rank 0 decides: a save may be about to end while the ranks look.
+        found = [next((path for path in map(last_written, paths) if path.exists()), None)]
+        dist.broadcast_object_list(found, src=0)
 
         def look() -> _Part:
-            paths = _paths(directory, name, index)
-            path = next((path for path in paths if path.exists()), None)
-            if path is None:
+            path = found[0]
+            if path is None or not path.exists():
                 raise FileNotFoundError(
                     f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
                     "an Accelerator with as many optimizers wrote, in a directory that every rank sees"

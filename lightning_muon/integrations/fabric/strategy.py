@@ -31,6 +31,7 @@ from lightning_muon.integrations.handle import Handle
 from lightning_muon.integrations.mesh import Size
 from lightning_muon.integrations.options import Options
 from lightning_muon.integrations.precision import mixed_precision_policy
+from lightning_muon.integrations.replacement import last_written
 from lightning_muon.integrations.state_checkpoint import Filters, State, StateCheckpoint, load_alone, save
 from lightning_muon.integrations.training import Training
 from lightning_muon.sharding.checks import check_tensor_parallel
@@ -162,6 +163,8 @@ class ParallelMuonFabric(FabricEnvironment):
             for training in last:
                 training.divide_gradients_by(self._tokens.divisor())
         with ExitStack() as stack:
+            if self._tokens is not None:
+                stack.enter_context(self._tokens.forgotten_on_failure())
             for training in self._trainings:
                 stack.enter_context(training.around_backward())
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
@@ -223,7 +226,9 @@ class ParallelMuonFabric(FabricEnvironment):
         if state is None or (isinstance(state, dict) and not state):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
         checkpoint = StateCheckpoint.open(
-            Path(self.broadcast(path)), metadata_name=metadata_filename(self.package), weights_only=weights_only
+            Path(self.broadcast(last_written(Path(path)))),
+            metadata_name=metadata_filename(self.package),
+            weights_only=weights_only,
         )
         remainder: dict[str, Any] = {}
         if isinstance(state, dict):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +37,18 @@ class ReportedTokens:
         if not self._has_reported:
             self._count.begin_micro_batch()  # Without a report, which is an error that all ranks get to know of.
         self._has_reported = False
+
+    @contextmanager
+    def forgotten_on_failure(self) -> Generator[None]:
+        """Forget the tokens of the step so far if the block, a backward pass, raises: their gradients are dropped.
+
+        Local; every rank must enter it.
+        """
+        try:
+            yield
+        except BaseException:
+            self._count.reset()
+            raise
 
     def divisor(self) -> float:
         """What the sum of the gradients over the ranks is to be divided by, in the last micro-batch of a step.

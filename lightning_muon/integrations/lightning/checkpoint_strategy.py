@@ -19,6 +19,7 @@ from lightning_muon.compat.torch import default_store
 from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
 from lightning_muon.integrations.node_weights import NodeWeights, copied, of_first_node
+from lightning_muon.integrations.replacement import discard, last_written, write_checkpoint
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
 
@@ -74,9 +75,35 @@ class CheckpointStrategy:
             return state
         return numbered_optimizer_state(state, self.lightning_module, plain)
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
+
+        A plugin of the user that writes single files (a ``CheckpointIO``) is left to do it in its own way.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
+        stock_io = self.package.fabric("plugins").TorchCheckpointIO
+        if not self._is_sharded_checkpoint and type(self.checkpoint_io) is not stock_io:  # type: ignore[attr-defined]
+            super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
+            return
+        path = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        if not self._is_sharded_checkpoint:
+            write_checkpoint(path, {}, checkpoint, metadata_name=None)
+            return
+        states = checkpoint.get("optimizer_states", [])
+        content = {f"optimizer_{index}": state for index, state in enumerate(states)}
+        content["state_dict"] = checkpoint["state_dict"]
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        write_checkpoint(path, content, rest, metadata_name=metadata_filename(self.package))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            discard(Path(filepath))
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path = Path(self.broadcast(checkpoint_path))  # type: ignore[attr-defined]
+        path = Path(self.broadcast(last_written(Path(checkpoint_path))))  # type: ignore[attr-defined]
         name = metadata_filename(self.package)
         self._checkpoint = together(lambda: Checkpoint(path, metadata_name=name, weights_only=weights_only))
         return self._checkpoint.content

@@ -113,7 +113,7 @@ class RunningStrategy:
             self._rules.begin_step()
         if self._tokens is not None:
             self._tokens.begin_micro_batch()
-        with self._explaining(), explain_shards():
+        with self._running():
             output = super().training_step(*args, **kwargs)
         if output is None:
             free_unsharded(self.lightning_module)
@@ -134,7 +134,7 @@ class RunningStrategy:
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._mode is not None:
             self._mode.begin_forward()
-        with self._explaining(), explain_shards():
+        with self._running():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
@@ -167,6 +167,8 @@ class RunningStrategy:
             try:
                 return super().backward(closure_loss, *args, **kwargs)
             except BaseException as error:
+                if self._tokens is not None:
+                    self._tokens.reset()  # They go with the gradients.
                 if self._mode is not None:
                     self._mode.backward_failed()
                     if self._mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
@@ -197,12 +199,24 @@ class RunningStrategy:
         return result
 
     @contextmanager
+    def _running(self) -> Generator[None]:
+        """Run one of the user's steps; if it raises, the model is ready for another run all the same."""
+        with self._explaining(), explain_shards():
+            try:
+                yield
+            except BaseException:
+                if self._mode is not None:
+                    self._mode.forward_failed()
+                raise
+
+    @contextmanager
     def _explaining(self) -> Generator[None]:
         """If communication is broken off because ranks wait for each other, say why."""
         if self._watchdog is None or self._is_explaining:
             yield
             return
         self._is_explaining = True
+        self._watchdog.resume()
         self._sigterm.restore()
         try:
             with self._watchdog.explaining(), self._sigterm.ignored_after_error():

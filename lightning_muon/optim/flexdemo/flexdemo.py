@@ -366,8 +366,8 @@ class FlexDeMo(PlannedOptimizer):
         else:
             super()._step_elementwise(binding, gradients, numbers)
 
-    def _step(self) -> None:
-        super()._step()
+    def _step(self, *, has_loss: bool) -> None:
+        super()._step(has_loss=has_loss)
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count

@@ -15,6 +15,7 @@ from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.sharding.fsdp import node_mesh, shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.recovery import Recovery
 from lightning_muon.sharding.runtime import (
     MicroBatches,
     initialize_roots,
@@ -42,6 +43,7 @@ class Fsdp(ShardingMode):
         super().__init__(mesh, options)
         self._divisor: float | None = None
         self._agreement: GradientAgreement | None = None
+        self._recovery: Recovery | None = None
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = node_mesh(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
@@ -66,6 +68,7 @@ class Fsdp(ShardingMode):
             self._everyone = axis_group(self._reduced_over, tuple(range(self._reduced_over.ndim)))
             self._host = host_group(self._everyone)
             self._order = UnitOrder(module, self._reduced_over)
+            self._recovery = Recovery(module, self._reduced_over, self._order)
 
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """As in :class:`ShardingMode`."""
@@ -73,6 +76,8 @@ class Fsdp(ShardingMode):
         self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self.watch(module)
         self._agreement = GradientAgreement(module, self._reduced_over, self._order)
+        assert self._recovery is not None
+        self._recovery.gradients_dropped = self._agreement.forget
         attach_optimizers(module, optimizers, layout=None, nodes=self.mesh if self.options.decoupled_nodes else None)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -87,9 +92,20 @@ class Fsdp(ShardingMode):
             set_gradient_divisor(self._module, divisor)
             self._divisor = divisor
 
+    def backward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._recovery is not None:
+            self._recovery.failed(in_backward=True)
+
+    def forward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._recovery is not None:
+            self._recovery.failed(in_backward=False)
+
     def finish_gradients(self) -> None:
         """As in :class:`ShardingMode`."""
-        assert self._agreement is not None, "attach comes first"
+        assert self._agreement is not None and self._recovery is not None, "attach comes first"
+        self._recovery.resume()
         self._micro_batches.finish()
         self._agreement.finish(self._divisor)
 
@@ -111,7 +127,8 @@ class Fsdp(ShardingMode):
         Raises:
             RuntimeError: On every rank, if ranks that share weights have run different units.
         """
-        if self._order is not None:
+        if self._order is not None and self._recovery is not None:
+            self._recovery.resume()
             self._order.compare(self._everyone, self._host)
 
     def end_step(self) -> None:
@@ -124,4 +141,7 @@ class Fsdp(ShardingMode):
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
         self._end_watch()

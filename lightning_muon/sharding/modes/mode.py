@@ -110,8 +110,15 @@ class ShardingMode(ABC):
         Call it before the last backward pass of a step; it holds until it is called again.
         """
 
-    def backward_failed(self) -> None:  # noqa: B027 - FSDP2 reduces inside the backward pass itself
-        """A backward pass has raised: drop what it has sent so far. Local; every rank must call it."""
+    def backward_failed(self) -> None:  # noqa: B027 - without division there is nothing to do
+        """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
+
+        Whatever catches the exception may go on with the next step. If not all ranks have failed, all raise: at the
+        latest in the next :meth:`finish_gradients`.
+        """
+
+    def forward_failed(self) -> None:  # noqa: B027
+        """A forward pass has raised; as :meth:`backward_failed`, but gradients stay. Local; every rank must call it."""
 
     @abstractmethod
     def finish_gradients(self) -> None:

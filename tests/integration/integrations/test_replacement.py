@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.integrations.replacement import remove, replacing, write_shards
+from lightning_muon.integrations.replacement import discard, last_written, remove, replacing, write_shards
 from tests.support.processes import ProcessPool
 
 
@@ -94,42 +97,124 @@ def test_a_directory_of_others_is_refused(gloo: ProcessPool, tmp_path: Path) -> 
 def test_a_draft_that_is_not_there_leaves_the_directory_in_its_place(gloo: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     gloo.run(_replace, str(path), 1, whole=False, world_size=2)
-    with pytest.raises(Exception, match=r"\.checkpoint\.new"):
+    with pytest.raises(Exception, match=r"nothing was written to .*checkpoint"):
         gloo.run(_replace, str(path), 2, whole=False, unfinished=True, world_size=2)
     assert _names(tmp_path) == ["checkpoint"] and _read(path) == 1
 
 
-def _killed_before(path: Path) -> None:
-    """As a process leaves it that is killed between the two renames."""
-    path.rename(path.with_name(".checkpoint.old"))
-    path.with_name(".checkpoint.new").mkdir()
+def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
+    """Run ``action`` as the only rank, and end like a killed process at the n-th change of the file system."""
+    count = 0
+
+    def observe(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        writes = event == "open" and "w" in str(arguments[1])
+        if writes or event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove"):
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    sys.addaudithook(observe)
+    action()
+    os._exit(0)
 
 
-def _killed_after(path: Path) -> None:
-    """As a process leaves it that is killed before it moves the files of others."""
-    old = path.with_name(".checkpoint.old")
-    old.mkdir()
-    (path / "notes.txt").rename(old / "notes.txt")
-    (old / "__0_0.distcp").write_text("the shards before")
+def _is_killed(tmp_path: Path, action: Callable[[], None], kill_at: int) -> bool:
+    """Whether a child process came to its ``kill_at``-th change."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _alone(str(tmp_path / f"store{kill_at}"), action, kill_at)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    (tmp_path / f"store{kill_at}").unlink(missing_ok=True)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("killed", [_killed_before, _killed_after])
-@pytest.mark.parametrize("fails", [True, False])
-def test_what_a_killed_process_leaves_is_put_in_order(
-    gloo: ProcessPool, tmp_path: Path, killed: Callable[[Path], None], fails: bool
-) -> None:
-    path = tmp_path / "checkpoint"
-    gloo.run(_replace, str(path), 1, whole=False, world_size=2)
-    (path / "notes.txt").write_text("mine")
-    killed(path)
-    options: dict[str, Any] = {"whole": False, "world_size": 2}
-    if fails:
-        with pytest.raises(Exception, match="could not be written"):
-            gloo.run(_replace, str(path), 2, fails=True, **options)
-    else:
-        gloo.run(_replace, str(path), 2, **options)
-    assert _names(tmp_path) == ["checkpoint"] and _read(path) == (1 if fails else 2)
-    assert _names(path) == [*_SHARDS, "notes.txt"]
+def _part_names(whole: bool) -> list[str]:
+    return ["first.bin", "second.bin"] if whole else ["first", "second"]
+
+
+def _put_parts(paths: Sequence[Path], value: int, *, whole: bool) -> None:
+    for path in paths:
+        if not whole:
+            path.mkdir()
+        for file in [path] if whole else [path / name for name in _SHARDS]:
+            file.write_text(str(value))
+
+
+def _write_parts(directory: Path, value: int, *, whole: bool) -> None:
+    """Two parts that belong together, and in each format without those of the other one."""
+    obsolete = [directory / name for name in _part_names(not whole)]
+    with replacing(*(directory / name for name in _part_names(whole)), whole=whole, obsolete=obsolete) as drafts:
+        _put_parts(drafts, value, whole=whole)
+
+
+def _read_parts(directory: Path) -> set[str]:
+    """What is in all files of the parts; a directory comes before a file, as when a state is loaded."""
+    found: set[str] = set()
+    for name in ("first", "second"):
+        places = map(last_written, (directory / name, directory / f"{name}.bin"))
+        place = next(place for place in places if place.exists())
+        files = [place] if place.is_file() else [place / shard for shard in _SHARDS]
+        found.update(file.read_text() for file in files)
+    return found
+
+
+@pytest.mark.parametrize(("before", "whole"), [(False, False), (True, True), (False, True), (True, False)])
+def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(tmp_path: Path, before: bool, whole: bool) -> None:
+    seen: list[str] = []
+    is_killed = True
+    while is_killed:
+        kill_at = len(seen)
+        directory = tmp_path / str(kill_at)
+        directory.mkdir()
+        _put_parts([directory / name for name in _part_names(before)], 1, whole=before)
+        if not before and not whole:
+            (directory / "second" / "notes.txt").write_text("mine")
+        is_killed = _is_killed(tmp_path, lambda: _write_parts(directory, 2, whole=whole), kill_at)  # noqa: B023
+        (value,) = _read_parts(directory)
+        seen.append(value)
+        if before == whole:
+            # A Trainer looks for the name before any strategy can tell it where to look.
+            assert all((directory / name).exists() for name in _part_names(whole))
+        # Another process goes on, and may be killed too.
+        for again in (kill_at // 2, 10_000) if kill_at % 3 == 0 or not is_killed else ():
+            _is_killed(tmp_path, lambda: _write_parts(directory, 3, whole=whole), again)  # noqa: B023
+            (value,) = _read_parts(directory)
+            assert value in ((seen[-1], "3") if again < 10_000 else ("3",))
+            if not before and not whole:
+                kept = [*directory.glob("second/notes.txt"), *directory.glob(".*/second/notes.txt")]
+                assert [note.read_text() for note in kept] == ["mine"]
+            assert again < 10_000 or _names(directory) == _part_names(whole)
+    assert seen == sorted(seen) and set(seen) == {"1", "2"}
+
+
+def test_a_checkpoint_is_removed_at_once(tmp_path: Path) -> None:
+    """A Trainer resumes from the youngest one, which one is that has lost a file just now."""
+    for kill_at in range(20):
+        path = tmp_path / "last-v1.ckpt"
+        path.mkdir()
+        for name in _SHARDS:
+            (path / name).write_text("")
+        is_killed = _is_killed(tmp_path, lambda: discard(path), kill_at)  # noqa: B023
+        assert not path.exists() or _names(path) == _SHARDS
+        discard(path)
+        assert not path.exists()
+        if not is_killed:
+            return
+    raise AssertionError("never ended")
+
+
+def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "epoch=1.ckpt").mkdir()
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("epoch=1.ckpt")
+    discard(link)
+    assert _names(tmp_path) == ["epoch=1.ckpt"]
 
 
 def test_a_link_stays_a_link(gloo: ProcessPool, tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
     forward_resharding,
+    has_unfinished_backward,
+    has_unfinished_forward,
     inherit_timeout,
     init_fsdp_root,
+    is_in_backward,
     local_shape_and_offset,
     new_group,
     process_groups,
+    reset_fsdp,
+    reset_fsdp_by_hand,
     set_forward_resharding,
     shards_over_one_rank,
     world_timeout,
@@ -156,3 +161,39 @@ def test_what_a_hook_leaves_to_the_end_of_backward_comes_after_all_hooks() -> No
     (weights[0] * weights[1]).sum().backward()
 
     assert calls == ["hook", "hook", "end", "end"]
+
+
+@pytest.mark.parametrize("reset", [reset_fsdp, reset_fsdp_by_hand])
+def test_a_pass_that_has_raised_is_seen_and_undone(reset: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=mesh)
+        root = fully_shard(model, mesh=mesh)
+        seen: list[tuple[bool, bool, bool]] = []
+
+        def look(*_: Any) -> None:
+            seen.append((is_in_backward(), has_unfinished_forward(root), has_unfinished_backward(root)))
+            raise ValueError
+
+        hook = model[0].register_forward_hook(look)
+        with pytest.raises(ValueError):
+            model(torch.ones(1, 2))
+        hook.remove()
+        assert has_unfinished_forward(root)
+        reset(root)
+        output = model(torch.ones(1, 2))
+        output.register_hook(look)
+        with pytest.raises(ValueError):
+            output.sum().backward()
+        assert seen[0] == (False, True, False) and seen[1][:2] == (True, False)
+        output = model(torch.ones(1, 2))
+        model[1].weight.register_hook(look)
+        with pytest.raises(ValueError):
+            output.sum().backward()
+        assert seen[2] == (True, False, True) and has_unfinished_backward(root)
+        reset(root)
+        assert not has_unfinished_backward(root) and not is_in_backward()
+    finally:
+        dist.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_muon import FlexDeMo, MuonConfig, NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
@@ -268,3 +268,27 @@ def test_state_of_parameters_that_a_framework_has_replaced_is_dropped() -> None:
     optimizer.step()
     assert set(optimizer.state) == set(module.parameters())
     assert set(optimizer.state_dict()["state"]) == {0, 1}
+
+
+def test_a_step_without_any_gradient_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ParallelMuon(model, muon_patterns=["1.weight"])
+
+    def backward() -> Tensor:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(backward)
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
+        optimizer.step()
+    backward()
+    optimizer.zero_grad()  # The program has thrown them away, for example because they were too large.
+    optimizer.step()
+    optimizer.step(lambda: None)  # A Trainer's training_step has returned None.
+    model.requires_grad_(False)
+    optimizer.step()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))

@@ -1,0 +1,245 @@
+"""Programs that catch an exception in forward or backward and go on: as if there had been no such batch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_muon import DCTTopK, FlexDeMoConfig
+from lightning_muon.sharding import recovery
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
+from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.training import (
+    PACKAGES,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    loss_of,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.outcome import RanksFailedError
+from tests.support.processes import ProcessPool
+
+
+class OutOfMemoryError(RuntimeError):
+    """What the program catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> Any:
+        raise OutOfMemoryError("backward")
+
+
+def _fault(network: nn.Module, where: str) -> Any:
+    """A hook that makes the second block fail."""
+
+    def fail(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        if where != "backward":
+            raise OutOfMemoryError(where)
+        return _Raise.apply(output)
+
+    return network.blocks[1].norm.register_forward_hook(fail)  # type: ignore[index]
+
+
+def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
+    """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
+    pl = load(PACKAGES[0])
+    results = []
+    for fails in (True, False):
+        model = language_model(pl)
+        faults = []
+
+        def start(*_: Any, model: Any = model, faults: list[Any] = faults) -> None:
+            faults.append(_fault(model.network, where))
+            if where == "callback":
+                raise OutOfMemoryError(where)
+
+        hook = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}.get(
+            where, "on_train_batch_start"
+        )
+        callback = pl.callbacks.LambdaCallback(
+            **{hook: lambda t, *_, start=start: start() if t.global_step == 1 and not t.sanity_checking else None}
+        )
+        options = {"strategy": strategy_class(PACKAGES[0])(sharding=sharding), "num_sanity_val_steps": 0}
+        first = trainer(pl, callbacks=[callback] if fails else [], max_steps=1 if not fails else 2, **options)
+        batches = {"val_dataloaders": loader(num_samples=8)} if where == "evaluation" else {}
+        if where == "evaluation":
+            first.val_check_interval = first.limit_train_batches = 1
+        try:
+            first.fit(model, loader(), **batches)
+        except OutOfMemoryError:
+            assert fails
+        for fault in faults:
+            fault.remove()
+        options["strategy"] = strategy_class(PACKAGES[0])(sharding=sharding)
+        trainer(pl, max_epochs=1, **options).fit(model, loader())
+        results.append(full_weights(model))
+        assert len(faults) == fails
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    ("where", "sharding"),
+    [
+        ("backward", "fsdp"),
+        ("forward", "fsdp"),
+        ("evaluation", "fsdp"),
+        ("callback", "fsdp"),
+        ("backward", "zero2"),
+        ("backward", "ddp"),
+    ],
+)
+def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
+    failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]
+    assert max_difference(failed, reference) == 0.0
+
+
+def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
+    """A step that catches what its second batch raises, and leaves it out."""
+    pl = load(PACKAGES[0])
+    results = []
+    for fails in (True, False):
+        model = language_model(pl)
+        model.automatic_optimization = False
+
+        def step(batch: Any, batch_idx: int, model: Any = model, fails: bool = fails) -> None:
+            if batch_idx == 1 and not fails:
+                return
+            optimizer = model.optimizers()
+            optimizer.zero_grad()
+            fault = _fault(model.network, where) if batch_idx == 1 else None
+            try:
+                loss = loss_of(model(batch[0]), batch[1])
+                model.manual_backward(loss) if tells else loss.backward()
+            except OutOfMemoryError:
+                assert fault is not None
+                fault.remove()
+                return
+            optimizer.step()
+
+        model.training_step = step
+        model.on_train_batch_end = lambda *_: None
+        trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, loader())
+        results.append(full_weights(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(("where", "tells"), [("backward", True), ("backward", False), ("forward", True)])
+def test_manual_optimization_leaves_a_batch_out(gloo: ProcessPool, where: str, tells: bool) -> None:
+    failed, reference = gloo.run(_skip_in_manual_optimization, where, tells, world_size=2)[0]
+    assert max_difference(failed, reference) == 0.0
+
+
+def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True) -> tuple[Any, bool]:
+    fabric = fabric_loop.launch(**options)
+    network = fabric_loop.network()
+    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
+    sums = options.get("loss_scaling") == "tokens"
+
+    def backward(step: int, index: int, accumulate: int) -> None:
+        tokens, targets = fabric_loop.own_rows(fabric, fabric_loop.micro_batch(step, index))
+        loss = (fabric_loop.summed_loss if sums else loss_of)(model(tokens), targets)
+        if sums:
+            fabric.strategy.report_tokens(targets.numel())
+        fabric.backward(loss if sums else loss / accumulate)
+
+    for step in range(4):
+        optimizer.zero_grad()
+        if step in (1, 2) and fails:
+            with fabric.no_backward_sync(model):
+                backward(77, 0, 2) if where == "backward" else None
+            fault = _fault(network, where)
+            with suppress(OutOfMemoryError):
+                backward(78, 0, 1)
+                raise AssertionError("did not fail")
+            fault.remove()
+        with fabric.no_backward_sync(model):
+            backward(step, 0, 2)
+        backward(step, 1, 2)
+        optimizer.step()
+    (training,) = fabric.strategy._trainings
+    watchdog = training._watchdog
+    return fabric_loop.weights(model), watchdog is None or not watchdog._closed.is_set()
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_scaling": "tokens"}, {"sharding": "zero2"}, {"sharding": "ddp"}], ids=str
+)
+def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
+    results = gloo.run(_skip_with_fabric, where, options, world_size=2)
+    assert max_difference(results[0][0], fabric_loop.reference()) < 2e-5
+    assert all(is_watched for _, is_watched in results)
+
+
+def _with_flexdemo(where: str) -> list[Any]:
+    """Weights of two nodes that leave batches out, and of two that never saw them."""
+    config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
+    options = {"optimizer": config, "replicate_size": 2}
+    return [_skip_with_fabric(where, options, fails=fails)[0] for fails in (True, False)]
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool, where: str) -> None:
+    failed, reference = gloo.run(_with_flexdemo, where, world_size=4)[0]
+    assert max_difference(failed, reference) == 0.0
+
+
+def _one_rank_skips() -> None:
+    recovery._SECONDS_TO_FAIL_TOGETHER = 2.0
+    fabric = fabric_loop.launch()
+    network = fabric_loop.network()
+    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
+    fault = _fault(network, "backward") if fabric.global_rank == 1 else None
+    with suppress(OutOfMemoryError):
+        fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
+    assert fault is not None
+    fault.remove()
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
+
+
+def test_a_rank_that_skips_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        gloo.run_fresh(_one_rank_skips, world_size=2, grace=10.0)
+    assert "rank 1 has failed: OutOfMemoryError" in failed.value.failures[0].message
+    assert "not on rank 0 within 2 s" in failed.value.failures[1].message
+
+
+def _skip_with_accelerate(where: str) -> Any:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = fabric_loop.network()
+        network = model
+        model, optimizer = accelerator.prepare(model, fabric_loop.adamw(model))
+        for step in range(4):
+            for is_bad in (True, False) if step in (1, 2) else (False,):
+                fault = _fault(network, where) if is_bad else None
+                batch = fabric_loop.micro_batch(77 if is_bad else step, 0)
+                rows = slice(accelerator.process_index, None, accelerator.num_processes)
+                try:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss_of(model(batch[0][rows]), batch[1][rows]))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                except OutOfMemoryError:
+                    assert fault is not None
+                    fault.remove()
+        return full_weights(accelerator.unwrap_model(model))
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_a_program_of_accelerate_leaves_a_batch_out(gloo: ProcessPool, where: str) -> None:
+    result = gloo.run(_skip_with_accelerate, where, world_size=2)[0]
+    assert max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5

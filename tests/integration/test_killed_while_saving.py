@@ -1,0 +1,108 @@
+"""All ranks are killed while a Trainer overwrites its checkpoint: the run goes on from all of one epoch, exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.integration.training import (
+    PACKAGES,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.support.outcome import RanksFailedError
+from tests.support.processes import ProcessPool
+
+_NUM_EPOCHS, _NUM_STEPS = 3, 2
+
+
+def _fit(directory: str, *, resume: str | None = None, sharded: bool = True) -> tuple[list[float], Any]:
+    """Overwrite ``last.ckpt`` after each epoch; losses and weights."""
+    pl = load(PACKAGES[0])
+    model = language_model(pl, seed=1 if resume else 0)
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="last", enable_version_counter=False)
+    fitter = trainer(
+        pl,
+        strategy=strategy_class(PACKAGES[0])(save_distributed_checkpoint=sharded),
+        callbacks=[callback],
+        enable_checkpointing=True,
+        max_epochs=_NUM_EPOCHS,
+        limit_train_batches=_NUM_STEPS,
+    )
+    fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
+    return model.losses, full_weights(model)
+
+
+def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int, sharded: bool = True) -> None:
+    """As :func:`_fit`, until ``rank`` is about to do ``event`` to a path that matches ``name`` for the n-th time."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    is_one_of_us = dist.get_rank() == rank
+    seen = 0
+
+    def observe(what: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if not is_one_of_us or what != event or not args or not re.search(name, str(args[0])):
+            return
+        seen += 1
+        if seen == count:
+            time.sleep(0.5)  # A slow disk: the others have written all they have.
+            for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+
+    sys.addaudithook(observe)
+    _fit(directory, sharded=sharded)
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Any]:
+    """Losses and weights of the run that nobody kills."""
+    return gloo.run(_fit, str(tmp_path_factory.mktemp("reference")), world_size=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("kill", "sharded", "num_epochs"),
+    [
+        # The last rank is about to write its shard of the second epoch; the other one has.
+        ((1, "open", "__1_0.distcp", 2), True, 1),
+        # All shards are written, and do not count yet.
+        ((0, "os.rename", r"\.unfinished-\w+$", 2), True, 1),
+        # They do.
+        ((0, "os.rename", r"/last\.ckpt/\.metadata$", 1), True, 2),
+        # The directory in the place of the checkpoint is empty.
+        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), True, 2),
+        ((0, "os.rename", r"\.unfinished-\w+$", 2), False, 1),
+        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), False, 2),
+    ],
+)
+def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(
+    gloo: ProcessPool,
+    tmp_path: Path,
+    reference: tuple[list[float], Any],
+    kill: tuple[int, str, str, int],
+    sharded: bool,
+    num_epochs: int,
+) -> None:
+    losses, weights = reference
+    *place, count = kill
+    with pytest.raises(RanksFailedError):
+        gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=count, sharded=sharded, world_size=2)
+    # A Trainer finds the last one by looking into the directory, before it asks the strategy.
+    resumed = gloo.run(_fit, str(tmp_path / "run"), resume="last", sharded=sharded, world_size=2)
+    assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :]
+    assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
+    assert max_difference(resumed[0][1], weights) == 0.0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["last.ckpt"]
