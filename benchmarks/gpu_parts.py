@@ -19,7 +19,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 from gpu_steps import backward_on_streams, one_rank_of, train_two_ranks
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -59,9 +58,11 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
+        """Whether this is a card."""
         return self.name == "cuda"
 
     def synchronize(self) -> None:
+        """Wait for all that the device has been given."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
@@ -150,7 +151,10 @@ def merging(device: Device) -> Iterator[Row]:
         generator = torch.Generator(device.name).manual_seed(0)
         blocks = 64 if device.is_small else 16384
         positions = torch.cat(
-            [torch.rand(blocks, 256, generator=generator, device=device.name).argsort(1)[:, :32] for _ in range(num_nodes)],
+            [
+                torch.rand(blocks, 256, generator=generator, device=device.name).argsort(1)[:, :32]
+                for _ in range(num_nodes)
+            ],
             dim=1,
         )
         values = torch.randn(blocks, 32 * num_nodes, generator=generator, device=device.name)
@@ -224,7 +228,7 @@ def race(device: Device) -> Iterator[Row]:
 
 
 def two_ranks(device: Device) -> Iterator[Row]:
-    """Two processes on one device over gloo: every overlap gives the same bits, and those of one process but for 1e-5."""
+    """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
     found = train_two_ranks(device.name)
     for overlap, same in found["same_bits"].items():
         yield Row(f"bits of overlap={overlap!r} against 'off'", str(same), same)
@@ -298,7 +302,7 @@ def one_card(device: Device) -> Iterator[Row]:
 
 
 def trainer(device: Device) -> Iterator[Row]:
-    """A Trainer with one rank, on NCCL where there is a card: weights as a loop of plain PyTorch gives them, and a resume."""
+    """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
     from gpu_trainer import compare_with_loop
 
     with tempfile.TemporaryDirectory() as folder:

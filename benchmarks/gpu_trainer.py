@@ -29,6 +29,7 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of each word."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
@@ -44,10 +45,12 @@ class Model(L.LightningModule):
         self.network = Network()
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        """Loss of the batch."""
         del batch_idx
         return nn.functional.cross_entropy(self.network(tokens).flatten(0, 1), tokens.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, which the strategy replaces."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 

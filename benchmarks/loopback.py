@@ -1,7 +1,7 @@
 """A process group for one process that plays rank 0 of many: all other ranks are taken to hold the same as this one.
 
-What is sent is copied on a stream of the group's own, as NCCL does it, so streams, launches, buffers and waiting are those
-of a real rank on this device. What comes back is made up, but finite: sums are right for equal ranks, an uneven
+What is sent is copied on a stream of the group's own, as NCCL does it, so streams, launches, buffers and waiting are
+those of a real rank on this device. What comes back is made up, but finite: sums are right for equal ranks, an uneven
 all-to-all gives small random numbers. Times have no network in them.
 
     with loopback_world(8):

@@ -42,7 +42,15 @@ def test_shipped_files_have_the_sizes_of_the_published_models(name: str, num_mat
 
 
 def test_every_shipped_file_is_covered_above() -> None:
-    assert set(shipped_shapes()) == {"10b", "llama3.2-1b", "llama3-8b", "llama3-70b", "t5-small", "t5-base", "deepseek-v3"}
+    assert set(shipped_shapes()) == {
+        "10b",
+        "llama3.2-1b",
+        "llama3-8b",
+        "llama3-70b",
+        "t5-small",
+        "t5-base",
+        "deepseek-v3",
+    }
 
 
 def test_shipped_t5_files_equal_what_routing_says_of_the_real_model() -> None:
