@@ -1,4 +1,4 @@
-# make demo | test | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
+# make demo | test | gpu | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,11 +12,12 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format setup venv clean
+.PHONY: help demo test gpu check format setup venv clean
 
 help:
 	@echo "make demo    train the T5 recipe on 4 CPU processes (3 to 5 minutes)"
 	@echo "make test    run the test suite"
+	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the size limits"
 	@echo "make format  let ruff format and mend what it can"
 	@echo "make setup   create $(VENV) and install everything"
@@ -29,6 +30,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 2 --dist loadfile)
 	@echo "make test: all tests passed"
+
+# Installs nothing: takes .venv if it is there, otherwise a Python that has torch with CUDA (make gpu PYTHON=python3).
+gpu:
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ def _write(path: Path, parameters: Any, **other: Any) -> Path:
     [
         # Elements as the publishers count them, matrices by the layers of the configs.
         ("10b", 40 * 4, 10_305_653_760),
+        ("llama3.2-1b", 16 * 7, 1_235_814_400),
         ("llama3-8b", 32 * 7, 8_030_261_248),
         ("llama3-70b", 80 * 7, 70_553_706_496),
         ("t5-small", 12 * 6 + 6 * 4, 60_506_624),
@@ -41,7 +42,15 @@ def test_shipped_files_have_the_sizes_of_the_published_models(name: str, num_mat
 
 
 def test_every_shipped_file_is_covered_above() -> None:
-    assert set(shipped_shapes()) == {"10b", "llama3-8b", "llama3-70b", "t5-small", "t5-base", "deepseek-v3"}
+    assert set(shipped_shapes()) == {
+        "10b",
+        "llama3.2-1b",
+        "llama3-8b",
+        "llama3-70b",
+        "t5-small",
+        "t5-base",
+        "deepseek-v3",
+    }
 
 
 def test_shipped_t5_files_equal_what_routing_says_of_the_real_model() -> None:

@@ -1,0 +1,326 @@
+"""The parts of ``benchmarks/gpu.py``: each looks at one promise on the device and returns rows for the table."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from gpu_steps import backward_on_streams, one_rank_of, train_two_ranks
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from lightning_muon import ParallelMuon
+from lightning_muon.math import newton_schulz as ns
+from lightning_muon.math.dct import sparse_inverse_dct
+from lightning_muon.optim.early import SentEarly
+from lightning_muon.runtime.executor import StreamExecutor
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part and the seconds that it may take."""
+
+    run: Callable[[Device], Iterator[Row]]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was looked at, what came out, and whether a promise held (``None``: nothing was promised)."""
+
+    what: str
+    figure: str
+    held: bool | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a part runs."""
+
+    name: str
+    is_small: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is a card."""
+        return self.name == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for all that the device has been given."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, function: Callable[[], Any], *, rounds: int = 7) -> float:
+        """Median time of one call, after two to warm up."""
+        times: list[float] = []
+        for round_ in range(rounds + 2):
+            self.synchronize()
+            start = time.perf_counter()
+            function()
+            self.synchronize()
+            if round_ >= 2:
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def run_part(name: str, *, device: str, is_small: bool) -> dict[str, Any]:
+    """Rows of one part as JSON; an exception becomes an error beside the rows before it."""
+    outcome: dict[str, Any] = {"card": torch.cuda.get_device_name() if device == "cuda" else "cpu", "rows": []}
+    # What the package and torch print must not get between the lines of the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            for row in PARTS[name].run(Device(device, is_small)):
+                outcome["rows"].append({"what": row.what, "figure": row.figure, "held": row.held})
+        except Exception as error:
+            outcome["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            outcome["log"] = traceback.format_exc(limit=-6)
+    return outcome
+
+
+def environment(device: Device) -> Iterator[Row]:
+    """Versions, and the two rates that all other times are compared with."""
+    yield Row("torch, CUDA, NCCL", f"{torch.__version__}, {torch.version.cuda}, {_nccl_version(device)}")
+    size = 512 if device.is_small else 8192
+    a, b = (torch.randn(size, size, device=device.name, dtype=torch.bfloat16) for _ in range(2))
+    yield Row(f"bf16 product of {size}", f"{2 * size**3 / device.seconds(lambda: a @ b) / 1e12:.3g} TFLOP/s")
+    source = torch.empty((1 << 20) if device.is_small else (1 << 31), dtype=torch.uint8, device=device.name)
+    target = torch.empty_like(source)
+    seconds = device.seconds(lambda: target.copy_(source))
+    yield Row("copy, bytes read and written", f"{2 * source.numel() / seconds / 1e12:.3g} TB/s")
+
+
+def _nccl_version(device: Device) -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if device.is_cuda else "none"
+
+
+def newton_schulz(device: Device) -> Iterator[Row]:
+    """Rate against a plain product, bits against torch.optim.Muon, and what symmetric products by half bring."""
+    options: Any = {"coefficients": _COEFFICIENTS, "num_steps": 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
+    shapes = [(64, 96), (96, 64)]
+    if not device.is_small:
+        shapes = [(512, 2048), (1024, 4096), (2048, 7168), (4096, 4096), (14336, 4096), (8192, 28672)]
+    for shape in shapes:
+        x = torch.randn(shape, device=device.name)
+        ours = ns.orthogonalize(x, **options)
+        seconds = device.seconds(lambda x=x: ns.orthogonalize(x, **options))
+        torch_seconds = device.seconds(lambda x=x: _zeropower_via_newtonschulz(x, _COEFFICIENTS, 5, 1e-7))
+        rate = ns.newton_schulz_flops(*shape, 5) / seconds / 1e12
+        yield Row(
+            f"{shape[0]} x {shape[1]}",
+            f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s, {seconds / torch_seconds:.2f} of torch.optim.Muon's",
+        )
+        again = all(torch.equal(ours, ns.orthogonalize(x, **options)) for _ in range(5))
+        yield Row(f"{shape[0]} x {shape[1]}, same bits in six runs", str(again), again)
+        singular = torch.linalg.svdvals(ours[:512, :512].float()) if 512 in shape else None
+        if singular is not None and shape[0] == 512:
+            whole = torch.linalg.svdvals(ours.float())
+            held = bool(((whole > 0.3) & (whole < 1.3)).all())
+            yield Row("singular values", f"{whole.min().item():.2f} to {whole.max().item():.2f}", held)
+    for shape in [(16, 32)] if device.is_small else [(128, 128), (576, 1024), (1024, 4096)]:
+        many = torch.randn(8, *shape, device=device.name)
+        alone = [ns.orthogonalize(x, **options) for x in many]
+        same = all(torch.equal(x, y) for x, y in zip(ns.orthogonalize(many, **options), alone, strict=True))
+        at_once = device.seconds(lambda many=many: ns.orthogonalize(many, **options))
+        in_turn = device.seconds(lambda many=many: [ns.orthogonalize(x, **options) for x in many])
+        yield Row(
+            f"8 of {shape[0]} x {shape[1]} at once",
+            f"{at_once / in_turn:.2f} of the time of one by one; bits of single ones: {same}",
+            None if device.is_cuda else same,
+        )
+
+
+def merging(device: Device) -> Iterator[Row]:
+    """FlexDeMo: all nodes decode the same messages to the same bits, however many components collide."""
+    for num_nodes in (3, 5, 8):
+        generator = torch.Generator(device.name).manual_seed(0)
+        blocks = 64 if device.is_small else 16384
+        positions = torch.cat(
+            [
+                torch.rand(blocks, 256, generator=generator, device=device.name).argsort(1)[:, :32]
+                for _ in range(num_nodes)
+            ],
+            dim=1,
+        )
+        values = torch.randn(blocks, 32 * num_nodes, generator=generator, device=device.name)
+        first = sparse_inverse_dct(values, positions, (64, 64))
+        again = all(torch.equal(first, sparse_inverse_dct(values, positions, (64, 64))) for _ in range(20))
+        yield Row(f"{num_nodes} nodes, same bits in 21 runs", str(again), again)
+
+
+def waiting(device: Device) -> Iterator[Row]:
+    """How often the host waits for the device in a step, beside the one event."""
+    for label, settings in _SETTINGS.items():
+        with one_rank_of(8, "small", device=device.name, **settings) as (optimizer, parameters):
+            for _ in range(2):
+                backward_on_streams(parameters, device.name)
+                optimizer.step()
+            backward_on_streams(parameters, device.name)
+            with warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
+                warnings.simplefilter("always")
+                optimizer.step()
+        places = [
+            f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
+            for warning in seen
+            if "ynchroniz" in str(warning.message)
+        ]
+        yield Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places)
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "overlap='step'": {"overlap": "step"},
+    "overlap='backward'": {"overlap": "backward"},
+    "2 replicas": {"overlap": "step", "replicas": 2},
+}
+
+
+@contextlib.contextmanager
+def _sync_warnings(device: Device) -> Iterator[None]:
+    if not device.is_cuda:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def race(device: Device) -> Iterator[Row]:
+    """Early gathers whose stream is late: the check of what was sent must wait for it, or steps are run twice."""
+    failed: list[int] = []
+    execute_early, note = StreamExecutor.execute_early, SentEarly.failed
+
+    def late(executor: Any, op: Any) -> None:
+        with torch.cuda.stream(executor._early):
+            torch.cuda._sleep(100_000_000)  # Some 50 ms.
+        execute_early(executor, op)
+
+    def noted(early: Any, void: Any) -> None:
+        failed.append(len(void))
+        note(early, void)
+
+    with (
+        one_rank_of(8, "small", device=device.name, overlap="backward") as (optimizer, parameters),
+        mock.patch.object(StreamExecutor, "execute_early", late),
+        mock.patch.object(SentEarly, "failed", noted),
+    ):
+        for _ in range(5):
+            backward_on_streams(parameters, device.name)
+            optimizer.step()
+            device.synchronize()
+    yield Row("chunks sent in vain in five steps", str(sum(failed)), sum(failed) == 0)
+
+
+def two_ranks(device: Device) -> Iterator[Row]:
+    """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
+    found = train_two_ranks(device.name)
+    for overlap, same in found["same_bits"].items():
+        yield Row(f"bits of overlap={overlap!r} against 'off'", str(same), same)
+    yield Row("difference to one process", f"{found['difference']:.1e}", found["difference"] < 1e-5)
+
+
+def steps(device: Device) -> Iterator[Row]:
+    """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
+    for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
+        for overlap in ("step", "backward"):
+            yield from _step_of(device, shapes, overlap)
+
+
+def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
+    if device.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with one_rank_of(8, shapes, device=device.name, overlap=overlap) as (optimizer, parameters):
+        held = sum(parameter.to_local().numel() for _, parameter in parameters)
+        host: list[float] = []
+        total: list[float] = []
+        for round_ in range(7):
+            backward_on_streams(parameters, device.name)
+            device.synchronize()
+            start = time.perf_counter()
+            optimizer.step()
+            middle = time.perf_counter()
+            device.synchronize()
+            optimizer.zero_grad()
+            if round_ >= 2:
+                host.append(middle - start)
+                total.append(time.perf_counter() - start)
+        launches = _launches(device, optimizer, parameters)
+    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
+    yield Row(
+        f"{shapes} on 8 ranks, overlap={overlap!r}",
+        f"{statistics.median(total) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f} ms, {launches} launches, "
+        f"{held / 1e9:.2f} billion parameters here{peak}",
+    )
+
+
+def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Any, Tensor]]) -> str:
+    if not device.is_cuda:
+        return "no"
+    backward_on_streams(parameters, device.name)
+    device.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        optimizer.step()
+        device.synchronize()
+    kinds = torch.autograd.DeviceType.CUDA
+    return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
+
+
+def one_card(device: Device) -> Iterator[Row]:
+    """ParallelMuon against torch.optim.Muon on plain weights of one process."""
+    layers, width = (2, 64) if device.is_small else (16, 2048)
+    torch.manual_seed(0)
+    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
+    weights = [[nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes] for _ in range(2)]
+    ours = ParallelMuon([("w" + str(i), w) for i, w in enumerate(weights[0])], lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(weights[1], lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    for one, other in zip(*weights, strict=True):
+        other.data.copy_(one.data)
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+    seconds = [device.seconds(optimizer.step) for optimizer in (ours, theirs)]
+    yield Row(
+        f"{len(shapes)} matrices of width {width}",
+        f"{seconds[0] * 1e3:.1f} ms, {seconds[0] / seconds[1]:.2f} of torch.optim.Muon",
+    )
+
+
+def trainer(device: Device) -> Iterator[Row]:
+    """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
+    from gpu_trainer import compare_with_loop
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare_with_loop(device.name, Path(folder))
+    yield Row("backend", found["backend"], found["backend"] == ("nccl" if device.is_cuda else "gloo"))
+    yield Row("difference to a plain loop", f"{found['difference']:.1e}", found["difference"] < 1e-5)
+    yield Row("same bits after a resume", str(found["resumes"]), found["resumes"])
+
+
+PARTS = {
+    "environment": Part(environment, 60),
+    "newton_schulz": Part(newton_schulz, 100),
+    "merging": Part(merging, 40),
+    "waiting": Part(waiting, 60),
+    "two_ranks": Part(two_ranks, 80),
+    "trainer": Part(trainer, 90),
+    "one_card": Part(one_card, 60),
+    "steps": Part(steps, 150),
+    "race": Part(race, 60),
+}
+os.environ.setdefault("OMP_NUM_THREADS", "1")
