@@ -1,4 +1,4 @@
-"""Files of at most 400 lines, functions of at most 60, at most 5 positional parameters.
+"""Files of at most 600 lines, functions of at most 60, at most 5 positional parameters.
 
 The lines of a function are counted without its docstring: a well explained function is not a long one.
 A method with ``@override`` has the parameters that its base class gave it.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from scripts.source_files import CODE_FOLDERS, functions, python_files, report
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 
