@@ -89,6 +89,21 @@ class PrivateGroups:
             result.append(group)
         return result
 
+    def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
+        """Some ranks of ``group``, the calling one among them, with a group of this optimizer's.
+
+        Collective over them; every one of them must call it, in the same order of calls.
+
+        Args:
+            group: Any.
+            members: Ranks in ``group``, ascending.
+        """
+        everyone = range(group.size) if group.group is None else dist.get_process_group_ranks(group.group)
+        ranks = tuple(everyone[member] for member in members)
+        coordinates = tuple(group.coordinates[member] for member in members)
+        made = None if len(ranks) == 1 else _new_group(ranks, self._number(ranks, 0))
+        return AxisGroup(made, members.index(group.rank), coordinates)
+
     def _number(self, ranks: tuple[int, ...], ordinal: int) -> int:
         key = dist.group.WORLD, ranks, ordinal
         if key not in self._numbers:
