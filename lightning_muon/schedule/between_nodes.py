@@ -70,8 +70,10 @@ def shard_exchanges(
     grids = {node_grid(replica) for replica in nodes}
     spans = any(len(set(replica)) > 1 for replica in nodes)
     sizes = [bucket_bytes]
-    while may_grow and spans and 2 * sizes[-1] * _LEAST_BUCKETS <= num_bytes:
-        sizes.append(2 * sizes[-1])
+    larger = num_bytes // _LEAST_BUCKETS
+    while may_grow and spans and larger > bucket_bytes:
+        sizes.append(larger)
+        larger //= 2
     ways: list[Grid] = [()]
     # Ranks must launch the same buckets in all replicas.
     if all(grids) and len({(len(grid), len(grid[0])) for grid in grids}) == 1:

@@ -19,7 +19,6 @@ from lightning_muon.params.routing import Route
 from lightning_muon.sharding.unit_order import UnitOrder
 from lightning_muon.sharding.wrap import WrapPolicy
 
-
 BucketBytes = int | Literal["auto"]
 
 

@@ -61,11 +61,7 @@ class Model(nn.Module):
 
 
 def _returns(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    mesh_shape: tuple[int, ...],
-    num_in_bucket: int = 3,
-    grid: Sequence[Sequence[int]] = (),
+    model: nn.Module, units: Sequence[nn.Module], mesh_shape: tuple[int, ...], num_in_bucket: int = 3
 ) -> tuple[list[nn.Parameter], Holdings, ParameterReturn]:
     """Parameters in backward order; every second matrix is owned whole, everything else is divided by rows."""
     parameters = list(model.parameters())[::-1]
@@ -74,7 +70,7 @@ def _returns(
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
     holdings = Holdings(mesh, divide(parameters, costs, mesh_shape[-1]))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    hops = make_hops(holdings.shard, grid)
+    hops = make_hops(holdings.shard)
     return parameters, holdings, ParameterReturn(holdings, buckets, hops, units_of(model, units))
 
 
