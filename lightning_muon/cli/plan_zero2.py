@@ -54,7 +54,9 @@ class Zero2Plan:
             for way in self.ways
         ]
         text = table(("way", "bucket MiB", "leaves a node MiB", "transfers and sums ms"), rows)
-        return f"{text}\nGradients and new values of float32 parameters together, mean over the nodes. * is faster; runs go by --machine h100."
+        return (
+            f"{text}\nGradients and values of float32 parameters, per node. * is faster; a run goes by --machine h100."
+        )
 
 
 def plan_zero2(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: int) -> Zero2Plan | None:

@@ -89,7 +89,7 @@ class ParameterReturn:
         self._not_updated: set[Tensor] = set()
         self._is_disturbed = False
         self._travelling: dict[int, _Travelling] = {}
-        self._parts: dict[int, BucketParts] = {}
+        self._trips: dict[int, _Trip] = {}
         self._sides: dict[torch.device, SideStream] = {}
         self._handles = self._register_hooks(units)
 
@@ -187,12 +187,12 @@ class ParameterReturn:
         members = self._to_leave.pop(index)
         if self._holdings.shard.size == 1:
             return
-        parts, device = self._parts.get(index), members[0].device
-        if parts is None or not parts.are_of(members):
-            parts = self._parts[index] = BucketParts(members, self._holdings)
+        trip, device = self._trips.get(index), members[0].device
+        if trip is None or not trip.parts.are_of(members):
+            trip = self._trips[index] = _Trip(members, self._holdings, self._hops)
         if device not in self._sides:
             self._sides[device] = SideStream(device)
-        travelling = self._travelling[index] = _Travelling(members, parts, self._hops, self._sides[device])
+        travelling = self._travelling[index] = _Travelling(members, trip, self._sides[device])
         if self._sides[device].is_asynchronous:
             travelling.go_on()
 
@@ -252,18 +252,35 @@ def _outside_of_graph(action: Callable[[], None]) -> None:
     action()
 
 
+class _Trip:
+    """How the parameters of a bucket travel; the same in every step.
+
+    Attributes:
+        parts: How they are divided.
+        hops: In the order in which values travel: the group, and for each rank of it index and size of the parts that
+            it brings.
+    """
+
+    def __init__(self, members: Sequence[Tensor], holdings: Holdings, hops: Sequence[Hop]) -> None:
+        self.parts = BucketParts(members, holdings)
+        of_rank = [[(index, self.parts.sizes[index]) for index in indices] for indices in self.parts.of_rank]
+        self.hops = [
+            (hop.group, [[part for rank in ranks for part in of_rank[rank]] for ranks in hop.parts]) for hop in hops
+        ]
+
+
 class _Travelling:
     """One bucket on its way.
 
     Args:
         members: The parameters.
-        parts: How they are divided.
-        hops: In the order in which values travel.
+        trip: How they travel.
         side: For what lies between two hops.
     """
 
-    def __init__(self, members: list[nn.Parameter], parts: BucketParts, hops: Sequence[Hop], side: SideStream) -> None:
-        self._members, self._parts, self._to_go, self._side = members, parts, list(hops), side
+    def __init__(self, members: list[nn.Parameter], trip: _Trip, side: SideStream) -> None:
+        self._members, self._to_go, self._side = members, list(trip.hops), side
+        self._pieces = trip.parts.cut(parameter.detach().view(-1) for parameter in members)
         self._event: torch.cuda.Event | None = None
         self._start()
 
@@ -290,50 +307,36 @@ class _Travelling:
     @torch.no_grad()
     def _start(self) -> None:
         """Each rank sends what it brings in the next hop to every other one, as one message."""
-        hop = self._to_go.pop(0)
-        pieces = self._parts.cut(parameter.detach().view(-1) for parameter in self._members)
-        mine, *_ = brought = [
-            [pieces[index] for rank in ranks for index in self._parts.of_rank[rank]]
-            for ranks in (hop.parts[hop.group.rank], *hop.parts)
-        ]
-        self._sent = _flat(mine, torch.cat)  # Must stay as it is until the messages are done.
-        # For each rank that sends some: a flat buffer, and the parts that it is for unless it is their memory itself.
-        received = {
-            rank: (_flat(theirs, _empty_for), theirs if len(theirs) > 1 else [])
-            for rank, theirs in enumerate(brought[1:])
-            if theirs and rank != hop.group.rank
-        }
+        group, brought = self._to_go.pop(0)
+        mine = [self._pieces[index] for index, _ in brought[group.rank]]
+        # Must stay as it is until the messages are done.
+        self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0)
+        # Of each rank that sends some: a flat buffer, the parts that it is for unless it is their memory itself, and
+        # their sizes.
+        received: dict[int, tuple[Tensor, list[Tensor], list[int]]] = {}
+        for rank, parts in enumerate(brought):
+            if parts and rank != group.rank:
+                theirs, sizes = [self._pieces[index] for index, _ in parts], [size for _, size in parts]
+                is_one = len(theirs) == 1
+                buffer = theirs[0] if is_one else theirs[0].new_empty(sum(sizes))
+                received[rank] = buffer, [] if is_one else theirs, sizes
         self._received = list(received.values())
-        others = [rank for rank in range(hop.group.size) if rank != hop.group.rank] if mine else []
-        buffers = {rank: buffer for rank, (buffer, _) in received.items()}
-        self._works = start_messages(dict.fromkeys(others, self._sent), buffers, hop.group)
+        others = [rank for rank in range(group.size) if rank != group.rank] if mine else []
+        buffers = {rank: buffer for rank, (buffer, *_) in received.items()}
+        self._works = start_messages(dict.fromkeys(others, self._sent), buffers, group)
 
     @torch.no_grad()
     def _take(self) -> None:
         """Wait for the messages of the hop, and put them to where they belong."""
         for work in self._works:
             work.wait()
-        targets = [part for _, parts in self._received for part in parts]
-        sources = [
-            piece
-            for buffer, parts in self._received
-            if parts
-            for piece in buffer.split([part.numel() for part in parts])
-        ]
+        targets = [part for _, parts, _ in self._received for part in parts]
+        sources = [piece for buffer, parts, sizes in self._received if parts for piece in buffer.split(sizes)]
         if targets:
             torch._foreach_copy_(targets, sources)
-        for buffer in (self._sent, *(buffer for buffer, _ in self._received)):
+        for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
             if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
-
-
-def _flat(parts: list[Tensor], pack: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """The memory of the only part, or a buffer for all of them."""
-    return parts[0] if len(parts) == 1 else pack(parts) if parts else torch.empty(0)
-
-
-def _empty_for(parts: list[Tensor]) -> Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 def _check_buckets(buckets: Sequence[Sequence[Tensor]], num_parameters: int) -> None:

@@ -1,6 +1,6 @@
 """How gradients and new values travel over a shard axis that spans several nodes: to each rank, or to each node once.
 
-*direct*: every rank sends each other rank its part. *hierarchical*: gradients are summed inside each node first, so that
+*direct*: every rank sends each other rank its part. *hierarchical*: gradients are summed inside each node first, and
 one sum leaves it, over the ranks of equal place in their nodes; new values enter a node once, and are then sent around
 inside. With N bytes on M nodes of L ranks (M - 1) / M N leave each node in either direction of a step, directly L times
 as much. M nodes cannot do with less: each must send its sum of what the others hold.

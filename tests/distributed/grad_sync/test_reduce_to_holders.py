@@ -98,7 +98,7 @@ def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
     own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
     pendings = [transport.start(dict(zip(some, own[start:], strict=False))) for some, start in _halves(parameters)]
     for pending in pendings:
-        assert pending.advance(wait=True) is False or dist.get_world_size() == 1
+        pending.advance(wait=True)
     for pending in pendings:
         pending.finish(4.0, set(parameters))
     for index, parameter in enumerate(parameters):

@@ -207,7 +207,7 @@ def test_what_zero2_sends_between_nodes_leaves_a_node_once(
     there, back = between[EXCHANGE], between[MESSAGE]
     # What a node sends another one of gradients is what that one holds, and of values what it holds itself.
     assert there == {(target, source): num_bytes for (source, target), num_bytes in back.items()}
-    # Floor: each of M nodes sends its sum of what the others hold, (M - 1) N in all; and each node's values go to M - 1.
+    # Floor: each of M nodes sends its sum of what the others hold, (M - 1) N in all; values go the other way.
     if copies is not None:
         assert sum(there.values()) == copies * (len(set(nodes)) - 1) * NUM_BYTES
     else:
