@@ -39,7 +39,9 @@ def _step(setup: Setup, seed: int, *, skip: int | None = None) -> list[Tensor]:
     returns.begin({parameters[index] for index in chosen})
     for position in torch.randperm(len(chosen), generator=torch.Generator().manual_seed(dist.get_rank())).tolist():
         index = chosen[position]
-        holdings.local(parameters[index]).copy_(holdings.local(parameters[index], expected[index]))
+        local = holdings.local(parameters[index])
+        if local.numel():  # An empty update would count as a write to the whole.
+            local.copy_(holdings.local(parameters[index], expected[index]))
         returns.updated([parameters[index]])
     returns.finish_updates()
     return expected
