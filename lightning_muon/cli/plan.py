@@ -19,9 +19,10 @@ from lightning_muon.cli.plan_data import plan_as_dict
 from lightning_muon.cli.plan_flexdemo import slow_links
 from lightning_muon.cli.plan_flexdemo_options import config_from_words
 from lightning_muon.cli.plan_flexdemo_report import slow_links_as_dict, slow_links_as_text
-from lightning_muon.cli.plan_report import plan_as_text
+from lightning_muon.cli.plan_report import plan_as_text, section
 from lightning_muon.cli.plan_specs import Mesh, with_fused, with_stacks_cut_along
 from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, PlanOptions, compare_strategies
+from lightning_muon.cli.plan_zero2 import plan_zero2
 from lightning_muon.config import MuonConfig
 from lightning_muon.monitor.calibrate import calibrate
 from lightning_muon.monitor.compare import matrix_shapes
@@ -77,12 +78,16 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
     choice = None
     if arguments.config is not None and links is None:
         choice = choice_of(planned.optimizer, outcomes[-1].ranks, mesh, itemsize=options.wire_itemsize)
+    zero2 = plan_zero2(model, mesh, options.cost, node_ranks=arguments.node_ranks) if links is None else None
     if arguments.json:
         found = slow_links_as_dict(links) if links is not None else None
-        text = json.dumps(plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=found)) + "\n"
+        plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=found)
+        text = json.dumps(plan | {"zero2": zero2.to_dict() if zero2 is not None else None}) + "\n"
     else:
         shown = slow_links_as_text(links) if links is not None else ""
         text = plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown)
+        if zero2 is not None:
+            text = f"{text}\n{section('Gradients and values with sharding=zero2, one step', zero2.to_text())}\n"
     sys.stdout.write(text)
 
 
@@ -135,7 +140,7 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
 
 
 def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> PlanOptions:
-    for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes"):
+    for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes", "node_ranks"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -251,6 +256,7 @@ def _add_machine(group: Any) -> None:
         action="store_true",
         help="measure this machine, with a process for each rank; takes some 20 seconds",
     )
+    group.add_argument("--node-ranks", metavar="N", type=int, default=8, help="ranks of a node, for sharding=zero2 (8)")
     group.add_argument("--flops", metavar="X", type=float, help="FLOP/s of Newton-Schulz")
     group.add_argument("--memory-bandwidth", metavar="X", type=float, help="bytes/s of elementwise work")
     group.add_argument("--bandwidth", metavar="X", type=float, help="bytes/s of a rank's link (within a replica)")

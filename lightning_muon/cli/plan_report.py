@@ -40,9 +40,9 @@ def plan_as_text(
     sections: list[str] = []
     if outcomes:
         head.append(_settings(options, outcomes))
-        sections.append(_section("Parameters", parameter_table(model)))
+        sections.append(section("Parameters", parameter_table(model)))
     if slow_links:
-        sections.append(_section("FlexDeMo: what nodes send each other, one step", slow_links))
+        sections.append(section("FlexDeMo: what nodes send each other, one step", slow_links))
     if outcomes:
         sections += _newton_schulz(options, outcomes, choice)
     return "\n\n".join(["\n".join(head), *sections]) + "\n"
@@ -52,20 +52,20 @@ def _newton_schulz(options: PlanOptions, outcomes: Sequence[Outcome], choice: Ch
     """Who computes and sends what, and how long that takes."""
     pipeline = _pipeline(outcomes)
     sections = [
-        _section("Load of Newton-Schulz", _balance(outcomes)),
-        _section(f"Owners ({PIPELINE})", _owners(pipeline)),
-        _section("Bytes on the wire, one step", _bytes(outcomes)),
-        _section("Predicted timeline, without backward", _timelines(outcomes, choice)),
+        section("Load of Newton-Schulz", _balance(outcomes)),
+        section(f"Owners ({PIPELINE})", _owners(pipeline)),
+        section("Bytes on the wire, one step", _bytes(outcomes)),
+        section("Predicted timeline, without backward", _timelines(outcomes, choice)),
     ]
     if pipeline.ranks.num_ranks > len(pipeline.ranks.specs):
-        sections.append(_section("More ranks than matrices", _too_many_ranks(outcomes, pipeline, options)))
+        sections.append(section("More ranks than matrices", _too_many_ranks(outcomes, pipeline, options)))
     notes = [
         textwrap.fill(f"{outcome.name}: {outcome.note}", WIDTH, subsequent_indent="  ")
         for outcome in outcomes
         if outcome.note
     ]
     if notes:
-        sections.append(_section("Notes", "\n".join(notes)))
+        sections.append(section("Notes", "\n".join(notes)))
     return sections
 
 
@@ -118,7 +118,8 @@ def _settings(options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A title, underlined, and what belongs to it."""
     return f"{title}\n{'=' * len(title)}\n{body}"
 
 

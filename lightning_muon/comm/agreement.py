@@ -77,6 +77,14 @@ def on_first_rank(action: Callable[[], Any]) -> None:
     together(action if dist.get_rank() == 0 else lambda: None)
 
 
+def gather_from_all(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
+    """What each rank brings, in their order. Collective over ``group``; every rank must call it.
+
+    ``None`` is the default group; without an initialized process group there is one rank.
+    """
+    return _all_gather_object(value, group) if _is_distributed(group) else [value]
+
+
 def _is_distributed(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 

@@ -117,6 +117,24 @@ class PrivateGroups:
             result.append(group)
         return result
 
+    def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
+        """Some ranks of ``group``, the calling one among them, with a group of this optimizer's.
+
+        Collective over them; every one of them must call it, in the same order of calls.
+
+        Args:
+            group: Any.
+            members: Ranks in ``group``, ascending.
+        """
+        coordinates = tuple(group.coordinates[member] for member in members)
+        place = members.index(group.rank)
+        if len(members) == 1:
+            return AxisGroup(None, place, coordinates)
+        assert group.group is not None
+        everyone = dist.get_process_group_ranks(group.group)
+        shared = _group_of(tuple(everyone[member] for member in members), str(dist.get_backend(group.group)))
+        return self.of([AxisGroup(shared, place, coordinates)])[0]
+
 
 def host_group(group: AxisGroup) -> AxisGroup:
     """The same ranks with a gloo group, for tensors in the memory of the host.

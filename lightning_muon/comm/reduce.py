@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,24 +20,17 @@ from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
 from lightning_muon.comm.mesh import AxisGroup
 
 
-def flat_parts(
-    parameter: Tensor, gradient: Tensor | None, ranges: Sequence[tuple[int, int]] | None = None
-) -> list[Tensor]:
-    """Ranges of the flattened gradient (default: all of it), dense and in the dtype of the parameter.
+def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """The flattened gradient, dense and in the dtype of the parameter.
 
     Args:
         parameter: What the gradient is of.
         gradient: ``None`` stands for zeros. Sparse ones are made dense.
-        ranges: ``(start, stop)`` of each part.
     """
-    if ranges is None:
-        ranges = [(0, parameter.numel())]
     if gradient is None:
-        zero = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-        return [zero.expand(stop - start) for start, stop in ranges]
+        return torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-    flat = dense.detach().to(parameter.dtype).reshape(-1)
-    return [flat[start:stop] for start, stop in ranges]
+    return dense.detach().to(parameter.dtype).reshape(-1)
 
 
 class SideStream:
@@ -80,80 +74,79 @@ class SideStream:
         return event
 
 
-def start_reduce_scatter(
-    own: Tensor, others: Tensor, counts: Sequence[int], *, group: AxisGroup, replicate: AxisGroup, side: SideStream
-) -> PendingSum:
-    """Begin a sum over ``group`` and ``replicate``, of which each rank of ``group`` gets a part.
+@dataclass(frozen=True)
+class Leg:
+    """One exchange on the way of a sum, after which each rank of ``group`` has added up its part of what it had before.
 
-    Collective over ``group``, then over ``replicate`` by :meth:`PendingSum.advance`; every rank must call both, in the
-    same order of calls.
+    Attributes:
+        group: Ranks that get different parts.
+        counts: Elements for each of them; parts of different ranks may be copies of the same elements.
+    """
+
+    group: AxisGroup
+    counts: Sequence[int]
+
+
+def start_reduce_scatter(
+    own: Tensor, others: Tensor, legs: Sequence[Leg], *, replicate: AxisGroup, side: SideStream
+) -> PendingSum:
+    """Begin a sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``.
+
+    Collective over the group of the first leg, then over the others and ``replicate`` by :meth:`PendingSum.advance`;
+    every rank must call both, in the same order of calls.
 
     Args:
-        own: 1-D, the calling rank's share of its own part. Becomes the sum, if its dtype holds one.
-        others: 1-D, its shares of the parts of the other ranks of ``group``, in their order.
-        counts: Elements for each rank of ``group``; parts of different ranks may be copies of the same elements.
-        group: Ranks that get different parts.
+        own: 1-D, the calling rank's share of what it adds up in the first leg. Becomes the sum, if its dtype holds one.
+            In each later leg the shares for other ranks lie before the one that the rank keeps, in their order.
+        others: 1-D, its shares for the other ranks of the first leg, in their order.
+        legs: At least one.
         replicate: Ranks that get the same part.
         side: Of the device of the tensors.
     """
-    if group.group is None:
-        return PendingSum(own, None, None, group, replicate=replicate, side=side)
-    let_gloo_finish_at_exit()
-    count = counts[group.rank]
-    receive = own.new_empty(group.size - 1, count)
-    is_me = [rank == group.rank for rank in range(group.size)]
-    work = dist.all_to_all_single(
-        receive.view(-1),
-        others,
-        [0 if me else count for me in is_me],
-        [0 if me else other for me, other in zip(is_me, counts, strict=True)],
-        group=group.group,
-        async_op=True,
-    )
-    (work,) = group.track([work])
-    return PendingSum(own, (others, receive), work, group, replicate=replicate, side=side)
+    return PendingSum(own, others, legs, replicate=replicate, side=side)
 
 
 class PendingSum:
     """A part of a sum that is on its way; see :func:`start_reduce_scatter`."""
 
     def __init__(
-        self,
-        own: Tensor,
-        buffers: tuple[Tensor, Tensor] | None,
-        work: dist.Work | None,
-        group: AxisGroup,
-        *,
-        replicate: AxisGroup,
-        side: SideStream,
+        self, own: Tensor, others: Tensor, legs: Sequence[Leg], *, replicate: AxisGroup, side: SideStream
     ) -> None:
-        self._own, self._buffers, self._work = own, buffers, work
-        self._rank, self._replicate, self._side = group.rank, replicate, side
+        self._own, self._side = own, side
+        # Sums that travel on are rounded, but for float16, which they might overflow.
+        self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
+        self._legs = [leg for leg in legs if leg.group.group is not None]
+        self._replicate = replicate
+        self._leg, self._buffers = None, None
+        self._work: dist.Work | None = None
         self._is_added_up = False
         self._event: torch.cuda.Event | None = None
+        if self._legs:
+            self._start(others)
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Add up what has arrived and start the sum over the replicas; gives the buffers free.
+        """Add up what has arrived and start what follows; gives the buffers free.
 
-        Collective over ``replicate``; every rank must bring each sum to ``True``, in the same order.
+        Collective over the groups of the later legs and ``replicate``; every rank must bring each sum to ``True``, in
+        the same order.
 
         Args:
-            wait: For the other ranks' parts. Without replicas nothing follows, and nothing is waited for.
+            wait: For the other ranks' parts. What nothing follows is not waited for.
 
         Returns:
-            Whether the parts have been added up, and so all communications been started.
+            Whether all parts have been added up, and so all communications been started.
         """
-        must_wait = wait and self._replicate.group is not None
-        if not self._is_added_up and (
-            self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()
-        ):
-            self._add_up()
+        while not self._is_added_up:
+            must_wait = wait and (self._legs or self._replicate.group is not None)
+            if not (self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()):
+                break
+            self._go_on()
         return self._is_added_up
 
     def result(self) -> Tensor:
         """The sum, 1-D, in the dtype of the parts or a wider one. Waits, on CUDA the current stream; call it once."""
-        if not self._is_added_up:
-            self._add_up()
+        while not self._is_added_up:
+            self._go_on()
         if self._work is not None:
             self._work.wait()
         if self._event is not None:
@@ -162,20 +155,41 @@ class PendingSum:
             self._own.record_stream(stream)
         return self._own
 
-    def _add_up(self) -> None:
-        self._is_added_up = True
+    def _start(self, others: Tensor) -> None:
+        """Begin the exchange of the next leg, for which ``own`` and ``others`` are ready."""
+        let_gloo_finish_at_exit()
+        self._leg = self._legs.pop(0)
+        rank, counts = self._leg.group.rank, list(self._leg.counts)
+        received, counts[rank] = [counts[rank]] * len(counts), 0
+        received[rank] = 0
+        receive = self._own.new_empty(len(counts) - 1, self._own.numel())
+        self._buffers = others, receive
+        group = self._leg.group
+        work = dist.all_to_all_single(receive.view(-1), others, received, counts, group=group.group, async_op=True)
+        (self._work,) = group.track([work])
+
+    def _go_on(self) -> None:
+        """Take what has arrived, and start the next exchange or the sum over the replicas, if any."""
         buffers, self._buffers = self._buffers, None
-        dtype = self._own.dtype
         with self._side.use(self._own, *(buffers or ())):
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            if buffers is not None:
-                self._own = _sum_in_order(self._own, list(buffers[1]), self._rank)
-            if self._replicate.group is not None:
-                self._own = self._own.to(dtype)
-                self._work = start_all_reduce_sum(self._own, self._replicate)
-        self._event = self._side.record()
+            if buffers is not None and self._leg is not None and self._own.numel():
+                self._own = _sum_in_order(self._own, list(buffers[1]), self._leg.group.rank)
+            if self._legs:
+                shares = self._own.to(self._wire_dtype)
+                kept = self._legs[0].counts[self._legs[0].group.rank]
+                others, own = shares.split([shares.numel() - kept, kept])
+                self._own = own.clone()  # The sum must not keep all of the shares alive.
+                self._start(others)
+            else:
+                self._is_added_up = True
+                if self._replicate.group is not None:
+                    self._own = self._own.to(self._wire_dtype)
+                    self._work = start_all_reduce_sum(self._own, self._replicate)
+        if self._is_added_up:
+            self._event = self._side.record()
 
 
 def _sum_in_order(own: Tensor, others: Sequence[Tensor], rank: int) -> Tensor:

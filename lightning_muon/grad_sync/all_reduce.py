@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
-from lightning_muon.comm.reduce import flat_parts
+from lightning_muon.comm.reduce import flat_gradient
 from lightning_muon.grad_sync.results import Results
 
 
@@ -32,7 +32,7 @@ class AllReduce:
 
         Collective over the private group; every rank must call it.
         """
-        buffer = torch.cat([part for p, gradient in gradients.items() for part in flat_parts(p, gradient)])
+        buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
         return _Sum(self._results, tuple(gradients), buffer, work)
 

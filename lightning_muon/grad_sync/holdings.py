@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,6 +102,50 @@ class Holdings:
             size = self.shard.size
             self._known[key] = held_boxes(key[0], (size,), (placement,), [(rank,) for rank in range(size)])
         return self._known[key]
+
+
+class BucketParts:
+    """The parts of some parameters; how they are cut is found out once.
+
+    Args:
+        parameters: Of ``holdings``.
+        holdings: Says who holds what.
+
+    Attributes:
+        parameters: As given.
+        of_rank: For each rank of the shard axis the indices of its parts in what :meth:`cut` returns; none is empty.
+        counts: For each rank the number of its elements.
+        sizes: Elements of each part that :meth:`cut` returns.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], holdings: Holdings) -> None:
+        self.parameters = parameters
+        self.of_rank: list[list[int]] = [[] for _ in range(holdings.shard.size)]
+        self.counts = [0] * holdings.shard.size
+        self.sizes: list[int] = []
+        self._splits: list[list[int]] = []
+        for parameter in parameters:
+            ranges = holdings.ranges(parameter)
+            # They follow each other in the order of the ranks, or are one that all ranks hold.
+            different = list(dict.fromkeys((start, stop) for start, stop in ranges if stop > start))
+            for rank, (start, stop) in enumerate(ranges):
+                if stop > start:
+                    self.of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
+                    self.counts[rank] += stop - start
+            self._splits.append([stop - start for start, stop in different] or [0])
+            self.sizes += self._splits[-1]
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters."""
+        same = zip(parameters, self.parameters, strict=False)
+        return len(parameters) == len(self.parameters) and all(one is other for one, other in same)
+
+    def cut(self, flattened: Iterable[Tensor]) -> list[Tensor]:
+        """Views of the parts of all ranks in tensors like the parameters, in their order."""
+        pieces: list[Tensor] = []
+        for tensor, sizes in zip(flattened, self._splits, strict=True):
+            pieces.extend(tensor.split(sizes) if len(sizes) > 1 else (tensor,))
+        return pieces
 
 
 def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:

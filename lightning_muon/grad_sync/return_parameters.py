@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.exchange import start_messages
-from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.grad_sync.holdings import Holdings
+from lightning_muon.comm.nodes import Hop
+from lightning_muon.comm.reduce import SideStream
+from lightning_muon.grad_sync.holdings import BucketParts, Holdings
 from lightning_muon.params.uses import parameter_uses
 
 
@@ -44,7 +43,9 @@ class ParameterReturn:
     In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place and tells so
     (:meth:`updated`), and ends with :meth:`finish_updates`. A bucket leaves when all of it is updated and the buckets
     before it have left, so the order of messages is the same on all ranks whatever the order of updates. Each rank
-    sends its part of a bucket to every other rank as one message.
+    sends its part of a bucket to every other rank as one message. With two hops it sends that to the ranks of its place
+    in other nodes, and each of these what it then has to the ranks of its own node: on CUDA at once, elsewhere in
+    :meth:`finish_updates`, which waits for what comes from other nodes.
 
     Nobody may read a parameter before its bucket has arrived. Hooks see to that: in front of the forward of each unit
     and of the modules inside it, and in front of ``state_dict`` and ``load_state_dict`` of every module. Whoever reads
@@ -53,7 +54,7 @@ class ParameterReturn:
 
     Example::
 
-        returns = ParameterReturn(holdings, buckets, private_group, units_of(model, model.blocks))
+        returns = ParameterReturn(holdings, buckets, make_hops(holdings.shard), units_of(model, model.blocks))
         returns.begin(set(parameters))
         for parameter in parameters:
             holdings.local(parameter).sub_(update[parameter])
@@ -65,7 +66,8 @@ class ParameterReturn:
         holdings: Which rank updates what.
         buckets: Parameters of one dtype and device each, each parameter once; they leave in this order. Parameters
             that are not divided are not sent.
-        group: The ranks of ``holdings.shard``, with a process group that nobody else communicates over.
+        hops: Of ``holdings.shard``, with process groups that nobody else communicates over; as the gradients travel,
+            values take the way back.
         units: Modules, and the parameters that their forward may use; see :func:`units_of`.
     """
 
@@ -73,10 +75,10 @@ class ParameterReturn:
         self,
         holdings: Holdings,
         buckets: Sequence[Sequence[nn.Parameter]],
-        group: AxisGroup,
+        hops: Sequence[Hop],
         units: Mapping[nn.Module, Collection[nn.Parameter]],
     ) -> None:
-        self._holdings, self._group = holdings, group
+        self._holdings, self._hops = holdings, hops[::-1]
         self._known = {parameter for bucket in buckets for parameter in bucket}
         self._buckets = [[parameter for parameter in bucket if holdings.is_divided(parameter)] for bucket in buckets]
         self._bucket_of: dict[Tensor, int] = {
@@ -87,6 +89,8 @@ class ParameterReturn:
         self._not_updated: set[Tensor] = set()
         self._is_disturbed = False
         self._travelling: dict[int, _Travelling] = {}
+        self._trips: dict[int, _Trip] = {}
+        self._sides: dict[torch.device, SideStream] = {}
         self._handles = self._register_hooks(units)
 
     @property
@@ -145,6 +149,9 @@ class ParameterReturn:
         self._not_updated.clear()
         for index in list(self._to_leave):
             self._send(index)
+        # Whoever waits for values alone must not have to wait until other ranks do so too.
+        for travelling in self._travelling.values():
+            travelling.go_on()
 
     def wait(self, parameters: Iterable[Tensor]) -> None:
         """Go on when the new values of these parameters are there; on CUDA only the current stream waits."""
@@ -169,15 +176,25 @@ class ParameterReturn:
     def _wait(self, indices: Collection[int]) -> None:
         if self._to_leave and self._is_disturbed and not self._to_leave.keys().isdisjoint(indices):
             raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
-        for index in sorted(self._travelling.keys() & set(indices)):
+        chosen = sorted(self._travelling.keys() & set(indices))
+        for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.
+            if index in self._travelling:
+                self._travelling[index].go_on()
+        for index in chosen:
             self._travelling.pop(index).arrive()
 
     def _send(self, index: int) -> None:
         members = self._to_leave.pop(index)
-        if self._group.size == 1:
+        if self._holdings.shard.size == 1:
             return
-        with torch.no_grad():
-            self._travelling[index] = _send(members, self._holdings, self._group)
+        trip, device = self._trips.get(index), members[0].device
+        if trip is None or not trip.parts.are_of(members):
+            trip = self._trips[index] = _Trip(members, self._holdings, self._hops)
+        if device not in self._sides:
+            self._sides[device] = SideStream(device)
+        travelling = self._travelling[index] = _Travelling(members, trip, self._sides[device])
+        if self._sides[device].is_asynchronous:
+            travelling.go_on()
 
     def _register_hooks(self, units: Mapping[nn.Module, Collection[nn.Parameter]]) -> list[RemovableHandle]:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}
@@ -235,71 +252,91 @@ def _outside_of_graph(action: Callable[[], None]) -> None:
     action()
 
 
-@dataclass
+class _Trip:
+    """How the parameters of a bucket travel; the same in every step.
+
+    Attributes:
+        parts: How they are divided.
+        hops: In the order in which values travel: the group, and for each rank of it index and size of the parts that
+            it brings.
+    """
+
+    def __init__(self, members: Sequence[Tensor], holdings: Holdings, hops: Sequence[Hop]) -> None:
+        self.parts = BucketParts(members, holdings)
+        of_rank = [[(index, self.parts.sizes[index]) for index in indices] for indices in self.parts.of_rank]
+        self.hops = [
+            (hop.group, [[part for rank in ranks for part in of_rank[rank]] for ranks in hop.parts]) for hop in hops
+        ]
+
+
 class _Travelling:
     """One bucket on its way.
 
-    Attributes:
-        works: Handles of the messages.
-        sent: Memory that must stay as it is until they are done.
-        received: A flat buffer and the parts of parameters that it is for; no parts if it is their memory itself.
+    Args:
         members: The parameters.
+        trip: How they travel.
+        side: For what lies between two hops.
     """
 
-    works: list[dist.Work]
-    sent: Tensor
-    received: list[tuple[Tensor, list[Tensor]]]
-    members: list[nn.Parameter]
+    def __init__(self, members: list[nn.Parameter], trip: _Trip, side: SideStream) -> None:
+        self._members, self._to_go, self._side = members, list(trip.hops), side
+        self._pieces = trip.parts.cut(parameter.detach().view(-1) for parameter in members)
+        self._event: torch.cuda.Event | None = None
+        self._start()
+
+    def go_on(self) -> None:
+        """Start the hops that follow the first one; waits for what arrives by it, on CUDA not the current stream.
+
+        Collective over the groups of these hops.
+        """
+        while self._to_go:
+            with self._side.use():
+                self._take()
+                self._start()
+            self._event = self._side.record()
 
     def arrive(self) -> None:
-        for work in self.works:
+        """The values are where they belong; waits, on CUDA the current stream."""
+        self.go_on()
+        if self._event is not None:
+            torch.cuda.current_stream(self._members[0].device).wait_event(self._event)
+        self._take()
+        # Messages that are received in place are writes that autograd does not see.
+        torch.autograd.graph.increment_version(self._members)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Each rank sends what it brings in the next hop to every other one, as one message."""
+        group, brought = self._to_go.pop(0)
+        mine = [self._pieces[index] for index, _ in brought[group.rank]]
+        # Must stay as it is until the messages are done.
+        self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0)
+        # Of each rank that sends some: a flat buffer, the parts that it is for unless it is their memory itself, and
+        # their sizes.
+        received: dict[int, tuple[Tensor, list[Tensor], list[int]]] = {}
+        for rank, parts in enumerate(brought):
+            if parts and rank != group.rank:
+                theirs, sizes = [self._pieces[index] for index, _ in parts], [size for _, size in parts]
+                is_one = len(theirs) == 1
+                buffer = theirs[0] if is_one else theirs[0].new_empty(sum(sizes))
+                received[rank] = buffer, [] if is_one else theirs, sizes
+        self._received = list(received.values())
+        others = [rank for rank in range(group.size) if rank != group.rank] if mine else []
+        buffers = {rank: buffer for rank, (buffer, *_) in received.items()}
+        self._works = start_messages(dict.fromkeys(others, self._sent), buffers, group)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Wait for the messages of the hop, and put them to where they belong."""
+        for work in self._works:
             work.wait()
-        targets = [part for _, parts in self.received for part in parts]
-        sources = [
-            piece
-            for buffer, parts in self.received
-            if parts
-            for piece in buffer.split([part.numel() for part in parts])
-        ]
-        with torch.no_grad():
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            for buffer in (self.sent, *(buffer for buffer, _ in self.received)):
-                if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
-                    buffer.record_stream(torch.cuda.current_stream(buffer.device))
-            # Messages that are received in place are writes that autograd does not see.
-            torch.autograd.graph.increment_version(self.members)
-
-
-def _send(members: list[nn.Parameter], holdings: Holdings, group: AxisGroup) -> _Travelling:
-    parts = _parts(members, holdings)
-    mine = parts[group.rank]
-    sent = _flat(mine, torch.cat)
-    received = {
-        rank: (_flat(theirs, _empty_for), theirs if len(theirs) > 1 else [])
-        for rank, theirs in enumerate(parts)
-        if theirs and rank != group.rank
-    }
-    others = [rank for rank in range(group.size) if rank != group.rank] if mine else []
-    buffers = {rank: buffer for rank, (buffer, _) in received.items()}
-    return _Travelling(start_messages(dict.fromkeys(others, sent), buffers, group), sent, [*received.values()], members)
-
-
-def _parts(members: list[nn.Parameter], holdings: Holdings) -> list[list[Tensor]]:
-    """For each rank its parts of the parameters, flat, without the empty ones. Share memory."""
-    sizes = [[stop - start for start, stop in holdings.ranges(parameter)] for parameter in members]
-    # The parts of a divided parameter follow each other in the order of the ranks.
-    parts = [parameter.detach().view(-1).split(size) for parameter, size in zip(members, sizes, strict=True)]
-    return [[part for part in of_rank if part.numel()] for of_rank in zip(*parts, strict=True)]
-
-
-def _flat(parts: list[Tensor], pack: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """The memory of the only part, or a buffer for all of them."""
-    return parts[0] if len(parts) == 1 else pack(parts) if parts else torch.empty(0)
-
-
-def _empty_for(parts: list[Tensor]) -> Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts))
+        targets = [part for _, parts, _ in self._received for part in parts]
+        sources = [piece for buffer, parts, sizes in self._received if parts for piece in buffer.split(sizes)]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
+            if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 def _check_buckets(buckets: Sequence[Sequence[Tensor]], num_parameters: int) -> None:

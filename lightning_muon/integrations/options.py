@@ -13,7 +13,7 @@ from lightning_muon.integrations.adoption import OptimizerChoice, check_choice, 
 from lightning_muon.integrations.mesh import MeshSizes, Size
 from lightning_muon.integrations.parsing import build, build_class, check_keys, class_with_keys, read_yaml
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
 from lightning_muon.sharding.wrap import WrapPolicy
 
@@ -56,7 +56,7 @@ class Options:
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         reshard_after_backward: Free the whole weights also between the micro-batches of an accumulated batch.
-        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``.
+        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``; ``"auto"``: by the ranks' nodes.
         early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
             queued after it. Not together with callbacks that change weights after a step.
         data_parallel_size: Lightning's name for sharding over all ranks without replicas.
@@ -84,7 +84,7 @@ class Options:
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
     reshard_after_backward: bool = ModeOptions.reshard_after_backward
-    bucket_bytes: int = ModeOptions.bucket_bytes
+    bucket_bytes: BucketBytes = ModeOptions.bucket_bytes
     early_all_gather: bool = ModeOptions.early_all_gather
     data_parallel_size: Size = MeshSizes.data_parallel_size
     tensor_parallel_size: Size = MeshSizes.tensor_parallel_size
@@ -174,7 +174,8 @@ def _check_values(options: Options) -> None:
     for field in fields(options):
         if isinstance(field.default, bool):
             check_flag(field.name, getattr(options, field.name))
-    check_whole("bucket_bytes", options.bucket_bytes, at_least=1)
+    if options.bucket_bytes != "auto":
+        check_whole("bucket_bytes", options.bucket_bytes, at_least=1, other="'auto' or ")
     if not isinstance(options.process_group_backend, str | None):
         raise ValueError(
             f"process_group_backend must be None or a name such as 'nccl', got {options.process_group_backend!r}"

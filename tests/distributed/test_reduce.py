@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
-from lightning_muon.comm.reduce import PendingSum, SideStream, flat_parts, start_reduce_scatter
+from lightning_muon.comm.reduce import Leg, PendingSum, SideStream, flat_gradient, start_reduce_scatter
 from tests.support.processes import ProcessPool
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup, replicate: AxisGroup, side: SideStream) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    return start_reduce_scatter(parts[group.rank].clone(), others, counts, group=group, replicate=replicate, side=side)
+    return start_reduce_scatter(parts[group.rank].clone(), others, [Leg(group, counts)], replicate=replicate, side=side)
 
 
 def _sum_parts(mesh_shape: tuple[int, int], *, poll: bool) -> None:
@@ -81,20 +81,18 @@ def test_the_ranks_are_added_in_their_order_to_the_last_bit(gloo: ProcessPool) -
     assert all(gloo.run(_sum_in_order, world_size=4))
 
 
-def test_the_parts_of_a_gradient_are_flat_dense_and_in_the_dtype_of_the_parameter() -> None:
+def test_a_gradient_is_made_flat_dense_and_in_the_dtype_of_the_parameter() -> None:
     parameter, gradient = torch.zeros(4, 3, dtype=torch.bfloat16), torch.randn(3, 4).t()
-    start, rest = flat_parts(parameter, gradient, [(0, 5), (5, 12)])
-    assert torch.equal(torch.cat([start, rest]), gradient.contiguous().view(-1).bfloat16())
-    (sparse,) = flat_parts(torch.zeros(4, 3), torch.eye(4, 3).to_sparse())
+    assert torch.equal(flat_gradient(parameter, gradient), gradient.contiguous().view(-1).bfloat16())
+    sparse = flat_gradient(torch.zeros(4, 3), torch.eye(4, 3).to_sparse())
     assert torch.equal(sparse, torch.eye(4, 3).view(-1))
 
 
-def test_a_gradient_that_is_missing_has_parts_of_zeros() -> None:
-    parts = flat_parts(torch.ones(4, 3, dtype=torch.bfloat16), None, [(0, 5), (5, 5), (5, 12)])
-    assert [part.tolist() for part in parts] == [[0.0] * 5, [], [0.0] * 7]
-    assert all(part.dtype == torch.bfloat16 for part in parts)
-    (part,) = flat_parts(torch.tensor(2.0), torch.tensor(3.0))
-    assert part.tolist() == [3.0]
+def test_a_gradient_that_is_missing_is_zero() -> None:
+    flat = flat_gradient(torch.ones(4, 3, dtype=torch.bfloat16), None)
+    assert flat.tolist() == [0.0] * 12
+    assert flat.dtype == torch.bfloat16
+    assert flat_gradient(torch.tensor(2.0), torch.tensor(3.0)).tolist() == [3.0]
 
 
 def test_without_cuda_the_side_stream_does_nothing() -> None:

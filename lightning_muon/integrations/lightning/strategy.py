@@ -58,7 +58,7 @@ from lightning_muon.integrations.precision import mixed_precision_policy
 from lightning_muon.integrations.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.checks import check_tensor_parallel
-from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
 
@@ -95,7 +95,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         loss_scaling: LossScaling = Options.loss_scaling,
         clip_groups: ClipGroups = Options.clip_groups,
         reshard_after_backward: bool = Options.reshard_after_backward,
-        bucket_bytes: int = Options.bucket_bytes,
+        bucket_bytes: BucketBytes = Options.bucket_bytes,
         early_all_gather: bool = Options.early_all_gather,
         data_parallel_size: Size = Options.data_parallel_size,
         tensor_parallel_size: Size = Options.tensor_parallel_size,

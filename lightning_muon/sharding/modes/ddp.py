@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.grad_sync.all_reduce import AllReduce
+from lightning_muon.grad_sync.buckets import BUCKET_BYTES
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode, attach_optimizers
@@ -41,7 +42,7 @@ class Ddp(ShardingMode):
             AllReduce(everyone),
             everyone,
             names={parameter: name for name, parameter in named.items()},
-            bucket_bytes=self.options.bucket_bytes,
+            bucket_bytes=BUCKET_BYTES if self.options.bucket_bytes == "auto" else self.options.bucket_bytes,
         )
         attach_optimizers(module, optimizers, TensorLayout(self.mesh))
 

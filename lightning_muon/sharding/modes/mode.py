@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.routing import Route
 from lightning_muon.sharding.unit_order import UnitOrder
 from lightning_muon.sharding.wrap import WrapPolicy
+
+BucketBytes = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,9 @@ class ModeOptions:
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
         mp_policy: Mixed precision of FSDP2.
         shard_root: Whether the model itself is an FSDP2 root; see :func:`lightning_muon.sharding.fsdp.shard_model`.
-        bucket_bytes: Gradients that travel together where FSDP2 does not say it; that of torch's DDP.
+        bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
+            on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
+            :func:`lightning_muon.schedule.between_nodes.choose_exchange`.
         wait_for_parameters: Let an optimizer step return only when all new values are there.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
             :func:`lightning_muon.sharding.runtime.let_gathers_start`.
@@ -44,7 +48,7 @@ class ModeOptions:
     reshard_after_backward: bool = True
     mp_policy: MixedPrecisionPolicy | None = None
     shard_root: bool = True
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: BucketBytes = "auto"
     wait_for_parameters: bool = False
     early_all_gather: bool = False
     decoupled_nodes: bool = False

@@ -16,7 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.mesh import PrivateGroups, axis_group
+from lightning_muon.comm.agreement import gather_from_all
+from lightning_muon.comm.mesh import AxisGroup, axis_group, host_group
+from lightning_muon.comm.nodes import make_hops, nodes_of
+from lightning_muon.grad_sync.buckets import BUCKET_BYTES, num_bytes
 from lightning_muon.grad_sync.divided_layout import DividedLayout
 from lightning_muon.grad_sync.holdings import Holdings, divide
 from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
@@ -26,6 +29,8 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.params.routing import Route
+from lightning_muon.schedule.between_nodes import Grid, ShardExchange, choose_exchange, node_grid
+from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.modes.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.replicas import names_of, replicate_model
 from lightning_muon.sharding.wrap import find_units
@@ -70,23 +75,45 @@ class Zero2(ShardingMode):
         parameters = list(named.values())
         matrices = dict(_whole_matrices(used))
         holdings = Holdings(self.mesh, divide(parameters, matrices, self.mesh.size(-1)))
-        gradients = ReduceToHolders(holdings)
+        everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
+        exchange, grid = self._choose_exchange(everyone, parameters)
+        gradients = ReduceToHolders(holdings, grid)
         reducer = GradientReducer(
             parameters,
             gradients,
-            axis_group(self.mesh, tuple(range(self.mesh.ndim))),
+            everyone,
             names={parameter: name for name, parameter in named.items()},
-            bucket_bytes=self.options.bucket_bytes,
+            bucket_bytes=exchange.bucket_bytes,
         )
-        (private,) = PrivateGroups().of([holdings.shard])
         units = units_of(module, find_units(module, self.options.wrap_policy))
         # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
         buckets = sorted(
             (bucket.parameters for bucket in reducer.buckets), key=lambda b: not matrices.keys().isdisjoint(b)
         )
-        returns = ParameterReturn(holdings, buckets, private, units)
+        returns = ParameterReturn(holdings, buckets, make_hops(holdings.shard, grid), units)
         self._running = _Running(reducer, returns, DividedLayout(holdings, reducer, gradients, returns), units[module])
         attach_optimizers(module, used, self._running.layout)
+
+    def _choose_exchange(self, everyone: AxisGroup, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
+        """How gradients and values travel, equal on all ranks, and the grid of this rank's replica.
+
+        Collective over ``everyone``; every rank must call it.
+        """
+        replicas: dict[tuple[int, ...], list[int]] = {}
+        for coordinate, node in sorted(zip(everyone.coordinates, nodes_of(everyone), strict=True)):
+            replicas.setdefault(coordinate[:-1], []).append(node)
+        trained = sum(num_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+        if everyone.group is not None:
+            trained = max(gather_from_all(trained, host_group(everyone).group))
+        chosen = self.options.bucket_bytes
+        exchange = choose_exchange(
+            list(replicas.values()),
+            trained,
+            PRESETS["h100"],
+            bucket_bytes=BUCKET_BYTES if chosen == "auto" else chosen,
+            may_grow=chosen == "auto" and self.mesh.device_type == "cuda",
+        )
+        return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
 
     @property
     def layout(self) -> Layout:

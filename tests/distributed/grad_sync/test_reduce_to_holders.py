@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.grad_sync.holdings import Holdings, divide
@@ -85,6 +86,59 @@ def _reduce_halves() -> None:
 
 def test_bfloat16_is_rounded_once_after_the_sum_and_the_division(gloo: ProcessPool) -> None:
     gloo.run(_reduce_halves, world_size=3)
+
+
+NODES = [[0, 1], [2, 3]]
+
+
+def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
+    """Sums of two nodes, read in any order; returns what every rank holds of the parameter that all of them hold."""
+    parameters, holdings = _setup((4,), dtype)
+    transport = ReduceToHolders(holdings, NODES)
+    own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
+    pendings = [transport.start(dict(zip(some, own[start:], strict=False))) for some, start in _halves(parameters)]
+    for pending in pendings:
+        pending.advance(wait=True)
+    for pending in pendings:
+        pending.finish(4.0, set(parameters))
+    for index, parameter in enumerate(parameters):
+        shares = [_gradients(rank)[index].to(dtype).float() for rank in range(4)]
+        # Each node rounds what it sends, and keeps, to the dtype; to the last bit.
+        sums = [sum(shares[rank] for rank in node).to(dtype).float() for node in NODES]
+        reduced = transport.reduced(parameter)
+        assert reduced is not None
+        assert torch.equal(reduced, holdings.local(parameter, (sum(sums) / 4.0).to(dtype)))
+    scalar = transport.reduced(parameters[3])
+    assert scalar is not None
+    return [scalar]
+
+
+def _halves(parameters: list[nn.Parameter]) -> list[tuple[list[nn.Parameter], int]]:
+    return [(parameters[:3], 0), (parameters[3:], 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nodes_add_up_first_and_then_their_sums_in_order_to_the_last_bit(gloo: ProcessPool, dtype: torch.dtype) -> None:
+    (first,), *others = gloo.run(_reduce_on_nodes, dtype)
+    assert all(torch.equal(first, other) for (other,) in others)
+
+
+def _overflow() -> Tensor:
+    """A node's sum of 2 x 40000 is no float16; its mean with minus as much is."""
+    parameter = nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    transport = ReduceToHolders(Holdings(init_device_mesh("cpu", (4,)), {parameter: Shard(0)}), NODES)
+    sign = 1 if dist.get_rank() < 2 else -1
+    pending = transport.start({parameter: torch.full((8,), sign * 40000.0, dtype=torch.float16)})
+    pending.advance(wait=True)
+    pending.finish(4.0, {parameter})
+    reduced = transport.reduced(parameter)
+    assert reduced is not None
+    return reduced
+
+
+def test_a_float16_sum_of_a_node_does_not_overflow_on_its_way(gloo: ProcessPool) -> None:
+    for reduced in gloo.run(_overflow):
+        assert torch.equal(reduced, torch.zeros(2, dtype=torch.float16))
 
 
 def _read_one() -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.comm.nodes import make_hops
 from lightning_muon.grad_sync.holdings import Holdings, divide
 from lightning_muon.grad_sync.return_parameters import ParameterReturn, units_of
 from lightning_muon.params.layout import OwnedBy
@@ -70,8 +70,8 @@ def _returns(
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
     holdings = Holdings(mesh, divide(parameters, costs, mesh_shape[-1]))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    (group,) = PrivateGroups().of([holdings.shard])
-    return parameters, holdings, ParameterReturn(holdings, buckets, group, units_of(model, units))
+    hops = make_hops(holdings.shard)
+    return parameters, holdings, ParameterReturn(holdings, buckets, hops, units_of(model, units))
 
 
 def _update(holdings: Holdings, parameter: Tensor, delta: Tensor) -> None:
@@ -388,12 +388,12 @@ def _misuse() -> None:
         model(torch.arange(3))
     with pytest.raises(RuntimeError, match="broken off"):
         returns.begin(parameters)
-    group, units = holdings.shard, units_of(model, [])
+    hops, units = make_hops(holdings.shard), units_of(model, [])
     with pytest.raises(ValueError, match="several buckets"):
-        ParameterReturn(holdings, [parameters, parameters[:1]], group, units)
+        ParameterReturn(holdings, [parameters, parameters[:1]], hops, units)
     mixed = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
     with pytest.raises(ValueError, match="bucket 0 mixes"):
-        ParameterReturn(Holdings(holdings.mesh, dict.fromkeys(mixed, Shard(0))), [mixed], group, units)
+        ParameterReturn(Holdings(holdings.mesh, dict.fromkeys(mixed, Shard(0))), [mixed], hops, units)
 
 
 def test_misuse_is_an_error_before_anything_is_sent(gloo: ProcessPool) -> None:

@@ -47,7 +47,7 @@ from lightning_muon.integrations.mesh import MeshSizes
         ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
         ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
         ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be an integer of at least 1, got 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be 'auto' or an integer of at least 1, got 0"),
         ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
         ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
         (

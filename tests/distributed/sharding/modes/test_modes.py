@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from lightning_muon.schedule.cost import PRESETS
 from tests.distributed.sharding.modes.training import Run, branch_by_rank, largest_difference, train, train_alone
 from tests.support.processes import ProcessPool
 
@@ -32,6 +38,25 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, mode: str, shape: t
         difference, name = largest_difference(weights, expected)
         # Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
         assert difference < 1e-6, name
+
+
+def _train_on_nodes(run: Run) -> dict[str, Tensor]:
+    """On two nodes of two ranks, where nodes sum first as launches and latencies cost nothing."""
+    free = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
+    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() // 2)), mock.patch.dict(PRESETS, h100=free):
+        return train("zero2", (4,), run, {"bucket_bytes": 600})
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_of_zero2_on_two_nodes_are_those_of_one_process_and_equal_on_all_ranks(
+    gloo: ProcessPool, run: str
+) -> None:
+    expected = train_alone(RUNS[run], 4)
+    first, *others = gloo.run(_train_on_nodes, RUNS[run])
+    difference, name = largest_difference(first, expected)
+    assert difference < 1e-6, name
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "ddp"])

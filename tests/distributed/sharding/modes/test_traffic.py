@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_muon import ParallelMuon
+from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.modes.mode import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes.registry import make_mode
 from tests.distributed.sharding.modes.training import Block, mesh_of
@@ -51,12 +55,14 @@ class Sent:
         operator: Its name.
         is_payload: Whether it carries floating-point numbers; the ranks' notes to each other are integers.
         num_bytes: That leave this rank: the parts for other ranks of an exchange, or a message. Elsewhere 0.
+        to: The same by the rank that gets them.
     """
 
     phase: str
     operator: str
     is_payload: bool
     num_bytes: int
+    to: dict[int, int] = field(default_factory=dict, compare=False)
 
 
 class Wire(TorchDispatchMode):
@@ -72,7 +78,8 @@ class Wire(TorchDispatchMode):
             name = func.overloadpacket.__name__
             tensors = [tensor for each in args[:2] for tensor in (each if isinstance(each, list) else [each])]
             is_payload = any(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors)
-            self.sent.append(Sent(self.phase, name, is_payload, _bytes_out(name, args)))
+            to = _bytes_to(name, args)
+            self.sent.append(Sent(self.phase, name, is_payload, sum(to.values()), to))
         return func(*args, **(kwargs or {}))
 
     def payload(self, phase: str) -> list[Sent]:
@@ -80,11 +87,15 @@ class Wire(TorchDispatchMode):
         return [sent for sent in self.sent if sent.phase == phase and sent.is_payload]
 
 
-def _bytes_out(name: str, args: Any) -> int:
-    if name == EXCHANGE:
-        counts, rank = list(args[4]), dist.ProcessGroup.unbox(args[2]).rank()
-        return (sum(counts) - counts[rank]) * args[1].element_size()
-    return args[0][0].numel() * args[0][0].element_size() if name == MESSAGE else 0
+def _bytes_to(name: str, args: Any) -> dict[int, int]:
+    if name not in (EXCHANGE, MESSAGE):
+        return {}
+    group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+    ranks = dist.get_process_group_ranks(group)
+    if name == MESSAGE:
+        return {ranks[args[2]]: args[0][0].numel() * args[0][0].element_size()}
+    counts = zip(ranks, args[4], strict=True)
+    return {rank: count * args[1].element_size() for rank, count in counts if rank != dist.get_rank()}
 
 
 def _start(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[ShardingMode, Stack, ParallelMuon]:
@@ -157,6 +168,50 @@ def test_a_step_of_zero2_moves_each_gradient_and_each_value_as_rarely_as_possibl
         assert {each.operator for each in _payload(sent, "0", "finish")} == (
             {EXCHANGE, ALL_REDUCE} if len(shape) > 1 else {EXCHANGE}
         )
+
+
+# Without latencies and launches the fewest bytes are the fastest, however small the model is.
+FREE_LAUNCHES = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
+
+
+def _run_on_nodes(shape: tuple[int, ...], nodes: tuple[int, ...]) -> list[Sent]:
+    """As torchrun with one agent for each node would have it."""
+    environment = {"GROUP_RANK": str(nodes[dist.get_rank()])}
+    with mock.patch.dict(os.environ, environment), mock.patch.dict(PRESETS, h100=FREE_LAUNCHES):
+        return _run("zero2", shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "copies"),
+    [
+        ((4,), (0, 0, 1, 1), 1),
+        ((4,), (0, 1, 0, 1), 1),
+        ((2, 2), (0, 0, 1, 1), 0),
+        ((4,), (0, 1, 2, 3), 1),
+        # Ways straight to each rank: 3 + 3 ranks on the other side of 1 + 3; places that are not in the order of nodes.
+        ((4,), (0, 0, 0, 1), None),
+        ((4,), (0, 1, 1, 0), None),
+    ],
+    ids=str,
+)
+def test_what_zero2_sends_between_nodes_leaves_a_node_once(
+    gloo: ProcessPool, shape: tuple[int, ...], nodes: tuple[int, ...], copies: int | None
+) -> None:
+    ranks = gloo.run(_run_on_nodes, shape, nodes)
+    between: dict[str, Counter[tuple[int, int]]] = {EXCHANGE: Counter(), MESSAGE: Counter()}
+    for rank, sent in enumerate(ranks):
+        for each in _payload(sent, "0", "finish", "step"):
+            for other, num_bytes in each.to.items():
+                if nodes[rank] != nodes[other] and each.operator in between:
+                    between[each.operator][nodes[rank], nodes[other]] += num_bytes
+    there, back = between[EXCHANGE], between[MESSAGE]
+    # What a node sends another one of gradients is what that one holds, and of values what it holds itself.
+    assert there == {(target, source): num_bytes for (source, target), num_bytes in back.items()}
+    # Floor: each of M nodes sends its sum of what the others hold, (M - 1) N in all; values go the other way.
+    if copies is not None:
+        assert sum(there.values()) == copies * (len(set(nodes)) - 1) * NUM_BYTES
+    else:
+        assert sum(there.values()) > 1.4 * NUM_BYTES
 
 
 def _mark_first_block(net: Stack, wire: Wire) -> None:
