@@ -181,10 +181,22 @@ def check_shared_options(options: Mapping[str, Any]) -> None:
         is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
         if not (is_sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise ValueError(f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}")
-    if not isinstance(options["fused"], Mapping):
-        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {options['fused']!r}")
+    check_fused(options["fused"])
     check_flag("error_if_nonfinite", options["error_if_nonfinite"])
     check_whole("max_skipped_steps", options["max_skipped_steps"], at_least=0)
+
+
+def check_fused(fused: object) -> None:
+    """Raise ``ValueError`` unless ``fused`` maps patterns to a number of parts, or to the sizes of the parts."""
+    if not isinstance(fused, Mapping):
+        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}")
+    for pattern, parts in fused.items():
+        sizes = parts if isinstance(parts, tuple | list) else (parts,)
+        if not isinstance(pattern, str) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(
+                f"fused must map patterns to a number of equal parts or to the sizes of the parts, such as 3 or "
+                f"(4096, 1024, 1024), got {pattern!r}: {parts!r}"
+            )
 
 
 def check_flag(key: str, value: object) -> None:

@@ -295,7 +295,7 @@ def _parts(members: list[nn.Parameter], holdings: Holdings) -> list[list[Tensor]
 
 def _flat(parts: list[Tensor], pack: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """The memory of the only part, or a buffer for all of them."""
-    return parts[0] if len(parts) == 1 else pack(parts) if parts else torch.empty(0)
+    return parts[0] if len(parts) == 1 else pack(parts) if parts else torch.empty(0, device="cpu")
 
 
 def _empty_for(parts: list[Tensor]) -> Tensor:

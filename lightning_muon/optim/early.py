@@ -78,6 +78,11 @@ class SentEarly(ABC):
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`_start` would now send other bits than it has sent; a bool on the device."""
 
+    def _is_ready(self, key: str) -> bool:
+        """Whether all but the gradients is there that a chunk is made of."""
+        del key
+        return True
+
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
         """The chunks of these parameters, in their order."""
         return [key for key, members in self._chunks.items() if members[0] in tensors]
@@ -101,7 +106,7 @@ class SentEarly(ABC):
             key: A chunk; one that this rank has not sent does not differ.
             gradients: Local gradients now, all of the chunk.
         """
-        return self._differs(key, gradients) if self.is_sent(key) else torch.tensor(False)
+        return self._differs(key, gradients) if self.is_sent(key) else torch.tensor(False, device="cpu")
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
@@ -179,6 +184,8 @@ class SentEarly(ABC):
             if progress.is_sent or self._num_steps < progress.resume:
                 continue
             if progress.missing or not all(_can_be_sent(tensor) for tensor in self._chunks[key]):
+                return
+            if not self._is_ready(key):
                 return
             progress.is_sent = True
             self._start(key, {tensor: local_gradient(tensor) for tensor in self._chunks[key]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,10 +18,11 @@ class EarlyGathers(SentEarly):
 
     Args:
         step: Runs the ops.
-        states: Of the optimizer.
+        states: Of the optimizer, which may be replaced at any time.
+        is_valid: Whether the hyper-parameters are such that a step can be taken.
     """
 
-    def __init__(self, step: MatrixStep, states: States) -> None:
+    def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
         chunks = {
             chunk.key: chunk
             for chunk in step.gathered_chunks
@@ -27,13 +30,18 @@ class EarlyGathers(SentEarly):
         }
         leaders = {key: chunk.group.jobs[chunk.taken[0]].matrix.name for key, chunk in chunks.items()}
         super().__init__({key: chunk.tensors for key, chunk in chunks.items()}, leaders)
-        self._step, self._states = step, states
+        self._step, self._states, self._is_valid = step, states, is_valid
+
+    def _is_ready(self, key: str) -> bool:
+        states = self._states()
+        return self._is_valid() and all("momentum_buffer" in states.get(tensor, ()) for tensor in self._chunks[key])
 
     def _start(self, key: str, gradients: Gradients) -> None:
-        self._step.start_early(key, gradients, self._states)
+        # What is sent without being ready, because other ranks have sent it, is of no use: there will be a new plan.
+        self._step.start_early(key, gradients, self._states(), packs=self._is_ready(key))
 
     def _drop(self, key: str) -> None:
         self._step.drop_early(key)
 
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
-        return self._step.differs_from_early(key, gradients, self._states)
+        return self._step.differs_from_early(key, gradients, self._states())

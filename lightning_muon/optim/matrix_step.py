@@ -107,15 +107,17 @@ class MatrixStep:
         """The chunks that travel to their owners, in the order in which backward finishes them."""
         return [chunk for key, chunk in self.chunks.items() if f"{GATHER}[{key}]" in self._by_name]
 
-    def start_early(self, key: str, gradients: Gradients, states: States) -> None:
+    def start_early(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
         """Send the look-ahead of a chunk to its owners before the step; every gradient of the chunk must be there.
+
+        Without ``packs`` whatever is in the buffer is sent, for a chunk that will not count.
 
         Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
         chunks.
         """
         self._transfers[key] = self._transfer(key, self.chunks[key].taken, is_early=True)
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
-        for kind in (MOMENTUM, GATHER):
+        for kind in (MOMENTUM, GATHER) if packs else (GATHER,):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
         self._inputs = None
 
@@ -129,7 +131,7 @@ class MatrixStep:
             for equal in transfer.is_packed(jobs, pieces)
         ]
         self._inputs = None
-        return torch.stack(same).all().logical_not() if same else torch.tensor(False)
+        return torch.stack(same).all().logical_not() if same else torch.tensor(False, device="cpu")
 
     def drop_early(self, key: str) -> None:
         """Wait for an early gather whose result is not wanted, and give its buffers back."""

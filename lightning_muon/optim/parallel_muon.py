@@ -125,4 +125,8 @@ class ParallelMuon(PlannedOptimizer):
 
     def _early(self, binding: Binding, step: MatrixStep) -> EarlyGathers | None:
         del binding
-        return EarlyGathers(step, self.state) if self._options.overlap == "backward" else None
+        if self._options.overlap != "backward":
+            return None
+        return EarlyGathers(
+            step, lambda: self._existing_state, lambda: self._checked_groups.are_right(self.param_groups)
+        )

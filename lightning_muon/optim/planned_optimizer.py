@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,19 +20,19 @@ from lightning_muon.config import (
     DtypeName,
     Overlap,
     check_flag,
-    check_hyperparameters,
+    check_fused,
     check_plan_options,
 )
 from lightning_muon.grad_sync.finite import FiniteCheck
-from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
+from lightning_muon.optim.binding import Binding, BoundParameter, CheckedGroups, PlanOptions, bind, check_group_
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import step_elementwise_
 from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, GradientsAreNotFinite, agree_on_gradients
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
-from lightning_muon.optim.routes import routes_of, warn_of_shapes
-from lightning_muon.optim.state import convert_, init_state
+from lightning_muon.optim.routes import check_memory, routes_of, warn_of_frozen_gradients, warn_of_shapes
+from lightning_muon.optim.state import convert_, lost_on_some, state_keys, zero_state
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
@@ -56,6 +59,7 @@ class PlannedOptions:
     def __post_init__(self) -> None:
         check_dtypes(self.compute_dtype, self.wire_dtype)
         check_plan_options(vars(self))
+        check_fused(self.fused or {})
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
@@ -79,6 +83,7 @@ class Bound:
     binding: Binding
     matrix_step: MatrixStep
     early: SentEarly | None
+    state_keys: tuple[tuple[Tensor, frozenset[str]], ...]
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -111,8 +116,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._options = options
         self._module = params if isinstance(params, nn.Module) else None
-        self._routes: dict[Tensor, Route] = {}
+        # With the algorithm of the group that each was found for.
+        self._routes: dict[Tensor, tuple[str, Route]] = {}
         self._bound: Bound | None = None
+        self._checked_groups = CheckedGroups()
+        # Parameters for which zero state was made since the last plan.
+        self._made_state: set[Tensor] = set()
         self._private_groups = PrivateGroups()
         self._layout = layout
         # Whether the state is still as it was made.
@@ -143,8 +152,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.route(module)
         if layout is not None and layout is not self._layout:
             if self._is_fresh:
-                self.state.clear()
-            if self.state:
+                self._existing_state.clear()
+            if self._existing_state:
                 raise RuntimeError(
                     f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
                     "before its first step, and load a state_dict afterwards"
@@ -160,10 +169,39 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""
         group = self.defaults | param_group
-        if group["adjust_lr_fn"] is None:
-            group["adjust_lr_fn"] = "original"
-        check_hyperparameters(group)
+        check_group_(group)
         super().add_param_group(group)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """As in torch, and complete from the start: zeros are made when it is first asked for.
+
+        ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
+        parameters on the meta device, which have no final form yet, there is none.
+        """
+        if (self._is_fresh or not self._existing_state) and self._can_make_state():
+            self._init_state(self._bind_parameters())
+        return self._existing_state
+
+    @state.setter
+    def state(self, state: dict[Tensor, Any]) -> None:
+        self.__dict__["state"] = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+
+    @property
+    def _existing_state(self) -> defaultdict[Tensor, Any]:
+        """State without what :attr:`state` adds to it."""
+        return self.__dict__["state"]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the state is still the zeros that it was made of, since no step was taken and nothing loaded."""
+        return self._is_fresh
+
+    def _can_make_state(self) -> bool:
+        """Whether the parameters are such that state can be laid out like them, and some have none; local."""
+        parameters = [param for group in self.param_groups for param in group["params"]]
+        has_all = all(param in self._existing_state for param in parameters)
+        return not has_all and not any(param.is_meta for param in parameters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -239,6 +277,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.__dict__.setdefault("_private_groups", PrivateGroups())
         self.__dict__.setdefault("_layout", self._own_layout())
         self.__dict__.setdefault("_is_fresh", False)
+        self.__dict__.setdefault("_checked_groups", CheckedGroups())
+        self.__dict__.setdefault("_made_state", set())
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -256,12 +296,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective as :meth:`state_dict` is."""
+        """As in torch; collective as :meth:`state_dict` is.
+
+        Hyper-parameters that another optimizer's state lacks stay as they are.
+
+        Raises:
+            ValueError: If a hyper-parameter is out of range; nothing has changed then.
+        """
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for loaded, own in zip(groups, self.param_groups, strict=False):
+            loaded |= {key: own[key] for key in self.defaults if key in own and key not in loaded}
+            check_group_(loaded)
+        super().load_state_dict({**state_dict, "param_groups": groups})
         self._is_fresh = False
-        super().load_state_dict(state_dict)
+        self._made_state.clear()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        states = [(parameter, self.state[parameter]) for parameter in parameters if parameter in self.state]
-        convert_(states, self._layout.loaded)
+        states = self._existing_state
+        convert_(
+            [(parameter, states[parameter]) for parameter in parameters if parameter in states], self._layout.loaded
+        )
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -288,8 +341,36 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return agreed
 
     def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        """State of the parameters that have none; local."""
-        init_state(parameters, self.state)
+        """Zero state for each parameter that lacks any of it, frozen ones too, so that all ranks have equal keys; local."""
+        for parameter in parameters:
+            if not self._existing_state[parameter.tensor].keys() >= self._state_keys(parameter):
+                self._made_state.add(parameter.tensor)
+                self._make_state(parameter)
+
+    def _state_keys(self, parameter: BoundParameter) -> frozenset[str]:
+        """What the state of a parameter must have."""
+        return state_keys(parameter.route.algorithm)
+
+    def _make_state(self, parameter: BoundParameter) -> None:
+        """Zero state in the place of what there is of it; local."""
+        self._existing_state[parameter.tensor].update(zero_state(parameter))
+
+    def _begin_anew_together(self, binding: Binding) -> None:
+        """Zero state on all ranks for each parameter for which some of them had to make it.
+
+        Collective over the meshes of the parameters; every rank of them must call it.
+        """
+        lost = lost_on_some(self._made_state, binding.meshes)
+        for tensor in lost:
+            self._existing_state.pop(tensor, None)
+        self._init_state([parameter for parameter in binding.parameters if parameter.tensor in lost])
+        self._made_state.clear()
+        if lost and dist.get_rank() == 0:
+            warnings.warn(
+                f"some ranks had no optimizer state for {len(lost)} parameters ({binding.names[lost[0]]}, ...), so all "
+                "ranks begin with zeros for them; clear or load state on all ranks alike",
+                stacklevel=2,
+            )
 
     def _step_elementwise(self, binding: Binding, gradients: Gradients) -> None:
         """Update the parameters that are no matrices; local."""
@@ -302,8 +383,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _bind_parameters(self) -> list[BoundParameter]:
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
-        current = [param for group in self.param_groups for param in group["params"]]
-        if any(param not in self._routes for param in current):
+        current = {param: group["algorithm"] for group in self.param_groups for param in group["params"]}
+        if any(param not in self._routes or self._routes[param][0] != now for param, now in current.items()):
             options = self._options
             found = routes_of(
                 self.param_groups,
@@ -312,24 +393,44 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 muon_patterns=options.muon_patterns,
                 fused=options.fused,
             )
-            self._routes = {param: self._routes.get(param) or found[param] for param in current}
-            self._forget_replaced()
+            before = self._routes
+            self._routes = {
+                param: before[param] if param in before and before[param][0] == now else (now, found[param])
+                for param, now in current.items()
+            }
+            self._forget_replaced(before)
         return [
-            BoundParameter(param, group, self._routes[param], self._layout)
+            BoundParameter(param, group, self._routes[param][1], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
 
-    def _forget_replaced(self) -> None:
-        """Drop the state of parameters that a framework has replaced: torch could not save it, nobody reads it."""
-        current = {param for group in self.param_groups for param in group["params"]}
-        for param in [param for param in self.state if param not in current]:
-            del self.state[param]
+    def _forget_replaced(self, before: Mapping[Tensor, tuple[str, Route]]) -> None:
+        """Drop the state of parameters that a framework has replaced, which torch could not save, and what is for
+        another algorithm than that of now.
+        """
+        states = self._existing_state
+        for param in [param for param in states if param not in self._routes]:
+            del states[param]
+        for param in before.keys() & self._routes.keys() & states.keys():
+            was, now = before[param][1].algorithm, self._routes[param][1].algorithm
+            for key in state_keys(was) - state_keys(now):
+                states[param].pop(key, None)
 
     def _key(self) -> tuple[Any, ...]:
         """Changes when the plan must be made anew."""
         params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
-        return id(self._module), *params
+        return id(self._module), *(group.get("algorithm") for group in self.param_groups), *params
+
+    def _is_stale(self, bound: Bound) -> bool:
+        """Whether this rank needs a new plan, also where it will fail, so that all ranks do; local."""
+        states, nothing = self._existing_state, dict[str, Any]()
+        return (
+            bool(self._made_state)
+            or bound.key != self._key()
+            or not self._checked_groups.are_right(self.param_groups)
+            or not all(states.get(tensor, nothing).keys() >= keys for tensor, keys in bound.state_keys)
+        )
 
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
@@ -338,7 +439,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         parameters: list[BoundParameter] = []
         error: Exception | None = None
         try:
+            self._checked_groups.check(self.param_groups)
             parameters = self._bind_parameters()
+            check_memory(parameters)
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
                 require_muon(parameter.route for parameter in parameters)
@@ -348,6 +451,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         fail_on_all_meshes(error, meshes)
         if self._module is None:
             warn_of_shapes(parameters)
+        warn_of_frozen_gradients(parameters)
         device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
@@ -365,7 +469,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         )
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
-        self._bound = Bound(self._key(), binding, step, self._early(binding, step))
+        self._begin_anew_together(binding)
+        needed = tuple((parameter.tensor, self._state_keys(parameter)) for parameter in parameters)
+        self._bound = Bound(self._key(), binding, step, self._early(binding, step), needed)
         return self._bound
 
     def _agree_on_gradients(self, bound: Bound) -> Agreement | None:
@@ -373,5 +479,5 @@ class PlannedOptimizer(torch.optim.Optimizer):
             bound.binding,
             bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
-            is_stale=bound.key != self._key(),
+            is_stale=self._is_stale(bound),
         )

@@ -86,6 +86,28 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
     return replace(by_shape, reason=reason)
 
 
+def check_memory(parameters: Sequence[BoundParameter]) -> None:
+    """Raise ``ValueError`` for a parameter several of whose elements are one place in memory, as ``expand`` makes it."""
+    for parameter in parameters:
+        local = parameter.local
+        if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            raise ValueError(
+                f"{parameter.route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements are "
+                "one place in memory, which cannot be updated in place; make it with .contiguous() or .clone()"
+            )
+
+
+def warn_of_frozen_gradients(parameters: Sequence[BoundParameter]) -> None:
+    """Say once per plan, on rank 0, that the gradients of frozen parameters are not applied."""
+    found = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"{len(found)} parameters ({found[0]}, ...) have requires_grad=False and a gradient, which is not applied; "
+            "set requires_grad=True to train them, or grad=None",
+            stacklevel=4,
+        )
+
+
 def warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:
     """Say once per plan, on rank 0, that embeddings and heads cannot be told from matrices without their module."""
     guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]

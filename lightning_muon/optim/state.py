@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.optim.binding import BoundParameter
-from lightning_muon.optim.elementwise import init_adamw_state
-from lightning_muon.optim.matrix_step import States
+from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
+from lightning_muon.optim.meshes import MeshMembers
+
+MUON_STATE = frozenset({"momentum_buffer"})
 
 
-def init_state(parameters: Sequence[BoundParameter], states: States) -> None:
-    """Zero state for each parameter that has none, frozen ones too, so that all ranks have equal keys; local."""
-    for parameter in parameters:
-        state, layout = states[parameter.tensor], parameter.layout
-        if parameter.route.algorithm == "muon" and "momentum_buffer" not in state:
-            state["momentum_buffer"] = layout.zeros_like(parameter.tensor)
-        elif parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-            state.update(init_adamw_state(parameter.tensor, layout))
+def state_keys(algorithm: str) -> frozenset[str]:
+    """What the state of a parameter on ``algorithm`` must have."""
+    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
+
+
+def zero_state(parameter: BoundParameter) -> dict[str, Any]:
+    """State of a parameter before its first step, laid out like the parameter; local."""
+    if parameter.route.algorithm == "adamw":
+        return init_adamw_state(parameter.tensor, parameter.layout)
+    return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)}
+
+
+def lost_on_some(made: Collection[Tensor], meshes: Sequence[MeshMembers]) -> list[Tensor]:
+    """The parameters whose state some ranks of their mesh had to make, while others had it.
+
+    Collective over ``meshes``; every rank of them must call it, with the same parameters in them.
+
+    Args:
+        made: Those for which the calling rank has made zero state.
+        meshes: Of all parameters.
+    """
+    lost: list[Tensor] = []
+    for members in meshes:
+        if members.host.group is None:
+            continue
+        counts = torch.tensor([tensor in made for tensor in members.tensors], dtype=torch.int32, device="cpu")
+        start_all_reduce_sum(counts, members.host).wait()
+        lost += [t for t, count in zip(members.tensors, counts.tolist(), strict=True) if 0 < count < members.host.size]
+    return lost
 
 
 def convert_(

@@ -12,7 +12,7 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
 class LateState(PlannedOptimizer):
-    """Has no state before its first step, like the optimizers of torch.
+    """Its state dict has no state before the first step, like those of the optimizers of torch.
 
     A Trainer makes the optimizer first. ``Accelerator.prepare`` then asks it for its ``state_dict``, loads that back,
     shards the model with FSDP2, and puts the shards in the place of the parameters. State that is made when it is
@@ -21,11 +21,11 @@ class LateState(PlannedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. Collective where that of the base class is, once there is state."""
-        return super().state_dict() if self.state else torch.optim.Optimizer.state_dict(self)
+        return super().state_dict() if self._existing_state else torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Collective where that of the base class is, if there is state on either side."""
-        if self.state or state_dict["state"]:
+        if self._existing_state or state_dict["state"]:
             super().load_state_dict(state_dict)
         else:
             torch.optim.Optimizer.load_state_dict(self, state_dict)

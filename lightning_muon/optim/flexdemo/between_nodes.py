@@ -94,9 +94,18 @@ class BetweenNodes(ABC):
     def __init__(self, optimizer: OptimizerView) -> None:
         self._optimizer = optimizer
 
+    @property
+    @abstractmethod
+    def state_keys(self) -> frozenset[str]:
+        """What the state of a parameter must have."""
+
     @abstractmethod
     def init_state(self, parameter: Tensor) -> None:
         """What the state of a parameter lacks; local."""
+
+    def is_current(self) -> bool:
+        """Whether the state is still what :meth:`plan` was called with; local."""
+        return True
 
     def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one for each of ``parameters``, or nothing; local."""

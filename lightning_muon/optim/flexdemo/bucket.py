@@ -70,7 +70,7 @@ class Bucket:
         again = Bucket(self.plan, self._all, self._residuals)
         again.accumulate(gradients, decay, scales)
         same = [(one == other).all() for one, other in zip(again._batches, self._batches, strict=True)]
-        return torch.stack(same).all() if same else torch.tensor(True)
+        return torch.stack(same).all() if same else torch.tensor(True, device="cpu")
 
     def encode(self, turn: Turn) -> list[Components]:
         """What is sent of each part: values as the others will get them."""

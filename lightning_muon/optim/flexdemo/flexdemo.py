@@ -17,7 +17,7 @@ from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
 from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
 from lightning_muon.optim.early import SentEarly
-from lightning_muon.optim.elementwise import init_adamw_state, step_sgd_
+from lightning_muon.optim.elementwise import ADAMW_STATE, step_sgd_
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
     Base,
@@ -34,6 +34,7 @@ from lightning_muon.optim.flexdemo.outer_step import IndependentNodes, OuterStep
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
+from lightning_muon.optim.state import zero_state
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
@@ -167,6 +168,8 @@ class FlexDeMo(PlannedOptimizer):
                 "replicate_size and shard_size of the strategy to it"
             )
         self._mesh, self._between = node_mesh(mesh), None
+        if self._is_fresh:
+            self._existing_state.clear()  # That of a process alone.
         self._layout = self._own_layout()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
@@ -267,7 +270,7 @@ class FlexDeMo(PlannedOptimizer):
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(self._all_parameters()))
-            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32)
+            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32, device="cpu")
             everyone = host_group(axis_group(self._mesh, (0, 1)))
             if everyone.group is not None and keys:
                 start_all_reduce_sum(counts, everyone).wait()
@@ -315,7 +318,7 @@ class FlexDeMo(PlannedOptimizer):
             view = OptimizerView(
                 self.config,
                 self._mesh,
-                lambda: self.state,
+                lambda: self._existing_state,
                 self._all_parameters,
                 lambda: {p: float(group["lr"]) for group in self.param_groups for p in group["params"]},
             )
@@ -333,11 +336,26 @@ class FlexDeMo(PlannedOptimizer):
 
     def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
         self._nodes().check()
-        for parameter in parameters:
-            self._nodes().init_state(parameter.tensor)
-            state = self.state[parameter.tensor]
-            if self.config.base != "sgd" and parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-                state.update(init_adamw_state(parameter.tensor, parameter.layout))
+        super()._init_state(parameters)
+
+    def _state_keys(self, parameter: BoundParameter) -> frozenset[str]:
+        return self._nodes().state_keys | (ADAMW_STATE if self._has_moments(parameter) else frozenset())
+
+    def _make_state(self, parameter: BoundParameter) -> None:
+        self._nodes().init_state(parameter.tensor)
+        state = self._existing_state[parameter.tensor]
+        if self._has_moments(parameter) and not state.keys() >= ADAMW_STATE:
+            state.update(zero_state(parameter))
+
+    def _has_moments(self, parameter: BoundParameter) -> bool:
+        return self.config.base != "sgd" and parameter.route.algorithm == "adamw"
+
+    def _can_make_state(self) -> bool:
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return (is_alone or self._mesh is not None) and super()._can_make_state()
+
+    def _is_stale(self, bound: Bound) -> bool:
+        return super()._is_stale(bound) or not self._nodes().is_current()
 
     def _bind(self) -> Bound:
         self._require_mesh()
