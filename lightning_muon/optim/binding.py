@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -77,6 +77,19 @@ def check_group_(group: ParamGroup) -> None:
     if group["adjust_lr_fn"] is None:
         group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
     check_hyperparameters(group)
+
+
+def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
+    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
+
+    Raises:
+        ValueError: If a hyper-parameter is out of range.
+    """
+    groups = [dict(group) for group in saved]
+    for group, before in zip(groups, own, strict=False):
+        group |= {key: before[key] for key in keys if key in before and key not in group}
+        check_group_(group)
+    return groups
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,41 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.optim.binding import BoundParameter
+from lightning_muon.optim.matrix_step import States
+from lightning_muon.optim.state import state_keys
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
+
+
+class KnownRoutes:
+    """Routes that were found once, until a framework swaps parameters or a group gets another ``algorithm``."""
+
+    def __init__(self) -> None:
+        # With the algorithm of the group that each was found for.
+        self._found: dict[Tensor, tuple[str, Route]] = {}
+
+    def __getitem__(self, parameter: Tensor) -> Route:
+        """The route of one of the parameters of the last :meth:`update`."""
+        return self._found[parameter][1]
+
+    def update(
+        self, groups: Sequence[dict[str, Any]], module: nn.Module | None, states: States, **patterns: Any
+    ) -> None:
+        """Look for what is not known; arguments and errors as in :func:`routes_of`.
+
+        State of parameters that are not there any more is dropped, which torch could not save, and what is left of
+        another algorithm.
+        """
+        current = {param: group["algorithm"] for group in groups for param in group["params"]}
+        known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
+        if len(known) == len(current):
+            return
+        routes = routes_of(groups, module, **patterns)
+        before, self._found = self._found, {p: known.get(p) or (now, routes[p]) for p, now in current.items()}
+        for param in [param for param in states if param not in current]:
+            del states[param]
+        for param in before.keys() & current.keys() & states.keys():
+            for key in state_keys(before[param][1].algorithm) - state_keys(self[param].algorithm):
+                states[param].pop(key, None)
 
 
 def routes_of(
@@ -87,13 +121,13 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
 
 
 def check_memory(parameters: Sequence[BoundParameter]) -> None:
-    """Raise ``ValueError`` for a parameter several of whose elements are one place in memory, as ``expand`` makes it."""
+    """Raise ``ValueError`` for a parameter with several elements in one place in memory, as ``expand`` makes it."""
     for parameter in parameters:
         local = parameter.local
         if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
             raise ValueError(
-                f"{parameter.route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements are "
-                "one place in memory, which cannot be updated in place; make it with .contiguous() or .clone()"
+                f"{parameter.route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements "
+                "are one place in memory, which cannot be updated in place; make it with .contiguous() or .clone()"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
-from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
+from lightning_muon.optim.binding import COMPARED, Binding
 from lightning_muon.optim.early import SentEarly
-from lightning_muon.optim.elementwise import ADAMW_STATE, step_sgd_
-from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
+from lightning_muon.optim.elementwise import step_sgd_
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, NodeStateCompletion, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
     Base,
     Compat,
@@ -34,7 +34,7 @@ from lightning_muon.optim.flexdemo.outer_step import IndependentNodes, OuterStep
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
-from lightning_muon.optim.state import zero_state
+from lightning_muon.optim.state import StateCompletion
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
@@ -168,7 +168,7 @@ class FlexDeMo(PlannedOptimizer):
                 "replicate_size and shard_size of the strategy to it"
             )
         self._mesh, self._between = node_mesh(mesh), None
-        if self._is_fresh:
+        if self.is_fresh:
             self._existing_state.clear()  # That of a process alone.
         self._layout = self._own_layout()
 
@@ -331,31 +331,12 @@ class FlexDeMo(PlannedOptimizer):
                 self._between = MomentumExchange(view)
         return self._between
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        self._nodes().check()
-        super()._init_state(parameters)
-
-    def _state_keys(self, parameter: BoundParameter) -> frozenset[str]:
-        return self._nodes().state_keys | (ADAMW_STATE if self._has_moments(parameter) else frozenset())
-
-    def _make_state(self, parameter: BoundParameter) -> None:
-        self._nodes().init_state(parameter.tensor)
-        state = self._existing_state[parameter.tensor]
-        if self._has_moments(parameter) and not state.keys() >= ADAMW_STATE:
-            state.update(zero_state(parameter))
-
-    def _has_moments(self, parameter: BoundParameter) -> bool:
-        return self.config.base != "sgd" and parameter.route.algorithm == "adamw"
+    def _own_completion(self) -> StateCompletion:
+        return NodeStateCompletion(self._nodes, has_moments=self.config.base != "sgd")
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         return (is_alone or self._mesh is not None) and super()._can_make_state()
-
-    def _is_stale(self, bound: Bound) -> bool:
-        return super()._is_stale(bound) or not self._nodes().is_current()
 
     def _bind(self) -> Bound:
         self._require_mesh()
