@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -12,12 +13,16 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
 class LateState(PlannedOptimizer):
-    """Its state dict has no state before the first step, like those of the optimizers of torch.
+    """Has no state before its parameters are sharded, or its first step, like the optimizers of torch.
 
     A Trainer makes the optimizer first. ``Accelerator.prepare`` then asks it for its ``state_dict``, loads that back,
     shards the model with FSDP2, and puts the shards in the place of the parameters. State that is made when it is
     asked for would be that of whole parameters, which it would keep alive as well.
     """
+
+    def _can_make_state(self) -> bool:
+        is_sharded = any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"])
+        return is_sharded and super()._can_make_state()
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. Collective where that of the base class is, once there is state."""

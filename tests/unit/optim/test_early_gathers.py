@@ -42,7 +42,7 @@ def _gradients(model: nn.Module, step: int) -> dict[Tensor, Tensor]:
 
 def _early(optimizer: ParallelMuon) -> EarlyGathers:
     assert optimizer._bound is not None
-    return EarlyGathers(optimizer._bound.matrix_step, optimizer.state)
+    return EarlyGathers(optimizer._bound.matrix_step, lambda: optimizer.state, lambda: True)
 
 
 def _chunks_of_sharded_weights() -> None:

@@ -81,7 +81,7 @@ def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, model.parameters())
     assert isinstance(optimizer, PlannedOptimizer)
-    assert not optimizer.state
+    assert not optimizer._existing_state
     optimizer.attach(model)
     assert [route.name for route in optimizer.routes] == [name for name, _ in model.named_parameters()]
     assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", *["adamw"] * 4], "the last is the head"
