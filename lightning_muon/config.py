@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -155,9 +156,10 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if not (_are_numbers(betas, 2) and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not _are_numbers(group["ns_coefficients"], 3):
-        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {group['ns_coefficients']}")
-    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
+    coefficients = group["ns_coefficients"]
+    if not (_are_numbers(coefficients, 3) and all(math.isfinite(coefficient) for coefficient in coefficients)):
+        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {coefficients}")
+    if not (type(group["ns_steps"]) is int and 1 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
     check_flag("nesterov", group.get("nesterov", True))
     for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):

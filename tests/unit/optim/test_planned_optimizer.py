@@ -268,3 +268,198 @@ def test_state_of_parameters_that_a_framework_has_replaced_is_dropped() -> None:
     optimizer.step()
     assert set(optimizer.state) == set(module.parameters())
     assert set(optimizer.state_dict()["state"]) == {0, 1}
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("lr", "fast"),
+    ("lr", float("nan")),
+    ("lr", torch.tensor(float("inf"))),
+    ("lr", torch.ones(2)),
+    ("weight_decay", None),
+    ("momentum", 1.5),
+    ("betas", (0.9,)),
+    ("ns_steps", 2.5),
+    ("ns_coefficients", (1.0, float)),
+    ("nesterov", "no"),
+    ("adjust_lr_fn", "other"),
+    ("algorithm", "sgd"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), [*BAD_VALUES, ("eps", KeyError)], ids=lambda value: str(value)[:12])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_bad_hyper_parameter_is_refused_before_anything_changes(key: str, value: Any, when: str) -> None:
+    model = _model()
+    groups = [{"params": [p for p in model.parameters() if p.ndim == ndim]} for ndim in (2, 1)]
+    optimizer = _make(ParallelMuon, groups)
+    if when == "later":
+        _train(model, optimizer, range(1))
+    group = optimizer.param_groups[1]
+    before, was = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["state"])), group[key]
+    _set_grads(model, 1)
+    group.pop(key)
+    if value is not KeyError:
+        group[key] = value
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=key if key != "lr" else ""):
+            optimizer.step()
+    assert _equal(before[0], list(model.parameters()))
+    group[key] = was
+    _assert_same_state(optimizer.state_dict()["state"], before[1])
+    optimizer.step()
+    assert not _equal(before[0], list(model.parameters()))
+
+
+def _assert_same_state(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for number, state in expected.items():
+        assert all(torch.equal(found[number][key], value) for key, value in state.items())
+
+
+def test_a_learning_rate_tensor_that_becomes_nan_is_refused() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    _train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"].fill_(float("nan"))
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(ValueError, match="lr must be finite"):
+        _train(model, optimizer, range(1, 2))
+    assert _equal(before, list(model.parameters()))
+
+
+def test_a_state_with_a_bad_hyper_parameter_is_not_loaded() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    _train(model, optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["ns_steps"] = 0
+    saved["state"][0]["step"] += 5
+    with pytest.raises(ValueError, match="ns_steps"):
+        optimizer.load_state_dict(saved)
+    _assert_same_state(optimizer.state_dict()["state"], before["state"])
+    assert optimizer.param_groups[0]["ns_steps"] == 5
+
+
+def test_a_state_of_torch_muon_brings_the_rule_that_none_means() -> None:
+    torch.manual_seed(0)
+    mine, theirs = ([nn.Parameter(torch.ones(shape)) for shape in ((13, 7), (7, 13))] for _ in range(2))
+    reference = torch.optim.Muon(theirs, lr=0.02)
+    optimizer = ParallelMuon(
+        [{"params": mine[:1], "betas": (0.5, 0.6)}, {"params": mine[1:]}], compute_dtype="bfloat16", adjust_lr_fn=None
+    )
+    saved = copy.deepcopy(reference.state_dict())
+    saved["param_groups"] = [saved["param_groups"][0] | {"params": [number]} for number in (0, 1)]
+    assert saved["param_groups"][0]["adjust_lr_fn"] is None
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6), "what the state lacks stays"
+    for step in range(3):
+        for parameters in (mine, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.param_groups[step % 2]["adjust_lr_fn"] = None
+        optimizer.step()
+        reference.step()
+    assert _equal(mine, theirs)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> None:
+    """From AdamW to Muon and back; each begins with zeros, unless its state is loaded."""
+    models = [_model() for _ in range(2)]
+    optimizer = _make(ParallelMuon, models[0].parameters(), algorithm="adamw")
+    for number, algorithm in enumerate(("adamw", "auto", "adamw")):
+        reference = _make(ParallelMuon, models[1].parameters(), algorithm=algorithm)
+        if is_loaded:
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        else:
+            optimizer.param_groups[0]["algorithm"] = algorithm
+            for parameter in models[0].parameters():
+                if parameter.ndim == 1 and number:
+                    optimizer.state.pop(parameter)  # AdamW goes on with these.
+        steps = range(2 * number, 2 * number + 2)
+        assert _equal(_train(models[0], optimizer, steps), _train(models[1], reference, steps))
+        assert {p: set(s) for p, s in optimizer.state.items()} == {
+            mine: set(reference.state[theirs])
+            for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True)
+        }
+
+
+def test_a_float16_gradient_with_a_large_norm_is_applied() -> None:
+    parameter = nn.Parameter(torch.zeros(8, 8, dtype=torch.float16))
+    bias = nn.Parameter(torch.zeros(8))
+    optimizer = ParallelMuon([parameter, bias], lr=0.1)
+    parameter.grad = torch.full((8, 8), 60000.0, dtype=torch.float16)
+    bias.grad = torch.ones(8)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert parameter.detach().isfinite().all() and (parameter < 0).all()
+    parameter.grad[0, 0] = float("inf")
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_device_is_not_that_of_the_optimizer(kind: Any) -> None:
+    results = []
+    for default in ("cpu", "meta"):
+        model = _model()
+        with torch.device(default):
+            optimizer = _make(kind, model)
+            for step in range(2):
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.grad = torch.full(parameter.shape, 0.1 * number + step, device="cpu")
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert _equal(*results)
+
+
+def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    _set_grads(model, 0)
+    model[1].weight.requires_grad_(False)
+    before = model[1].weight.clone()
+    with pytest.warns(UserWarning, match=r"1\.weight.*requires_grad=False and a gradient, which is not applied"):
+        optimizer.step()
+    assert torch.equal(model[1].weight, before)
+
+
+def test_elements_in_one_place_in_memory_are_refused_by_name() -> None:
+    weight = nn.Parameter(torch.ones(4, 1).expand(4, 3))
+    bias = nn.Parameter(torch.ones(3))
+    optimizer = ParallelMuon([("fc.weight", weight), ("fc.bias", bias)])
+    weight.grad, bias.grad = torch.ones(4, 3), torch.ones(3)
+    with pytest.raises(ValueError, match=r"fc\.weight \(4, 3\) has strides \(1, 0\)"):
+        optimizer.step()
+    assert (bias == 1).all()
+
+
+@pytest.mark.parametrize("options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", **FLOAT32}, None], ids=str)
+def test_parameters_between_other_elements_are_trained_alone(options: Any) -> None:
+    """The same as contiguous ones, for FlexDeMo on each base, and for ParallelMuon."""
+    results = []
+    for is_between in (False, True):
+        wide = [torch.ones(6, 20), torch.ones(9), torch.ones(20, 5)]
+        parts = [wide[0][:, 2:12], wide[1][1:8:2], wide[2].mT[:, :10]]
+        if not is_between:
+            parts = [part.contiguous() for part in parts]
+        parameters = [nn.Parameter(part) for part in parts]
+        optimizer = (
+            FlexDeMo(parameters, lr=0.05, **options) if options else ParallelMuon(parameters, lr=0.05, **FLOAT32)
+        )
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        results.append(parameters)
+        if is_between:
+            assert (wide[0][:, :2] == 1).all() and (wide[0][:, 12:] == 1).all()
+            assert (wide[1][::2] == 1).all() and (wide[2][10:] == 1).all()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
