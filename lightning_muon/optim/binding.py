@@ -70,12 +70,18 @@ class CheckedGroups:
 
 
 def check_group_(group: ParamGroup) -> None:
-    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range; ``None`` becomes what it means."""
+    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range.
+
+    ``None`` becomes what it means, and lists, as some checkpoints bring them, become tuples.
+    """
     missing = sorted(set(COMPARED) - group.keys())
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
     if group["adjust_lr_fn"] is None:
         group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    for key in ("betas", "ns_coefficients"):
+        if isinstance(group[key], list):
+            group[key] = tuple(group[key])
     check_hyperparameters(group)
 
 
