@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -157,9 +158,10 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if not (_are_numbers(betas, 2) and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not _are_numbers(group["ns_coefficients"], 3):
-        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {group['ns_coefficients']}")
-    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
+    coefficients = group["ns_coefficients"]
+    if not (_are_numbers(coefficients, 3) and all(math.isfinite(coefficient) for coefficient in coefficients)):
+        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {coefficients}")
+    if not (type(group["ns_steps"]) is int and 1 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
     check_flag("nesterov", group.get("nesterov", True))
     for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
@@ -183,10 +185,22 @@ def check_shared_options(options: Mapping[str, Any]) -> None:
         is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
         if not (is_sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise ValueError(f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}")
-    if not isinstance(options["fused"], Mapping):
-        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {options['fused']!r}")
+    check_fused(options["fused"])
     check_flag("error_if_nonfinite", options["error_if_nonfinite"])
     check_whole("max_skipped_steps", options["max_skipped_steps"], at_least=0)
+
+
+def check_fused(fused: object) -> None:
+    """Raise ``ValueError`` unless ``fused`` maps patterns to a number of parts, or to the sizes of the parts."""
+    if not isinstance(fused, Mapping):
+        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}")
+    for pattern, parts in fused.items():
+        sizes = parts if isinstance(parts, tuple | list) else (parts,)
+        if not isinstance(pattern, str) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(
+                f"fused must map patterns to a number of equal parts or to the sizes of the parts, such as 3 or "
+                f"(4096, 1024, 1024), got {pattern!r}: {parts!r}"
+            )
 
 
 def check_flag(key: str, value: object) -> None:

@@ -105,7 +105,7 @@ def _load_weights(directory: Path) -> dict[str, Any]:
         for key in paths:
             entry = index.state_dict_metadata[key]
             is_tensor = isinstance(entry, TensorStorageMetadata)
-            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             dcp.load(flat, storage_reader=reader, no_dist=True)

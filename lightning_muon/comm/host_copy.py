@@ -42,7 +42,7 @@ def _start_reading(tensors: Sequence[Tensor], device: torch.device) -> Callable[
         return lambda: [part.tolist() for part in kept]
     # As bytes, since one dtype for all would round large integers.
     packed = torch.cat([part.contiguous().view(torch.uint8) for part in flat])
-    host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     copied = torch.cuda.current_stream(device).record_event()
 

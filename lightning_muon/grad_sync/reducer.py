@@ -281,7 +281,7 @@ class GradientReducer:
         if self._host.group is None:
             return list(values)
         let_gloo_finish_at_exit()
-        agreed = torch.tensor(values, dtype=torch.int32)
+        agreed = torch.tensor(values, dtype=torch.int32, device="cpu")
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._host.group)
         return agreed.tolist()
 

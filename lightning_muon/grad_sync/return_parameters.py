@@ -310,7 +310,7 @@ class _Travelling:
         group, brought = self._to_go.pop(0)
         mine = [self._pieces[index] for index, _ in brought[group.rank]]
         # Must stay as it is until the messages are done.
-        self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0)
+        self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0, device="cpu")
         # Of each rank that sends some: a flat buffer, the parts that it is for unless it is their memory itself, and
         # their sizes.
         received: dict[int, tuple[Tensor, list[Tensor], list[int]]] = {}

@@ -104,7 +104,7 @@ class TokenCount:
         if self._sum is not None:
             return
         tokens, problem = _tokens_and_problem(self._window)
-        values = torch.tensor([tokens, float(bool(problem))], dtype=torch.float64)
+        values = torch.tensor([tokens, float(bool(problem))], dtype=torch.float64, device="cpu")
         work = start_all_reduce_sum(values, self._group) if self._group.group is not None else None
         self._sum = _Sum(values, problem, work)
 

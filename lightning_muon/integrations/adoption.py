@@ -58,12 +58,17 @@ class ReplacedParameters:
                 name = self._replaced.get(parameter)
                 if name is None:
                     continue
-                if parameter in optimizer.state:
+                if not _is_fresh(optimizer) and parameter in optimizer.state:
                     raise ValueError(
                         f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
                         "optimizer anew (in Lightning in configure_optimizers), and load its state after the sharding"
                     )
                 group["params"][index] = current[name]
+
+
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what there is of state can be made again."""
+    return isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh
 
 
 def check_choice(choice: object) -> None:

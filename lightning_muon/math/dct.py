@@ -31,7 +31,8 @@ def groups(blocks: Float[Tensor, "num ..."]) -> Iterator[slice]:
 @cache
 def dct_basis(size: int, device: torch.device) -> Float[Tensor, "size size"]:
     """Rows are the cosines ``C[k]`` from low to high frequency; float32, computed in float64. Not to be changed."""
-    angles = torch.arange(size, dtype=torch.float64)[:, None] * (2 * torch.arange(size, dtype=torch.float64) + 1)
+    numbers = torch.arange(size, dtype=torch.float64, device="cpu")
+    angles = numbers[:, None] * (2 * numbers + 1)
     basis = torch.cos(angles * (math.pi / (2 * size))) * math.sqrt(2 / size)
     basis[0] = math.sqrt(1 / size)
     return basis.to(device, torch.float32)

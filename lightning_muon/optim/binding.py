@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather, require_equal
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
-from lightning_muon.config import Assignment, Dedupe, Overlap
+from lightning_muon.config import Assignment, Dedupe, Overlap, check_hyperparameters
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
 from lightning_muon.optim.meshes import MeshMembers
@@ -34,6 +35,69 @@ COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
     *("betas", "adamw_eps", "algorithm"),
 )
+
+
+_VALUES = itemgetter(*COMPARED)
+
+
+class CheckedGroups:
+    """Checks hyper-parameters of param groups, which users, schedulers and loaded states change at any time."""
+
+    def __init__(self) -> None:
+        self._right: list[tuple[Any, ...]] = []
+
+    def check(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise ``ValueError`` for the first value that no step can be taken with; a few microseconds per group. Local.
+
+        Values that were right the last time are not looked at again. The value of a learning rate that is a tensor on
+        a device is not looked at, since the host would have to wait for it.
+        """
+        try:
+            values = list(map(_VALUES, groups))
+        except KeyError:
+            values = []
+        for number, group in enumerate(groups):
+            is_known = number < len(values) and number < len(self._right) and values[number] == self._right[number]
+            if not is_known or (isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu"):
+                check_group_(group)
+        self._right = list(map(_VALUES, groups))
+
+    def are_right(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether :meth:`check` raises nothing; local."""
+        try:
+            self.check(groups)
+        except Exception:  # What is no number may raise anything when it is compared.
+            return False
+        return True
+
+
+def check_group_(group: ParamGroup) -> None:
+    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range.
+
+    ``None`` becomes what it means, and lists, as some checkpoints bring them, become tuples.
+    """
+    missing = sorted(set(COMPARED) - group.keys())
+    if missing:
+        raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
+    if group["adjust_lr_fn"] is None:
+        group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    for key in ("betas", "ns_coefficients"):
+        if isinstance(group[key], list):
+            group[key] = tuple(group[key])
+    check_hyperparameters(group)
+
+
+def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
+    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
+
+    Raises:
+        ValueError: If a hyper-parameter is out of range.
+    """
+    groups = [dict(group) for group in saved]
+    for group, before in zip(groups, own, strict=False):
+        group |= {key: before[key] for key in keys if key in before and key not in group}
+        check_group_(group)
+    return groups
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,14 @@ _NOTHING_READ: Mapping[Tensor, float] = {}
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
 _LEAST_ALONE = 1 << 20
 
+# Keys of the state of one parameter.
+ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
 
 def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     """State of one parameter, with the keys of ``torch.optim.AdamW``; the moments are laid out like the parameter."""
     return {
-        "step": torch.zeros((), dtype=torch.float32),
+        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
         "exp_avg": layout.zeros_like(parameter),
         "exp_avg_sq": layout.zeros_like(parameter),
     }
@@ -66,17 +69,22 @@ def adamw_step_(
     if not params:
         return
     beta1, beta2 = group["betas"]
+    is_fused = params[0].device.type == "cpu"
+    moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
+    given = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
+    if is_fused:
+        given = [_in_order_of_first(tensors) for tensors in given]
+    used = [tuple(tensor.contiguous() for tensor in tensors) for tensors in given] if is_fused else given
     adamw(
-        list(params),
-        # The fused kernel of CPUs takes the memory order of all tensors for that of the first.
-        [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)],
-        [local_tensor(state["exp_avg"]) for state in states],
-        [local_tensor(state["exp_avg_sq"]) for state in states],
+        [tensors[0] for tensors in used],
+        [tensors[1] for tensors in used],
+        [tensors[2] for tensors in used],
+        [tensors[3] for tensors in used],
         [],
         [state["step"] for state in states],
         foreach=params[0].device.type == "cuda",
         # One pass over memory: on a CPU it takes a third to a fifth of the time of one operation after the other.
-        fused=params[0].device.type == "cpu",
+        fused=is_fused,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -85,6 +93,22 @@ def adamw_step_(
         eps=group["adamw_eps"],
         maximize=False,
     )
+    for (param, _, *own), (new_param, _, *new) in zip(given, used, strict=True):
+        for tensor, value in zip((param, *own), (new_param, *new), strict=True):
+            if tensor is not value:
+                tensor.copy_(value)
+
+
+def _in_order_of_first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Views of tensors of one shape whose dimensions are in the order in which the first one lies in memory.
+
+    The fused kernel of CPUs runs over ``numel`` elements of each tensor from the first address on: gaps between the
+    rows, or tensors that lie in memory in different orders, would be wrong, so that only contiguous tensors may go
+    there. A transposed or channels-last weight with state like it is contiguous as such a view.
+    """
+    strides = tensors[0].stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return tensors if order == list(range(len(strides))) else tuple(tensor.permute(order) for tensor in tensors)
 
 
 def sgd_step_(

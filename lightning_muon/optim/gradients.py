@@ -178,7 +178,9 @@ def _agree_on_mesh(
         if has and not bad:
             found.promise(tensor)
     nonfinite = _nonfinite(tensors, found) if check and looks else [False] * len(tensors)
-    keys, sent, void = _early_flags(early, tensors, found, looks=looks)
+    # A rank that needs a new plan may lack the state that it would have to compare.
+    compares = looks and not findings.is_stale
+    keys, sent, void = _early_flags(early, tensors, found, compares=compares)
     so_far = [
         *(findings.is_stale, findings.must_stop, findings.is_left_in_backward),
         findings.may_lack_gradients or any(have),
@@ -202,13 +204,13 @@ def _agree_on_mesh(
 
 
 def _early_flags(
-    early: SentEarly | None, tensors: Sequence[Tensor], found: Gradients, *, looks: bool
+    early: SentEarly | None, tensors: Sequence[Tensor], found: Gradients, *, compares: bool
 ) -> tuple[list[str], list[bool], list[bool]]:
     """The chunks of a mesh, whether this rank has sent them, and whether it knows that they are void."""
     if early is None:
         return [], [], []
     keys = early.keys(set(tensors))
-    void = [early.lacks(key, found) or (looks and bool(early.differs(key, found))) for key in keys]
+    void = [early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
     return keys, [early.is_sent(key) for key in keys], void
 
 
@@ -217,7 +219,7 @@ def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[in
 
     Collective over the mesh; every rank of it must call it.
     """
-    counts = torch.tensor([flag for each in flags for flag in each], dtype=torch.int32)
+    counts = torch.tensor([flag for each in flags for flag in each], dtype=torch.int32, device="cpu")
     if members.host.group is not None:
         start_all_reduce_sum(counts, members.host).wait()
     values = iter(counts.tolist())
@@ -265,8 +267,13 @@ def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
     """Norm of each local gradient that has elements."""
     filled = [tensor for tensor in tensors if tensor in found and found[tensor].numel()]
     # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
-    norms = torch._foreach_norm([found[tensor] for tensor in filled]) if filled else ()
-    return dict(zip(filled, norms, strict=True))
+    norms: dict[Tensor, Tensor] = {}
+    for is_half in (False, True):
+        members = [tensor for tensor in filled if (found[tensor].dtype == torch.float16) is is_half]
+        if members:  # In float16 a norm ends at 65504; bfloat16 has the range of float32, which takes twice as long.
+            dtype = torch.float32 if is_half else None
+            norms.update(zip(members, torch._foreach_norm([found[t] for t in members], 2, dtype=dtype), strict=True))
+    return {tensor: norms[tensor] for tensor in filled}
 
 
 class _Look:

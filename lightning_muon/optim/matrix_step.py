@@ -116,8 +116,10 @@ class MatrixStep:
         """The chunks that travel to their owners, in the order in which backward finishes them."""
         return [chunk for key, chunk in self.chunks.items() if f"{GATHER}[{key}]" in self._by_name]
 
-    def start_early(self, key: str, gradients: Gradients, states: States) -> None:
+    def start_early(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
         """Send the look-ahead of a chunk to its owners before the step; every gradient of the chunk must be there.
+
+        Without ``packs`` whatever is in the buffer is sent, for a chunk that will not count.
 
         Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
         chunks.
@@ -126,7 +128,7 @@ class MatrixStep:
         with self.executor.memory_of_step():
             self._transfers[key].take_gather_buffers()
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
-        for kind in (MOMENTUM, GATHER):
+        for kind in (MOMENTUM, GATHER) if packs else (GATHER,):
             self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
         self._inputs = None
 

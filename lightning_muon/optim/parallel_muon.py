@@ -134,7 +134,11 @@ class ParallelMuon(PlannedOptimizer):
         for line in _decisions(binding):
             _log.info(line)
         chunks = [chunk for chunk in step.gathered_chunks if chunk.group.sends_early]
-        return EarlyGathers(step, self.state, chunks) if chunks else None
+        if not chunks:
+            return None
+        return EarlyGathers(
+            step, lambda: self._existing_state, lambda: self._checked_groups.are_right(self.param_groups), chunks
+        )
 
 
 def _decisions(binding: Binding) -> list[str]:

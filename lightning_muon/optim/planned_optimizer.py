@@ -20,20 +20,28 @@ from lightning_muon.config import (
     DtypeName,
     Overlap,
     check_flag,
-    check_hyperparameters,
+    check_fused,
     check_plan_options,
 )
 from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.finite import FiniteCheck
-from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
+from lightning_muon.optim.binding import (
+    Binding,
+    BoundParameter,
+    CheckedGroups,
+    PlanOptions,
+    bind,
+    check_group_,
+    completed_groups,
+)
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import step_elementwise_
 from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, GradientsAreNotFinite, agree_on_gradients
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
-from lightning_muon.optim.routes import routes_of, warn_of_shapes
-from lightning_muon.optim.state import convert_, init_state
+from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
+from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, convert_
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
@@ -60,6 +68,7 @@ class PlannedOptions:
     def __post_init__(self) -> None:
         check_dtypes(self.compute_dtype, self.wire_dtype)
         check_plan_options(vars(self))
+        check_fused(self.fused or {})
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
@@ -86,7 +95,7 @@ class Bound:
     units: Sequence[FSDPModule]
 
 
-class PlannedOptimizer(torch.optim.Optimizer):
+class PlannedOptimizer(CompleteStateOptimizer):
     """An optimizer that makes one plan with all ranks at its first step, and a new one when its parameters change.
 
     ``step()`` is collective over the meshes of the parameters; every rank of them must call it. A gradient that only
@@ -111,12 +120,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._options = options
         self._module = params if isinstance(params, nn.Module) else None
-        self._routes: dict[Tensor, Route] = {}
+        self._routes = KnownRoutes()
         self._bound: Bound | None = None
+        self._checked_groups = CheckedGroups()
+        self._completion = self._own_completion()
         self._private_groups = PrivateGroups()
         self._layout = layout
-        # Whether the state is still as it was made.
-        self._is_fresh = True
         # Whether a backward pass has reached any parameter since the last step.
         self._is_reached = False
         self._stop_watching: Callable[[], object] | None = None
@@ -128,7 +137,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
         self._module = module
-        self._routes = {}
+        self._routes = KnownRoutes()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now.
@@ -145,15 +154,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         self.route(module)
         if layout is not None and layout is not self._layout:
-            if self._is_fresh:
-                self.state.clear()
-            if self.state:
+            if self.is_fresh:
+                self._existing_state.clear()
+            if self._existing_state:
                 raise RuntimeError(
                     f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
                     "before its first step, and load a state_dict afterwards"
                 )
             self._layout, self._bound = layout, None
-        self._init_state(self._bind_parameters())
+        self._complete_state()
 
     @property
     def routes(self) -> list[Route]:
@@ -163,9 +172,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""
         group = self.defaults | param_group
-        if group["adjust_lr_fn"] is None:
-            group["adjust_lr_fn"] = "original"
-        check_hyperparameters(group)
+        check_group_(group)
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -178,7 +185,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         try:
             self._step(has_loss=closure is None or loss is not None)
         except GradientsAreNotFinite as found:
-            self._layout.forget([param for group in self.param_groups for param in group["params"]])
+            self._layout.forget(self._all_parameters())
             self._finite_check.observe(found.names)
         else:
             self._finite_check.observe(())
@@ -197,7 +204,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that live outside of the tensors are forgotten, too."""
         super().zero_grad(set_to_none)
-        parameters = [param for group in self.param_groups for param in group["params"]]
+        parameters = self._all_parameters()
         self._layout.forget(parameters)
         if self._module is not None:
             forget_unreduced(self._module, parameters)
@@ -223,7 +230,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         taking_part = [
             parameter.tensor for parameter in bound.binding.parameters if parameter.tensor in received.gradients
         ]
-        self._is_fresh = False
+        self.is_fresh = False
         self._layout.begin_step(taking_part)
         bound.matrix_step.run(
             received.gradients,
@@ -244,36 +251,45 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As in torch; hyper-parameters that another optimizer's state lacks get their defaults."""
+        """As in torch."""
         super().__setstate__(state)
         self.__dict__.setdefault("_private_groups", PrivateGroups())
         self.__dict__.setdefault("_layout", self._own_layout())
-        self.__dict__.setdefault("_is_fresh", False)
+        self.__dict__.setdefault("is_fresh", False)
         self.__dict__.setdefault("_is_reached", True)
         self.__dict__.setdefault("_stop_watching", None)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+        self.__dict__.setdefault("_checked_groups", CheckedGroups())
+        self.__dict__.setdefault("_completion", self._own_completion())
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state of every parameter is there also before the first step.
 
         Collective over the mesh of parameters whose state is divided (``sharding="zero2"``).
         """
-        self._init_state(self._bind_parameters())
+        self._complete_state()
         packed = super().state_dict()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._all_parameters()
         packed["state"] = {number: dict(state) for number, state in packed["state"].items()}
         convert_([(parameters[number], state) for number, state in packed["state"].items()], self._layout.saved)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective as :meth:`state_dict` is."""
-        self._is_fresh = False
-        super().load_state_dict(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        states = [(parameter, self.state[parameter]) for parameter in parameters if parameter in self.state]
-        convert_(states, self._layout.loaded)
+        """As in torch; collective as :meth:`state_dict` is.
+
+        Hyper-parameters that another optimizer's state lacks stay as they are.
+
+        Raises:
+            ValueError: If a hyper-parameter is out of range; nothing has changed then.
+        """
+        groups = completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        self.is_fresh = False
+        self._completion.loaded()
+        parameters = self._all_parameters()
+        states = self._existing_state
+        convert_(
+            [(parameter, states[parameter]) for parameter in parameters if parameter in states], self._layout.loaded
+        )
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -299,13 +315,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
         del bound
         return agreed
 
-    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        """State of the parameters that have none; local."""
-        init_state(parameters, self.state)
+    def _complete_state(self) -> None:
+        self._completion.complete(self._bind_parameters(), self._existing_state)
+
+    def _own_completion(self) -> StateCompletion:
+        """How the state of a parameter is made."""
+        return StateCompletion()
 
     def _step_elementwise(self, binding: Binding, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         """Update the parameters that are no matrices; local."""
         step_elementwise_(binding, gradients, self.state, numbers)
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""
@@ -314,19 +336,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _bind_parameters(self) -> list[BoundParameter]:
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
-        current = [param for group in self.param_groups for param in group["params"]]
-        if any(param not in self._routes for param in current):
-            options = self._options
-            found = routes_of(
-                self.param_groups,
-                self._module,
-                adamw_patterns=options.adamw_patterns,
-                muon_patterns=options.muon_patterns,
-                fused=options.fused,
-            )
-            self._routes = {param: self._routes.get(param) or found[param] for param in current}
-            self._forget_replaced()
-            self._check_backends(current)
+        options = self._options
+        are_new = self._routes.update(
+            self.param_groups,
+            self._module,
+            self._existing_state,
+            adamw_patterns=options.adamw_patterns,
+            muon_patterns=options.muon_patterns,
+            fused=options.fused,
+        )
+        if are_new:
+            self._check_backends(self._all_parameters())
         return [
             BoundParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
@@ -340,34 +360,31 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
                 require_backend(mesh, parameter.device, f"{self._routes[parameter].name} {tuple(parameter.shape)} is")
 
-    def _forget_replaced(self) -> None:
-        """Drop the state of parameters that a framework has replaced: torch could not save it, nobody reads it."""
-        current = {param for group in self.param_groups for param in group["params"]}
-        for param in [param for param in self.state if param not in current]:
-            del self.state[param]
-
     def _key(self) -> tuple[Any, ...]:
         """Changes when the plan must be made anew."""
         params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
-        return id(self._module), *params
+        return id(self._module), *(group.get("algorithm") for group in self.param_groups), *params
 
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
         options = self._options
-        meshes = group_by_mesh([param for group in self.param_groups for param in group["params"]], self._layout)
+        meshes = group_by_mesh(self._all_parameters(), self._layout)
         parameters: list[BoundParameter] = []
         error: Exception | None = None
         try:
+            self._checked_groups.check(self.param_groups)
             parameters = self._bind_parameters()
+            check_memory(parameters)
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
                 require_muon(parameter.route for parameter in parameters)
-            self._init_state(parameters)
+            self._completion.complete(parameters, self._existing_state)
         except Exception as problem:
             error = problem
         fail_on_all_meshes(error, meshes)
         if self._module is None:
             warn_of_shapes(parameters)
+        warn_of_frozen_gradients(parameters)
         device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
@@ -390,16 +407,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
         tensors = [parameter.tensor for parameter in parameters]
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
         self._is_reached = True  # Nobody has watched until now.
+        self._completion.agree(binding, self._existing_state)
         self._bound = Bound(self._key(), binding, step, self._early(binding, step), fsdp_units_of(tensors))
         return self._bound
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> Agreement | None:
         is_trainable = any(param.requires_grad for group in self.param_groups for param in group["params"])
+        is_valid = self._checked_groups.are_right(self.param_groups)
+        is_complete = self._completion.is_complete(self._existing_state)
         return agree_on_gradients(
             bound.binding,
             bound.early,
             error_if_nonfinite=self._options.error_if_nonfinite,
-            is_stale=bound.key != self._key(),
+            is_stale=bound.key != self._key() or not is_valid or not is_complete,
             is_left_in_backward=is_left_in_backward(bound.units),
             # The user may have thrown gradients away, but where none has come a backward pass has failed.
             may_lack_gradients=self._is_reached or not has_loss or not is_trainable,

@@ -12,7 +12,42 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.optim.binding import BoundParameter
+from lightning_muon.optim.matrix_step import States
+from lightning_muon.optim.state import state_keys
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
+
+
+class KnownRoutes:
+    """Routes that were found once, until a framework swaps parameters or a group gets another ``algorithm``."""
+
+    def __init__(self) -> None:
+        # With the algorithm of the group that each was found for.
+        self._found: dict[Tensor, tuple[str, Route]] = {}
+
+    def __getitem__(self, parameter: Tensor) -> Route:
+        """The route of one of the parameters of the last :meth:`update`."""
+        return self._found[parameter][1]
+
+    def update(
+        self, groups: Sequence[dict[str, Any]], module: nn.Module | None, states: States, **patterns: Any
+    ) -> bool:
+        """Look for what is not known, and return whether there was any; arguments and errors as in :func:`routes_of`.
+
+        State of parameters that are not there any more is dropped, which torch could not save, and what is left of
+        another algorithm.
+        """
+        current = {param: group["algorithm"] for group in groups for param in group["params"]}
+        known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
+        if len(known) == len(current):
+            return False
+        routes = routes_of(groups, module, **patterns)
+        before, self._found = self._found, {p: known.get(p) or (now, routes[p]) for p, now in current.items()}
+        for param in [param for param in states if param not in current]:
+            del states[param]
+        for param in before.keys() & current.keys() & states.keys():
+            for key in state_keys(before[param][1].algorithm) - state_keys(self[param].algorithm):
+                states[param].pop(key, None)
+        return True
 
 
 def routes_of(
@@ -84,6 +119,28 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
             "group with algorithm='auto' or 'adamw'"
         )
     return replace(by_shape, reason=reason)
+
+
+def check_memory(parameters: Sequence[BoundParameter]) -> None:
+    """Raise ``ValueError`` for a parameter with several elements in one place in memory, as ``expand`` makes it."""
+    for parameter in parameters:
+        local = parameter.local
+        if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            raise ValueError(
+                f"{parameter.route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements "
+                "are one place in memory, which cannot be updated in place; make it with .contiguous() or .clone()"
+            )
+
+
+def warn_of_frozen_gradients(parameters: Sequence[BoundParameter]) -> None:
+    """Say once per plan, on rank 0, that the gradients of frozen parameters are not applied."""
+    found = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"{len(found)} parameters ({found[0]}, ...) have requires_grad=False and a gradient, which is not applied; "
+            "set requires_grad=True to train them, or grad=None",
+            stacklevel=4,
+        )
 
 
 def warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:

@@ -2,24 +2,136 @@
 
 from __future__ import annotations
 
+import warnings
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.optim.binding import BoundParameter
-from lightning_muon.optim.elementwise import init_adamw_state
+from lightning_muon.comm.exchange import start_all_reduce_sum
+from lightning_muon.optim.binding import Binding, BoundParameter
+from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
 from lightning_muon.optim.matrix_step import States
 
+MUON_STATE = frozenset({"momentum_buffer"})
 
-def init_state(parameters: Sequence[BoundParameter], states: States) -> None:
-    """Zero state for each parameter that has none, frozen ones too, so that all ranks have equal keys; local."""
-    for parameter in parameters:
-        state, layout = states[parameter.tensor], parameter.layout
-        if parameter.route.algorithm == "muon" and "momentum_buffer" not in state:
-            state["momentum_buffer"] = layout.zeros_like(parameter.tensor)
-        elif parameter.route.algorithm == "adamw" and "exp_avg" not in state:
-            state.update(init_adamw_state(parameter.tensor, layout))
+
+def state_keys(algorithm: str) -> frozenset[str]:
+    """What the state of a parameter on ``algorithm`` must have."""
+    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
+
+
+def zero_state(parameter: BoundParameter) -> dict[str, Any]:
+    """State of a parameter before its first step, laid out like the parameter; local."""
+    if parameter.route.algorithm == "adamw":
+        return init_adamw_state(parameter.tensor, parameter.layout)
+    return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)}
+
+
+class StateCompletion:
+    """Zero state in the place of what is missing, on all ranks alike; ``states`` are those of an optimizer."""
+
+    def __init__(self) -> None:
+        self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
+        # Parameters for which zero state was made since the ranks last agreed.
+        self._made: set[Tensor] = set()
+
+    def keys(self, parameter: BoundParameter) -> frozenset[str]:
+        """What the state of a parameter must have."""
+        return state_keys(parameter.route.algorithm)
+
+    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+        """Put zero state of a parameter in the place of what there is; local."""
+        state.update(zero_state(parameter))
+
+    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
+        """Make what these parameters lack, frozen ones too, so that all ranks have equal keys; local."""
+        for parameter in parameters:
+            state = states[parameter.tensor]
+            if not state.keys() >= self.keys(parameter):
+                self._made.add(parameter.tensor)
+                self.fill(parameter, state)
+
+    def loaded(self) -> None:
+        """The states are those of a checkpoint now; local."""
+        self._made.clear()
+
+    def is_complete(self, states: States) -> bool:
+        """Whether nothing is missing or was made since the last :meth:`agree`; local."""
+        nothing = dict[str, Any]()
+        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+
+    def agree(self, binding: Binding, states: States) -> None:
+        """Begin with zero state on all ranks for each parameter for which only some of them had to make it.
+
+        Collective over the meshes of the parameters; every rank of them must call it.
+        """
+        lost: list[Tensor] = []
+        for members in binding.meshes:
+            if members.host.group is not None:
+                made = [tensor in self._made for tensor in members.tensors]
+                counts = torch.tensor(made, dtype=torch.int32, device="cpu")
+                start_all_reduce_sum(counts, members.host).wait()
+                is_lost = (counts > 0).logical_and(counts < members.host.size).tolist()
+                lost += [tensor for tensor, one in zip(members.tensors, is_lost, strict=True) if one]
+        if lost:
+            for tensor in lost:
+                states.pop(tensor, None)
+            self.complete(binding.parameters, states)
+        self._made.clear()
+        self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in binding.parameters)
+        if lost and dist.get_rank() == 0:
+            warnings.warn(
+                f"some ranks had no optimizer state for {len(lost)} parameters ({binding.names[lost[0]]}, ...), so all "
+                "ranks begin with zeros for them; clear or load state on all ranks alike",
+                stacklevel=2,
+            )
+
+
+class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer whose state is complete from the start, though nothing is made before somebody asks for it.
+
+    Frameworks replace parameters after the optimizer was made, so that there must be nothing for them then.
+
+    Attributes:
+        is_fresh: Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
+    """
+
+    is_fresh = True
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """As in torch, and complete: zeros are made when it is first asked for.
+
+        ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
+        parameters on the meta device, which have no final form yet, there is none.
+        """
+        if (self.is_fresh or not self._existing_state) and self._can_make_state():
+            self._complete_state()
+        return self._existing_state
+
+    @state.setter
+    def state(self, state: dict[Tensor, Any]) -> None:
+        self.__dict__["state"] = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+
+    @property
+    def _existing_state(self) -> defaultdict[Tensor, Any]:
+        """State without what :attr:`state` adds to it."""
+        return self.__dict__["state"]
+
+    def _can_make_state(self) -> bool:
+        """Whether some parameters have no state, and all are such that it can be laid out like them; local."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        has_all = all(parameter in self._existing_state for parameter in parameters)
+        return not has_all and not any(parameter.is_meta for parameter in parameters)
+
+    @abstractmethod
+    def _complete_state(self) -> None:
+        """Make the state that parameters lack; local."""
 
 
 def convert_(

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_muon.config import check_fused
 from lightning_muon.params.layer_types import Kind, is_transposed_linear, layer_kind
 from lightning_muon.params.output_heads import OutputHeads, find_output_heads
 from lightning_muon.params.uses import Use, parameter_uses
@@ -102,6 +103,7 @@ def _apply_patterns(
     names = [name for uses in places for name in _names(uses)]
     for key, patterns in (("adamw_patterns", adamw), ("muon_patterns", muon), ("fused", fused)):
         _check_patterns(key, patterns, names)
+    check_fused(fused)
     routes = [_override(route, uses, adamw, muon) for route, uses in zip(routes, places, strict=True)]
     for pattern, parts in fused.items():
         routes = _declare_fused(routes, places, pattern, parts)
@@ -208,11 +210,11 @@ def _split_sizes(route: Route, shape: tuple[int, ...], dim: int, parts: int | Se
         raise ValueError(f"{where} is a stack of matrices already; leave it out of fused")
     size = shape[dim]
     if isinstance(parts, int):
-        if parts < 1 or size % parts != 0:
+        if size % parts != 0:
             raise ValueError(f"{where} cannot be divided into {parts} equal parts along dim {dim} of size {size}")
         return (size // parts,) * parts
-    sizes = tuple(int(part) for part in parts)
-    if any(part < 1 for part in sizes) or sum(sizes) != size:
+    sizes = tuple(parts)
+    if sum(sizes) != size:
         raise ValueError(f"{where} has size {size} along dim {dim}, but the parts {sizes} sum to {sum(sizes)}")
     return sizes
 

@@ -33,7 +33,7 @@ def check_blocks(replicator: Replicator, shape: tuple[int, ...], turn: Turn = _T
         turn: What it is told.
     """
     name, numel = type(replicator).__name__, math.prod(shape)
-    blocks = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    blocks = torch.randn(2, *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     given = blocks.clone()
     sent = replicator.encode(blocks, turn)
     again = replicator.encode(blocks, turn)

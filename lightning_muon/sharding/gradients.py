@@ -175,8 +175,8 @@ class _ReducedScalars:
 
     def share_of(self, parameter: nn.Parameter) -> Tensor:
         """The result that is part of the gradient, zero if there is none."""
-        reference, value = self._kept.get(id(parameter), (None, torch.zeros(())))
-        return value if reference is not None and reference() is parameter.grad else torch.zeros(())
+        reference, value = self._kept.get(id(parameter), (None, torch.zeros((), device="cpu")))
+        return value if reference is not None and reference() is parameter.grad else torch.zeros((), device="cpu")
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Remember that the gradient is a result."""
@@ -204,7 +204,8 @@ def average_scalar_gradients(
         return
     reduced = reduced or _ReducedScalars()
     # (kept result, what was added to it, whether there is a gradient) x parameters
-    packed = torch.zeros(3, len(scalars), dtype=torch.float64 if _has_double(scalars) else torch.float32)
+    dtype = torch.float64 if _has_double(scalars) else torch.float32
+    packed = torch.zeros(3, len(scalars), dtype=dtype, device="cpu")
     for column, parameter in enumerate(scalars):
         if parameter.grad is not None:
             packed[0, column] = reduced.share_of(parameter)

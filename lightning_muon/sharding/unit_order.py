@@ -132,7 +132,7 @@ class UnitOrder:
         """
         self.mark("end")
         words = self.words()
-        message = torch.tensor([*words, *more], dtype=torch.int32)
+        message = torch.tensor([*words, *more], dtype=torch.int32, device="cpu")
         if host.group is not None:
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group)
         agreed = message.tolist()

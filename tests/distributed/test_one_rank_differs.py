@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.params.layout import local_tensor
 from tests.support.processes import ProcessPool
 
 
@@ -189,3 +191,46 @@ def test_routes_outlive_a_forward_pass_that_unshards_the_module(gloo: ProcessPoo
         expected = ["adamw", "muon", "adamw", "adamw", "adamw"]
         assert found[:5] == found[6:] == expected
         assert "Call module.reshard() first" in found[5]
+
+
+def _bad_on_rank_1(key: str, value: Any, when: str) -> list[bool]:
+    """Whether the step raises, whether nothing changed, and whether the next steps are as if nothing had been."""
+    results: list[list[Tensor]] = []
+    found: list[bool] = []
+    for is_tried in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 7), nn.Linear(7, 3))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", chunk_bytes=1)
+        for step in range(4):
+            is_bad = is_tried and step == 2
+            before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+            was = optimizer.param_groups[0][key]
+            if is_bad and when == "before backward" and dist.get_rank() == 1:
+                optimizer.param_groups[0][key] = value
+            model(torch.full((2, 5), 0.1 * step)).square().sum().backward()
+            if is_bad and dist.get_rank() == 1:
+                optimizer.param_groups[0][key] = value
+            if is_bad:
+                try:
+                    optimizer.step()
+                except (ValueError, RuntimeError) as error:
+                    found.append(key in str(error))
+                optimizer.param_groups[0][key] = was
+                after = [local_tensor(parameter.detach()) for parameter in model.parameters()]
+                found.append(all(torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([local_tensor(parameter.detach()) for parameter in model.parameters()])
+    return [*found, all(torch.equal(one, other) for one, other in zip(*results, strict=True))]
+
+
+@pytest.mark.parametrize(("key", "value"), [("momentum", "0.9"), ("adjust_lr_fn", "other"), ("betas", 3)])
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+def test_a_bad_hyper_parameter_of_one_rank_is_an_error_on_all(
+    gloo: ProcessPool, key: str, value: Any, when: str
+) -> None:
+    for found in gloo.run(_bad_on_rank_1, key, value, when, world_size=2, timeout=30):
+        assert found == [True, True, True]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +108,70 @@ def _mixed_meshes() -> list[Tensor]:
 def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool) -> None:
     for differences in gloo.run(_mixed_meshes):
         assert max(map(float, differences)) <= 1e-6
+
+
+def _lose(optimizer: ParallelMuon, how: str) -> None:
+    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "pop":
+        for parameter in weights[:2]:
+            optimizer.state.pop(parameter)
+    else:
+        zeros = {p: {key: torch.zeros_like(v) for key, v in state.items()} for p, state in optimizer.state.items()}
+        optimizer.state = defaultdict(dict, zeros if how == "zeros" else {})
+
+
+def _train_and_lose(how: str, ranks: Sequence[int], when: str, **options: Any) -> list[Tensor]:
+    """Five steps; ``ranks`` lose state before and in the fourth, before or after its backward pass."""
+    model = _model()
+    if dist.get_world_size() > 1:
+        for layer in model[1:]:  # type: ignore[index]
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", chunk_bytes=1, **options)
+    for step in range(5):
+        is_lost = step in (2, 3) and dist.get_rank() in ranks
+        if is_lost and when == "before backward":
+            _lose(optimizer, how)
+        tokens = torch.randint(17, (8,), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
+        if is_lost and when == "after backward":
+            _lose(optimizer, how)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("clear", (0, 1, 2)), ("pop", (0, 1, 2)), ("zeros", (0, 1, 2)), ("new", (0, 1, 2)), ("pop", (1,))],
+)
+def test_state_that_is_lost_begins_with_zeros_on_all_ranks(
+    gloo: ProcessPool, how: str, ranks: tuple[int, ...], when: str
+) -> None:
+    (expected,) = gloo.run(_train_and_lose, how, (0,), when, world_size=1)
+    early = gloo.run(_train_and_lose, how, ranks, when, world_size=3)
+    late = gloo.run(_train_and_lose, how, ranks, when, overlap="off", world_size=3)
+    for rank, weights in enumerate(early):
+        assert all(torch.equal(one, other) for one, other in zip(weights, late[rank], strict=True))
+        for found, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+def _asked_before_the_first_step() -> list[bool]:
+    """Whether weights after three steps are those of an optimizer that was not asked, and state was zero."""
+    (plain, first), (asked, second) = _sharded(), _sharded()
+    state = get_optimizer_state_dict(asked, second)
+    values = [v for one in state["state"].values() for v in one.values()]  # type: ignore[union-attr]
+    are_zero = all(not (v.full_tensor() if isinstance(v, DTensor) else v).any() for v in values)
+    set_optimizer_state_dict(asked, second, state)
+    _steps(plain, first, 0, 3)
+    _steps(asked, second, 0, 3)
+    return [are_zero, len(state["state"]) == 7, all(map(torch.equal, _weights(plain), _weights(asked)))]
+
+
+def test_torch_asks_for_a_state_without_having_a_step_taken(gloo: ProcessPool) -> None:
+    for found in gloo.run(_asked_before_the_first_step, world_size=2):
+        assert found == [True, True, True]

@@ -26,6 +26,8 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("lr", "1e-3"), ("lr", None), ("momentum", True), ("betas", ("0.9", 0.95)), ("ns_coefficients", (1, 2, "3")),
      ("nesterov", "no"), ("error_if_nonfinite", 1), ("compute_dtype", "float16"), ("compute_dtype", torch.bfloat16),
      ("wire_dtype", "bf16"), ("adamw_patterns", "*.x"), ("muon_patterns", (3,)), ("fused", ["*.qkv"]),
+     ("fused", {"*": True}), ("fused", {"*": "4"}), ("fused", {"*": (2, 2.0)}), ("fused", {"*": ()}), ("fused", {3: 3}),
+     ("fused", {"*": 0}), ("ns_steps", True), ("ns_coefficients", (1.0, 2.0, float("nan"))),
      ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:

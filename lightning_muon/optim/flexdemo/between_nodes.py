@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.mesh import ALONE, PrivateGroups, axis_group
+from lightning_muon.optim.binding import BoundParameter
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.exchange import Nodes
 from lightning_muon.optim.flexdemo.layout import NodeLayout, Rule
 from lightning_muon.optim.matrix_step import Gradients, States
+from lightning_muon.optim.state import StateCompletion, zero_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +96,18 @@ class BetweenNodes(ABC):
     def __init__(self, optimizer: OptimizerView) -> None:
         self._optimizer = optimizer
 
+    @property
+    @abstractmethod
+    def state_keys(self) -> frozenset[str]:
+        """What the state of a parameter must have."""
+
     @abstractmethod
     def init_state(self, parameter: Tensor) -> None:
         """What the state of a parameter lacks; local."""
+
+    def is_current(self) -> bool:
+        """Whether the state is still what :meth:`plan` was called with; local."""
+        return True
 
     def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one for each of ``parameters``, or nothing; local."""
@@ -162,3 +173,44 @@ class BetweenNodes(ABC):
     @abstractmethod
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to other nodes in a step, on average."""
+
+
+class NodeStateCompletion(StateCompletion):
+    """State of a way in which nodes follow each other, and of the base optimizer.
+
+    Args:
+        nodes: The way.
+        has_moments: Whether the base optimizer is, or uses, AdamW.
+        has_momentum: Whether it has a momentum for matrices.
+    """
+
+    def __init__(self, nodes: Callable[[], BetweenNodes], *, has_moments: bool, has_momentum: bool) -> None:
+        super().__init__()
+        self._nodes, self._has_moments, self._has_momentum = nodes, has_moments, has_momentum
+
+    def keys(self, parameter: BoundParameter) -> frozenset[str]:
+        """As in :class:`StateCompletion`."""
+        return self._nodes().state_keys | self._of_base(parameter)
+
+    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+        """As in :class:`StateCompletion`."""
+        self._nodes().init_state(parameter.tensor)
+        if not state.keys() >= self._of_base(parameter):
+            state.update(zero_state(parameter))
+
+    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
+        """As in :class:`StateCompletion`.
+
+        Raises:
+            ValueError: If the parameters cannot be exchanged.
+        """
+        self._nodes().check()
+        super().complete(parameters, states)
+
+    def is_complete(self, states: States) -> bool:
+        """As in :class:`StateCompletion`; also whether the plan was made with this state."""
+        return super().is_complete(states) and self._nodes().is_current()
+
+    def _of_base(self, parameter: BoundParameter) -> frozenset[str]:
+        has_state = self._has_moments if parameter.route.algorithm == "adamw" else self._has_momentum
+        return super().keys(parameter) if has_state else frozenset()

@@ -71,4 +71,4 @@ def checksums(parameters: Sequence[Tensor]) -> Tensor:
         bits = local.view(_INTEGERS[local.element_size()]).to(torch.int64, copy=True)
         # A factor for each place, so that elements that have changed places show.
         sums.append(bits.mul_(torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)).sum())
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
-from lightning_muon.optim.binding import COMPARED, Binding, BoundParameter
+from lightning_muon.optim.binding import COMPARED, Binding
 from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import step_sgd_
-from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
+from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, NodeStateCompletion, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
     Base,
     Compat,
@@ -34,6 +34,7 @@ from lightning_muon.optim.flexdemo.outer_step import IndependentNodes, OuterStep
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
+from lightning_muon.optim.state import StateCompletion
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
@@ -166,6 +167,8 @@ class FlexDeMo(PlannedOptimizer):
                 "replicate_size and shard_size of the strategy to it"
             )
         self._mesh, self._between = node_mesh(mesh), None
+        if self.is_fresh:
+            self._existing_state.clear()  # That of a process alone.
         self._layout = self._own_layout()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
@@ -271,7 +274,7 @@ class FlexDeMo(PlannedOptimizer):
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(self._all_parameters()))
-            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32)
+            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32, device="cpu")
             everyone = host_group(axis_group(self._mesh, (0, 1)))
             if everyone.group is not None and keys:
                 start_all_reduce_sum(counts, everyone).wait()
@@ -319,7 +322,7 @@ class FlexDeMo(PlannedOptimizer):
             view = OptimizerView(
                 self.config,
                 self._mesh,
-                lambda: self.state,
+                lambda: self._existing_state,
                 self._all_parameters,
                 lambda: {p: float(group["lr"]) for group in self.param_groups for p in group["params"]},
             )
@@ -332,15 +335,13 @@ class FlexDeMo(PlannedOptimizer):
                 self._between = MomentumExchange(view)
         return self._between
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def _own_completion(self) -> StateCompletion:
+        has_moments = self.config.base != "sgd"
+        return NodeStateCompletion(self._nodes, has_moments=has_moments, has_momentum=self.has_momentum)
 
-    def _init_state(self, parameters: Sequence[BoundParameter]) -> None:
-        self._nodes().check()
-        for parameter in parameters:
-            self._nodes().init_state(parameter.tensor)
-        if self.config.base != "sgd":
-            super()._init_state([p for p in parameters if self.has_momentum or p.route.algorithm == "adamw"])
+    def _can_make_state(self) -> bool:
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return (is_alone or self._mesh is not None) and super()._can_make_state()
 
     def _bind(self) -> Bound:
         self._require_mesh()

@@ -39,18 +39,31 @@ class MomentumExchange(BetweenNodes):
         # Whether there may be residuals although there is one node only, and updates of before in the state.
         self._has_loaded = False
         self._has_late = False
+        # What the buckets of the plan read and write.
+        self._residuals: dict[Tensor, Tensor] = {}
         # Shapes of blocks that the replicator is known to encode.
         self._tried: set[tuple[Replicator, tuple[int, ...]]] = set()
 
-    def init_state(self, parameter: Tensor) -> None:
+    @property
+    def state_keys(self) -> frozenset[str]:
         """As in :class:`BetweenNodes`."""
+        return self.own_state if self._optimizer.config.delay else frozenset({"residual"})
+
+    def init_state(self, parameter: Tensor) -> None:
+        """As in :class:`BetweenNodes`; an update that is on its way to a parameter without state is dropped."""
         state, local = self._optimizer.states[parameter], local_tensor(parameter)
         if "residual" not in state:
             zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
             state["residual"] = self._optimizer.of_all_nodes(parameter, zeros)
-        if self._optimizer.config.delay and "delayed_update" not in state:
+            self._delayed = [one.without({parameter}) for one in self._delayed]
+        if self._optimizer.config.delay and not state.keys() >= self.own_state:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def is_current(self) -> bool:
+        """As in :class:`BetweenNodes`."""
+        states = self._optimizer.states
+        return all(states[parameter].get("residual") is used for parameter, used in self._residuals.items())
 
     def check(self) -> None:
         """As in :class:`BetweenNodes`: the replicator, with the blocks of these parameters."""
@@ -65,7 +78,8 @@ class MomentumExchange(BetweenNodes):
         if self._num_nodes == 1:
             return None
         parameters = optimizer.trainable
-        residuals = {tensor: local_tensor(optimizer.states[tensor]["residual"])[0] for tensor in parameters}
+        self._residuals = {tensor: optimizer.states[tensor]["residual"] for tensor in parameters}
+        residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
         buckets = [Bucket(plan, parameters, residuals) for plan in self._plans(parameters)]
         delay = optimizer.config.delay
         self._replication = Replication(buckets, optimizer.nodes, self._rules, self._scales, delay=delay)
@@ -86,7 +100,10 @@ class MomentumExchange(BetweenNodes):
         late = self._take_late()
         if self._optimizer.config.delay:
             # What has been frozen since is not moved any more.
-            due, self._delayed = [one.without_frozen() for one in self._delayed], due
+            due, self._delayed = (
+                [one.without({t for t in one.taking_part if not t.requires_grad}) for one in self._delayed],
+                due,
+            )
         self._updates = Updates(due, self._rules, late)
         return self._updates
 
@@ -105,6 +122,8 @@ class MomentumExchange(BetweenNodes):
         updates = Updates(delayed, self._rules)
         for tensor in [tensor for one in delayed for tensor in one.bucket.parameters if tensor in one.taking_part]:
             state = self._optimizer.states[tensor]
+            if not state.keys() >= self.own_state:
+                continue  # The parameter begins anew.
             local_tensor(state["delayed_update"]).copy_(updates[tensor])
             state["has_delayed_update"].fill_(1)
             self._has_late = True

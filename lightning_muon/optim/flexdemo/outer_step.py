@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.mesh import axis_group
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, OptimizerView
 from lightning_muon.optim.flexdemo.bucket import Bucket, signs
 from lightning_muon.optim.flexdemo.exchange import Exchange
@@ -22,6 +24,9 @@ from lightning_muon.replicators.replicator import Turn
 
 # Of AdamW and Muon; where nodes train by themselves each has its own.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# Of DiLoCo.
+_OF_AVERAGE = frozenset({"anchor", "has_moved", "outer_momentum"})
+_OF_OVERLAP = frozenset({"launched", "mean_drift", "is_launched"})
 
 
 class IndependentNodes(BetweenNodes):
@@ -31,9 +36,14 @@ class IndependentNodes(BetweenNodes):
     per_node: ClassVar[Mapping[str, Rule]] = {"node_weights": "mean"} | dict.fromkeys(_MOMENTS, "mean")
     marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
 
+    @property
+    def state_keys(self) -> frozenset[str]:
+        """As in :class:`BetweenNodes`."""
+        return frozenset({"placeholder"})
+
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`: something, since torch takes an optimizer without state for a new one."""
-        self._optimizer.states[parameter].setdefault("placeholder", torch.zeros(()))
+        self._optimizer.states[parameter].setdefault("placeholder", torch.zeros((), device="cpu"))
 
     def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """As in :class:`BetweenNodes`: nothing."""
@@ -95,30 +105,46 @@ class OuterStep(IndependentNodes):
         super().__init__(optimizer)
         self._options = options
         self._in_flight: list[tuple[Bucket, Exchange]] = []
+        # Parameters whose anchor is not known to be that of the other nodes.
+        self._without_anchor: set[Tensor] = set()
         # Weights of this node while its parameters show the common ones.
         self._own: dict[Tensor, Tensor] = {}
+
+    @property
+    def state_keys(self) -> frozenset[str]:
+        """As in :class:`BetweenNodes`."""
+        return _OF_AVERAGE | (_OF_OVERLAP if self._options.overlap else frozenset())
 
     def init_state(self, parameter: Tensor) -> None:
         """As in :class:`BetweenNodes`."""
         state, local = self._optimizer.states[parameter], local_tensor(parameter.detach())
-        if "anchor" not in state:
+        if not state.keys() >= _OF_AVERAGE:
             state["anchor"] = parameter.detach().clone()
             state["has_moved"] = torch.zeros((), device="cpu")
             state["outer_momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
-        if self._options.overlap and "launched" not in state:
+            self._without_anchor.add(parameter)
+        if self._options.overlap and not state.keys() >= _OF_OVERLAP:
             weights = local.to(torch.float32, copy=True).contiguous()
             state["launched"] = self._optimizer.of_all_nodes(parameter, weights)
             state["mean_drift"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["is_launched"] = torch.zeros((), device="cpu")
 
     def plan(self, names: Mapping[Tensor, str], num_steps: int) -> None:
-        """As in :class:`BetweenNodes`; the first step begins with what all nodes have in common."""
+        """As in :class:`BetweenNodes`; the first step begins with what all nodes have in common.
+
+        A later one, where the state is gone, begins with the weights of the first node: the next average counts from
+        there what each node has learnt.
+        """
         del names
-        if num_steps == 0:
-            for parameter in self._optimizer.all_parameters():
+        mesh = self._optimizer.mesh
+        for parameter in self._optimizer.all_parameters():
+            if num_steps == 0:
                 self._anchor(parameter).copy_(local_tensor(parameter))
                 if self._options.overlap:
                     self._launched(parameter).copy_(local_tensor(parameter))
+            elif parameter in self._without_anchor and mesh is not None and mesh.size(0) > 1:
+                dist.broadcast(self._anchor(parameter), group=axis_group(mesh, (0,)).group, group_src=0)
+        self._without_anchor.clear()
 
     def updates(self, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
         """As in :class:`IndependentNodes`."""
@@ -182,6 +208,7 @@ class OuterStep(IndependentNodes):
         state = self._optimizer.states[parameter]
         for key in ("anchor", "outer_momentum", "mean_drift"):
             if key in saved:
+                self._without_anchor.discard(parameter)
                 state[key] = torch.zeros_like(parameter, dtype=parameter.dtype if key == "anchor" else torch.float32)
                 local_tensor(state[key]).copy_(part_of(saved[key], parameter))
         if "launched" in saved:

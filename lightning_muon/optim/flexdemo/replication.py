@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,9 +45,9 @@ class InFlight:
     turn: Turn
     taking_part: frozenset[Tensor] = frozenset()
 
-    def without_frozen(self) -> InFlight:
-        """Without the parameters that may not change any more."""
-        return replace(self, taking_part=frozenset(tensor for tensor in self.taking_part if tensor.requires_grad))
+    def without(self, parameters: Set[Tensor]) -> InFlight:
+        """Without an update of ``parameters``."""
+        return replace(self, taking_part=self.taking_part - parameters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,8 @@ def _fingerprint(flat: Tensor) -> Tensor:
 
 @cache
 def _draws(device: torch.device) -> Tensor:
-    return torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(1 << 16, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 class Replication:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_muon import DCTTopK, Random
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
 from lightning_muon.optim.flexdemo.exchange import Exchange
 from tests.distributed.flexdemo.models import Plan, ShardedNet
 from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, assert_equal, local, train, train_all
@@ -226,3 +226,55 @@ def test_comparing_the_nodes_changes_no_weight(gloo: ProcessPool, dtype: torch.d
     cases = [Case(mesh_shape=(2, 2), options=OPTIONS | {"check_every": every}, dtype=dtype) for every in (0, 1)]
     for (unchecked, _), (checked, _) in gloo.run(train_all, cases, world_size=4):
         assert_equal(checked, unchecked)
+
+
+def _lost_state(options: dict[str, Any], *, is_new: bool, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
+    """Two steps, then the state is lost (or the optimizer is made anew), then three more."""
+    ranks_ = Ranks(Case(mesh_shape=(2, 1), options=options))
+    ranks_.train(range(2))
+    if is_new:
+        ranks_.optimizer.state_dict()  # What is on its way arrives.
+        ranks_.optimizer = FlexDeMo(ranks_.parameters.items(), **({"lr": 0.01, "mesh": ranks_.mesh} | options))
+    elif dist.get_rank() in ranks:
+        ranks_.optimizer.state.clear()
+    ranks_.train(range(2, 5))
+    return ranks_.weights()
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize(
+    "options", [{}, {"base": "adamw"}, {"delay": 1, "base": "muon", "compute_dtype": "float32"}], ids=str
+)
+def test_state_that_is_lost_is_that_of_a_new_optimizer(
+    gloo: ProcessPool, options: dict[str, Any], overlap: str
+) -> None:
+    options = options | SMALL | {"overlap": overlap}
+    new = gloo.run(_lost_state, options, is_new=True, world_size=2)
+    for ranks in ((0, 1), (1,)):
+        for found, expected in zip(
+            gloo.run(_lost_state, options, is_new=False, ranks=ranks, world_size=2), new, strict=True
+        ):
+            for name, weight in expected.items():
+                assert torch.equal(found[name], weight), name
+
+
+def _losing_between_averages(steps_with_a_loss: tuple[int, ...]) -> dict[str, Tensor]:
+    average = DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+    ranks = Ranks(Case(mesh_shape=(2, 1), options={"replicator": average, "sign": False, "lr": 0.05}))
+    for step in range(6):
+        if step in steps_with_a_loss:
+            ranks.optimizer.state.clear()
+        ranks.set_gradients(step)
+        ranks.optimizer.step()
+    ranks.check_nodes_agree()
+    return ranks.weights()
+
+
+@pytest.mark.parametrize("steps", [(3,), (1, 4)], ids=str)
+def test_what_nodes_have_learnt_since_an_average_is_not_lost_with_state(
+    gloo: ProcessPool, steps: tuple[int, ...]
+) -> None:
+    """An average with an outer learning rate of 1 is the mean of the weights, from whatever it counts."""
+    expected = gloo.run(_losing_between_averages, (), world_size=2)[0]
+    for found in gloo.run(_losing_between_averages, steps, world_size=2):
+        assert_close(found, expected, 1e-6)

@@ -43,7 +43,7 @@ def _gradients(model: nn.Module, step: int) -> dict[Tensor, Tensor]:
 def _early(optimizer: ParallelMuon) -> EarlyGathers:
     assert optimizer._bound is not None
     step = optimizer._bound.matrix_step
-    return EarlyGathers(step, optimizer.state, step.gathered_chunks)
+    return EarlyGathers(step, lambda: optimizer.state, lambda: True, step.gathered_chunks)
 
 
 def _chunks_of_sharded_weights() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +33,62 @@ def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
 
 def test_no_parameters_are_no_step() -> None:
     adamw_step_([], [], [], {"betas": (0.9, 0.999)})
+
+
+def _between(tensor: torch.Tensor) -> torch.Tensor:
+    """In columns of a wider tensor of ones."""
+    wide = torch.ones(*tensor.shape[:-1], 2 * tensor.shape[-1] + 3)
+    inner = wide[..., 2 : 2 + tensor.shape[-1]]
+    inner.copy_(tensor)
+    return inner
+
+
+# All of the same elements, and each lies in memory in another way.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "between": _between,
+    "strided": lambda t: t.repeat_interleave(3, 0)[::3],
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "between, transposed": lambda t: _between(t.mT).mT,
+    "channels last": lambda t: t.clone(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout_of_gradient", ["contiguous", "transposed", "between"])
+@pytest.mark.parametrize("layout_of_state", ["contiguous", "transposed", "between"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: str, layout_of_gradient: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 4, 5, 7)
+    mine = LAYOUTS[layout](weight)
+    theirs = nn.Parameter(weight.clone())
+    reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.3, foreach=False)
+    state = {
+        key: LAYOUTS[layout_of_state](value) if value.ndim else value
+        for key, value in init_adamw_state(weight, TensorLayout()).items()
+    }
+    group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.999), "adamw_eps": 1e-8}
+    addresses = [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
+    for _ in range(3):
+        grad = torch.randn_like(weight)
+        theirs.grad = grad
+        adamw_step_([mine], [LAYOUTS[layout_of_gradient](grad)], [state], group)
+        reference.step()
+    torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-6)
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(state[key], reference.state[theirs][key], rtol=0, atol=1e-6)
+    assert addresses == [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
+
+
+def test_nothing_beside_the_elements_changes() -> None:
+    wide = torch.ones(6, 20)
+    weight = wide[:, 3:13]
+    state = init_adamw_state(weight, TensorLayout())
+    adamw_step_(
+        [weight],
+        [torch.ones(6, 10)],
+        [state],
+        {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.99), "adamw_eps": 1e-8},
+    )
+    assert (wide[:, :3] == 1).all() and (wide[:, 13:] == 1).all()
+    assert (weight < 0.9).all()

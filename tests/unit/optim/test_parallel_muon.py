@@ -177,6 +177,10 @@ def test_patterns_need_names_and_work_on_named_parameters() -> None:
         ({"compute_dtype": "float16"}, "compute_dtype"),
         ({"wire_dtype": "int8"}, "wire_dtype"),
         ({"chunk_bytes": 0}, "chunk_bytes"),
+        ({"fused": {"*": True}}, "fused must map patterns to a number of equal parts or .* got '.': True"),
+        ({"fused": {"*": "4"}}, "fused must map"),
+        ({"fused": {"*": (2, 2.0)}}, "fused must map"),
+        ({"fused": {"*": 0}}, "fused must map"),
     ],
 )
 def test_bad_arguments_are_refused_when_constructed(options: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, model.parameters())
     assert isinstance(optimizer, PlannedOptimizer)
-    assert not optimizer.state
+    assert not optimizer._existing_state
     optimizer.attach(model)
     assert [route.name for route in optimizer.routes] == [name for name, _ in model.named_parameters()]
     assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", *["adamw"] * 4], "the last is the head"
@@ -292,3 +292,81 @@ def test_a_step_without_any_gradient_is_an_error() -> None:
     optimizer.step()
     optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_float16_gradient_with_a_large_norm_is_applied() -> None:
+    parameter = nn.Parameter(torch.zeros(8, 8, dtype=torch.float16))
+    bias = nn.Parameter(torch.zeros(8))
+    optimizer = ParallelMuon([parameter, bias], lr=0.1)
+    parameter.grad = torch.full((8, 8), 60000.0, dtype=torch.float16)
+    bias.grad = torch.ones(8)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert parameter.detach().isfinite().all() and (parameter < 0).all()
+    parameter.grad[0, 0] = float("inf")
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_device_is_not_that_of_the_optimizer(kind: Any) -> None:
+    results = []
+    for default in ("cpu", "meta"):
+        model = _model()
+        with torch.device(default):
+            optimizer = _make(kind, model)
+            for step in range(2):
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.grad = torch.full(parameter.shape, 0.1 * number + step, device="cpu")
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert _equal(*results)
+
+
+def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    _set_grads(model, 0)
+    model[1].weight.requires_grad_(False)
+    before = model[1].weight.clone()
+    with pytest.warns(UserWarning, match=r"1\.weight.*requires_grad=False and a gradient, which is not applied"):
+        optimizer.step()
+    assert torch.equal(model[1].weight, before)
+
+
+def test_elements_in_one_place_in_memory_are_refused_by_name() -> None:
+    weight = nn.Parameter(torch.ones(4, 1).expand(4, 3))
+    bias = nn.Parameter(torch.ones(3))
+    optimizer = ParallelMuon([("fc.weight", weight), ("fc.bias", bias)])
+    weight.grad, bias.grad = torch.ones(4, 3), torch.ones(3)
+    with pytest.raises(ValueError, match=r"fc\.weight \(4, 3\) has strides \(1, 0\)"):
+        optimizer.step()
+    assert (bias == 1).all()
+
+
+@pytest.mark.parametrize("options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", **FLOAT32}, None], ids=str)
+def test_parameters_between_other_elements_are_trained_alone(options: Any) -> None:
+    """The same as contiguous ones, for FlexDeMo on each base, and for ParallelMuon."""
+    results = []
+    for is_between in (False, True):
+        wide = [torch.ones(6, 20), torch.ones(9), torch.ones(20, 5)]
+        parts = [wide[0][:, 2:12], wide[1][1:8:2], wide[2].mT[:, :10]]
+        if not is_between:
+            parts = [part.contiguous() for part in parts]
+        parameters = [nn.Parameter(part) for part in parts]
+        optimizer = (
+            FlexDeMo(parameters, lr=0.05, **options) if options else ParallelMuon(parameters, lr=0.05, **FLOAT32)
+        )
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        results.append(parameters)
+        if is_between:
+            assert (wide[0][:, :2] == 1).all() and (wide[0][:, 12:] == 1).all()
+            assert (wide[1][::2] == 1).all() and (wide[2][10:] == 1).all()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

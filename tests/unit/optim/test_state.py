@@ -1,8 +1,18 @@
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from lightning_muon import ParallelMuon
+from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.optim.state import convert_
 from lightning_muon.params.layout import TensorLayout
 
@@ -32,3 +42,142 @@ def test_state_that_was_used_is_not_divided_anew() -> None:
     optimizer.attach(net, layout)
     with pytest.raises(RuntimeError, match="has state already"):
         optimizer.attach(net, TensorLayout())
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 3, bias=False))
+
+
+def _set_gradients(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _clear(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    del net
+    optimizer.state.clear()
+
+
+def _replace(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    del net
+    optimizer.state = defaultdict(dict)
+
+
+def _replace_by_a_plain_dict(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    del net
+    optimizer.state = {} if isinstance(optimizer, ParallelMuon) else defaultdict(dict)  # type: ignore[assignment]
+
+
+def _pop(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    for parameter in (net[1].weight, net[0].bias):  # type: ignore[index]
+        optimizer.state.pop(parameter, None)
+
+
+def _empty(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    for parameter in (net[1].weight, net[0].bias):  # type: ignore[index]
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = {}
+
+
+def _replace_by_a_copy(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    del net
+    optimizer.state = defaultdict(dict, {p: copy.deepcopy(state) for p, state in optimizer.state.items()})
+
+
+LOSSES = [_clear, _replace, _replace_by_a_plain_dict, _pop, _empty, _replace_by_a_copy]
+
+
+@pytest.mark.parametrize("lose", LOSSES, ids=lambda function: function.__name__.strip("_"))
+def test_state_that_is_lost_begins_with_zeros_as_in_torch(lose: Callable[..., None]) -> None:
+    mine, theirs = _net(), _net()
+    optimizer = ParallelMuon(mine.parameters(), lr=0.02, compute_dtype="bfloat16")
+    biases = [p for p in theirs.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon([p for p in theirs.parameters() if p.ndim == 2], lr=0.02, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(biases, lr=0.02, weight_decay=0.1, fused=True)
+    for step in range(5):
+        if step in (2, 3):
+            for each, net in ((optimizer, mine), (muon, theirs), (adamw, theirs)):
+                lose(each, net)
+        _set_gradients(mine, step)
+        _set_gradients(theirs, step)
+        for each in (optimizer, muon, adamw):
+            each.step()
+    assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("entry", ["exp_avg_sq", "step", "exp_avg"])
+def test_a_state_without_one_of_its_entries_begins_with_zeros(entry: str) -> None:
+    nets = [_net(), _net()]
+    optimizers = [ParallelMuon(net, lr=0.02, compute_dtype="float32") for net in nets]
+    for step in range(3):
+        if step == 2:
+            for key in ("exp_avg_sq", "step", "exp_avg"):
+                optimizers[0].state[nets[0][0].bias].pop(key)
+            optimizers[1].state[nets[1][0].bias].pop(entry)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            _set_gradients(net, step)
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+def _as_saved(net: nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> dict[str, Any]:
+    return get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**options))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [ParallelMuon, FlexDeMo])
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
+def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: dict[str, bool]) -> None:
+    """``get_optimizer_state_dict`` has optimizers without state take a step; it must not be taken."""
+    made: dict[str, Any] = {"lr": 0.02, "compute_dtype": "float32"} | ({"base": "adamw"} if kind is FlexDeMo else {})
+    plain, asked, resumed = _net(), _net(), _net()
+    optimizers = [kind(net, **made) for net in (plain, asked, resumed)]
+    saved = copy.deepcopy(_as_saved(asked, optimizers[1], **options))
+    assert all(not value.any() for state in optimizers[1].state.values() for value in state.values())
+    for step in range(2):
+        for net, optimizer in zip((plain, asked), optimizers, strict=False):
+            _set_gradients(net, step)
+            optimizer.step()
+    for step in range(2):  # From the beginning once more, in an optimizer that has learnt something else.
+        _set_gradients(resumed, 10 + step)
+        optimizers[2].step()
+    resumed.load_state_dict(_net().state_dict())
+    set_optimizer_state_dict(resumed, optimizers[2], saved, options=StateDictOptions(**options))
+    for step in range(2):
+        _set_gradients(resumed, step)
+        optimizers[2].step()
+    fresh = _net()
+    later = kind(fresh, **made)
+    now = copy.deepcopy(_as_saved(asked, optimizers[1], **options))  # torch shares the tensors that it loads.
+    set_optimizer_state_dict(fresh, later, now, options=StateDictOptions(**options))
+    fresh.load_state_dict(asked.state_dict())
+    for net, optimizer in ((plain, optimizers[0]), (asked, optimizers[1]), (resumed, optimizers[2]), (fresh, later)):
+        _set_gradients(net, 2)
+        optimizer.step()
+    for other in (asked, resumed, fresh):
+        assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+
+
+def test_no_state_is_left_for_parameters_that_are_replaced() -> None:
+    net = _net()
+    optimizer = ParallelMuon(net.parameters(), lr=0.02, compute_dtype="float32")
+    assert len(optimizer.state) == 5, "complete when it is asked for"
+    for layer in net:
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    assert set(optimizer.state) == set(net.parameters())
+    saved = _as_saved(net, optimizer)
+    assert saved["state"].keys() == dict(net.named_parameters()).keys()
+
+
+def test_parameters_without_a_final_form_have_no_state() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(3, 2)
+    optimizer = ParallelMuon(net.parameters())
+    assert len(optimizer.state) == 0
+    net.to_empty(device="cpu")
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cpu"}
+    assert len(optimizer.state) == 2

@@ -113,6 +113,7 @@ def test_patterns_override_the_type_also_through_an_alias() -> None:
         ({"adamw_patterns": ["0.weight"], "muon_patterns": ["*.weight"]}, r"0\.weight matches both"),
         ({"fused": {"0.weight": 4}}, r"0\.weight \(6, 4\) cannot be divided into 4 equal parts along dim 0 of size 6"),
         ({"fused": {"0.weight": (4, 1)}}, r"size 6 along dim 0, but the parts \(4, 1\) sum to 5"),
+        ({"fused": {"0.weight": (3, 3.0)}}, r"fused must map patterns to .* got '0\.weight': \(3, 3\.0\)"),
         ({"fused": {"*.bias": 2}}, r"fused pattern '\*\.bias' matches only parameters that are not on Muon: 0\.bias"),
         ({"fused": {"0.weight": 2, "0.*": 3}}, r"0\.weight is matched by two patterns of fused"),
     ],

@@ -26,6 +26,10 @@ def _view(mesh: Any = None) -> OptimizerView:
 class _Least(BetweenNodes):
     """Only what every way must have."""
 
+    @property
+    def state_keys(self) -> frozenset[str]:
+        return frozenset()
+
     def init_state(self, parameter: Tensor) -> None:
         raise AssertionError
 
@@ -55,6 +59,7 @@ def test_a_process_without_a_mesh_is_the_only_node() -> None:
 def test_most_ways_need_to_do_nothing_beside_their_updates() -> None:
     way = _Least(_view())
     parameter = nn.Parameter(torch.ones(2))
+    assert way.is_current()
     assert way.plan({}, 3) is None
     assert list(way.order) == []
     assert way.saved(parameter) == {}

@@ -1,0 +1,129 @@
+"""Hyper-parameters that change after construction: checked before anything changes, and heeded by the next step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_muon import ParallelMuon
+from tests.unit.optim.test_planned_optimizer import _equal, _make, _model, _set_grads, _train
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("lr", "fast"),
+    ("lr", float("nan")),
+    ("lr", torch.tensor(float("inf"))),
+    ("lr", torch.ones(2)),
+    ("weight_decay", None),
+    ("momentum", 1.5),
+    ("betas", (0.9,)),
+    ("ns_steps", 2.5),
+    ("ns_coefficients", (1.0, float)),
+    ("nesterov", "no"),
+    ("adjust_lr_fn", "other"),
+    ("algorithm", "sgd"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), [*BAD_VALUES, ("eps", KeyError)], ids=lambda value: str(value)[:12])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_bad_hyper_parameter_is_refused_before_anything_changes(key: str, value: Any, when: str) -> None:
+    model = _model()
+    groups = [{"params": [p for p in model.parameters() if p.ndim == ndim]} for ndim in (2, 1)]
+    optimizer = _make(ParallelMuon, groups)
+    if when == "later":
+        _train(model, optimizer, range(1))
+    group = optimizer.param_groups[1]
+    before, was = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["state"])), group[key]
+    _set_grads(model, 1)
+    group.pop(key)
+    if value is not KeyError:
+        group[key] = value
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=key if key != "lr" else ""):
+            optimizer.step()
+    assert _equal(before[0], list(model.parameters()))
+    group[key] = was
+    _assert_same_state(optimizer.state_dict()["state"], before[1])
+    optimizer.step()
+    assert not _equal(before[0], list(model.parameters()))
+
+
+def _assert_same_state(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for number, state in expected.items():
+        assert all(torch.equal(found[number][key], value) for key, value in state.items())
+
+
+def test_a_learning_rate_tensor_that_becomes_nan_is_refused() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    _train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"].fill_(float("nan"))
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(ValueError, match="lr must be finite"):
+        _train(model, optimizer, range(1, 2))
+    assert _equal(before, list(model.parameters()))
+
+
+def test_a_state_with_a_bad_hyper_parameter_is_not_loaded() -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    _train(model, optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["ns_steps"] = 0
+    saved["state"][0]["step"] += 5
+    with pytest.raises(ValueError, match="ns_steps"):
+        optimizer.load_state_dict(saved)
+    _assert_same_state(optimizer.state_dict()["state"], before["state"])
+    assert optimizer.param_groups[0]["ns_steps"] == 5
+
+
+def test_a_state_of_torch_muon_brings_the_rule_that_none_means() -> None:
+    torch.manual_seed(0)
+    mine, theirs = ([nn.Parameter(torch.ones(shape)) for shape in ((13, 7), (7, 13))] for _ in range(2))
+    reference = torch.optim.Muon(theirs, lr=0.02)
+    optimizer = ParallelMuon(
+        [{"params": mine[:1], "betas": (0.5, 0.6)}, {"params": mine[1:]}], compute_dtype="bfloat16", adjust_lr_fn=None
+    )
+    saved = copy.deepcopy(reference.state_dict())
+    saved["param_groups"] = [saved["param_groups"][0] | {"params": [number]} for number in (0, 1)]
+    assert saved["param_groups"][0]["adjust_lr_fn"] is None
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6), "what the state lacks stays"
+    for step in range(3):
+        for parameters in (mine, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.param_groups[step % 2]["adjust_lr_fn"] = None
+        optimizer.step()
+        reference.step()
+    assert _equal(mine, theirs)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> None:
+    """From AdamW to Muon and back; each begins with zeros, unless its state is loaded."""
+    models = [_model() for _ in range(2)]
+    optimizer = _make(ParallelMuon, models[0].parameters(), algorithm="adamw")
+    for number, algorithm in enumerate(("adamw", "auto", "adamw")):
+        reference = _make(ParallelMuon, models[1].parameters(), algorithm=algorithm)
+        if is_loaded:
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        else:
+            optimizer.param_groups[0]["algorithm"] = algorithm
+            for parameter in models[0].parameters():
+                if parameter.ndim == 1 and number:
+                    optimizer.state.pop(parameter)  # AdamW goes on with these.
+        steps = range(2 * number, 2 * number + 2)
+        assert _equal(_train(models[0], optimizer, steps), _train(models[1], reference, steps))
+        assert {p: set(s) for p, s in optimizer.state.items()} == {
+            mine: set(reference.state[theirs])
+            for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True)
+        }
