@@ -191,9 +191,9 @@ def _connect(group: dist.ProcessGroup) -> None:
     size = dist.get_world_size(group)
     for device, backend in backends(group).items():
         # gloo connects all pairs when the group is made, and waits in threads of its own.
-        is_there = device == "cpu" or torch.get_device_module(device).is_available()
-        if backend not in ("gloo", "fake") and is_there:
-            ones = torch.ones(size, device=device)
-            dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
-            for numel in _ALL_REDUCE_SIZES:
-                dist.all_reduce(torch.ones(numel, device=device), group=group)
+        if backend in ("gloo", "fake") or not (device == "cpu" or torch.get_device_module(device).is_available()):
+            continue
+        ones = torch.ones(size, device=device)
+        dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
+        for numel in _ALL_REDUCE_SIZES:
+            dist.all_reduce(torch.ones(numel, device=device), group=group)

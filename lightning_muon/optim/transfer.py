@@ -148,7 +148,7 @@ class Transfer:
     def take_gather_buffers(self) -> None:
         """Take the memory for the way to the owners now: on CUDA it belongs to the stream that is current then."""
         for direction in (_SENT, _RECEIVED):
-            self._buffer(self._gather, direction)
+            self._buffer(self.pieces.gather, direction)
 
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""

@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_muon.compat.torch import new_group
 from tests.support.fake_device import Event, Simulation, Stream, active, simulated, site, use
 
 _SOURCE = Path(__file__).with_name("noop_guard.cpp")
@@ -292,13 +294,11 @@ def world(size: int, *, rank: int = 0, races: bool = True) -> Iterator[Simulatio
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    new_group = dist.new_group
 
-    def fake_group(ranks: Sequence[int], **options: Any) -> Any:
-        return new_group(ranks, **options | {"backend": "fake"})
+    def fake_group(ranks: Sequence[int], name: str, **_: Any) -> Any:
+        return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))
 
     distributed: Mapping[str, Any] = {
-        "new_group": fake_group,
         "all_gather_object": _all_gather_object,
         "all_to_all_single": _all_to_all_single,
         "all_reduce": _all_reduce,
@@ -311,7 +311,7 @@ def world(size: int, *, rank: int = 0, races: bool = True) -> Iterator[Simulatio
         mock.patch.multiple(torch.cuda, **_cuda(simulation)),
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
-        mock.patch("lightning_muon.comm.mesh.inherit_timeout"),
+        mock.patch.multiple("lightning_muon.comm.groups", new_group=fake_group, world_timeout=timedelta),
         mock.patch("lightning_muon.optim.early.at_end_of_backward", simulation.at_end_of_backward.append),
     ):
         try:
