@@ -19,11 +19,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from gpu_steps import backward_on_streams, one_rank_of, train_two_ranks
+from gpu_steps import backward_on_streams, one_rank_of, one_rank_of_mode, train_two_ranks
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from lightning_muon import ParallelMuon
+from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import sparse_inverse_dct
 from lightning_muon.optim.early import SentEarly
@@ -165,28 +165,41 @@ def merging(device: Device) -> Iterator[Row]:
 
 def waiting(device: Device) -> Iterator[Row]:
     """How often the host waits for the device in a step, beside the one event."""
-    for label, settings in _SETTINGS.items():
-        with one_rank_of(8, "small", device=device.name, **settings) as (optimizer, parameters):
-            for _ in range(2):
-                backward_on_streams(parameters, device.name)
-                optimizer.step()
+    nodes = {"mesh_shape": (2, 4), "name": "fsdp"}
+    modes: dict[str, dict[str, Any]] = {
+        "fsdp, overlap='step'": {"name": "fsdp", "overlap": "step"},
+        "fsdp, overlap='backward'": {"name": "fsdp", "overlap": "backward"},
+        "zero2": {"name": "zero2"},
+        "ddp": {"name": "ddp"},
+        "FlexDeMo": nodes | {"nodes": FlexDeMoConfig(check_every=0)},
+        "FlexDeMo, base Muon": nodes | {"nodes": FlexDeMoConfig(base="muon", check_every=0)},
+    }
+    for label, settings in modes.items():
+        with one_rank_of_mode(device=device.name, **settings) as rank:
+            for _ in range(3):
+                rank.backward()
+                rank.step()
+            rank.backward()
+            yield _waits(label, device, rank.step)
+    with one_rank_of(8, "small", device=device.name, replicas=2) as (optimizer, parameters):
+        for _ in range(3):
             backward_on_streams(parameters, device.name)
-            with warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
-                warnings.simplefilter("always")
-                optimizer.step()
-        places = [
-            f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
-            for warning in seen
-            if "ynchroniz" in str(warning.message)
-        ]
-        yield Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places)
+            optimizer.step()
+        backward_on_streams(parameters, device.name)
+        yield _waits("2 replicas", device, optimizer.step)
 
 
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "overlap='step'": {"overlap": "step"},
-    "overlap='backward'": {"overlap": "backward"},
-    "2 replicas": {"overlap": "step", "replicas": 2},
-}
+def _waits(label: str, device: Device, step: Callable[[], Any]) -> Row:
+    with warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
+        warnings.simplefilter("always")
+        step()
+    places = [
+        f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
+        for warning in seen
+        if "ynchroniz" in str(warning.message)
+    ]
+    # A CPU never warns.
+    return Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places if device.is_cuda else None)
 
 
 @contextlib.contextmanager
@@ -216,15 +229,16 @@ def race(device: Device) -> Iterator[Row]:
         note(early, void)
 
     with (
-        one_rank_of(8, "small", device=device.name, overlap="backward") as (optimizer, parameters),
+        one_rank_of_mode("fsdp", device=device.name, overlap="backward") as rank,
         mock.patch.object(StreamExecutor, "execute_early", late),
         mock.patch.object(SentEarly, "failed", noted),
     ):
         for _ in range(5):
-            backward_on_streams(parameters, device.name)
-            optimizer.step()
+            rank.backward()
+            rank.step()
             device.synchronize()
-    yield Row("chunks sent in vain in five steps", str(sum(failed)), sum(failed) == 0)
+    held = sum(failed) == 0
+    yield Row("chunks sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
 
 
 def two_ranks(device: Device) -> Iterator[Row]:

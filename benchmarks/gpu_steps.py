@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_muon import ParallelMuon
+from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from lightning_muon.sharding.modes.mode import ShardingMode
+from lightning_muon.sharding.modes.registry import Sharding
 
 Parameters = Sequence[tuple[ParameterShape, nn.Parameter]]
 _OVERLAPS = ("off", "step", "backward")
@@ -99,6 +103,47 @@ def backward_on_streams(parameters: Parameters, device: str) -> None:
                     hook(parameter)
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@dataclass(frozen=True, eq=False)
+class OneRank:
+    """A real model that one rank of many trains, with FSDP2, ZeRO-2 or DDP over a loopback."""
+
+    model: nn.Module
+    mode: ShardingMode
+    optimizer: torch.optim.Optimizer
+    device: str
+
+    def backward(self) -> None:
+        """Forward and backward of one batch, and what the mode does after it."""
+        self.mode.begin_forward()
+        self.model(torch.randn(32, 64, device=self.device)).square().mean().backward()
+        self.mode.finish_gradients()
+
+    def step(self) -> None:
+        """The step of the optimizer, and what the mode does after it."""
+        self.optimizer.step()
+        self.mode.end_step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def one_rank_of_mode(
+    name: Sharding, *, device: str, mesh_shape: tuple[int, ...] = (8,), nodes: FlexDeMoConfig | None = None, **muon: Any
+) -> Iterator[OneRank]:
+    """Rank 0 of a mesh that trains a small model; with ``nodes`` on FlexDeMo, else on ParallelMuon."""
+    size = math.prod(mesh_shape)
+    with loopback_world(size):
+        mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+        model = nn.Sequential(*blocks).to(device)
+        mode = make_mode(name, mesh, ModeOptions(decoupled_nodes=nodes is not None))
+        mode.prepare(model)
+        optimizer = FlexDeMo.from_config(model, nodes) if nodes is not None else ParallelMuon(model, lr=1e-3, **muon)
+        mode.attach(model, [optimizer])
+        yield OneRank(model, mode, optimizer, device)
+        mode.finish_parameters()
+        mode.close()
 
 
 def train_two_ranks(device: str) -> dict[str, Any]:

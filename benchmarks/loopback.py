@@ -11,7 +11,8 @@ all-to-all gives small random numbers. Times have no network in them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from lightning_muon.comm import groups
+from lightning_muon.compat.torch import new_group
 
 NAME = "loopback"
 
@@ -88,20 +92,20 @@ class LoopbackGroup(dist.ProcessGroup):
             yield events
             events.append(self._stream.record_event())
 
-    def _copied(self, pairs: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> LoopbackWork:
+    def _copied(self, pairs: Sequence[tuple[Tensor, Tensor]], scale: int = 1) -> LoopbackWork:
         """A handle for ``output = input * scale`` of each pair; shapes may differ, sizes not."""
         tensors = [tensor for pair in pairs for tensor in pair]
         with torch.no_grad(), self._on_stream(tensors[0].device) as events:
             for output, source in pairs:
                 if output.data_ptr() != source.data_ptr():
                     output.view(-1).copy_(source.reshape(-1))
-                if scale != 1.0:
+                if scale != 1:
                     output.mul_(scale)
         return LoopbackWork(events[0] if events else None, tensors)
 
-    def _scale(self, op: Any) -> float:
+    def _scale(self, op: Any) -> int:
         """What the reduction makes of equal numbers."""
-        return float(self._count) if op == dist.ReduceOp.SUM else 1.0
+        return self._count if op == dist.ReduceOp.SUM else 1
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LoopbackWork:
         """Equal numbers on all ranks."""
@@ -175,15 +179,13 @@ def loopback_world(size: int) -> Iterator[None]:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=size)
-    new_group = dist.new_group
 
-    def loopback_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        del backend
-        return new_group(*args, backend=NAME, **kwargs)
+    def loopback_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedelta) -> Any:
+        del backend  # A gloo group, for flags in the memory of the host, would wait for the other ranks.
+        return new_group(ranks, name, backend=NAME, timeout=timeout)
 
-    # A gloo group, for flags in the memory of the host, would wait for the other ranks.
     try:
-        with mock.patch.object(dist, "new_group", loopback_group) if size > 1 else nullcontext():
+        with mock.patch.multiple(groups, new_group=loopback_group, world_timeout=lambda: timedelta(minutes=1)):
             yield
     finally:
         dist.destroy_process_group()
