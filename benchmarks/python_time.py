@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.compat.torch import local_shape_and_offset
+from lightning_muon.compat.torch import local_shape_and_offset, new_group
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 
@@ -109,6 +110,9 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         values.mul_(group.size)
         return mock.Mock()
 
+    def fake_group(ranks: Sequence[int], name: str, **_: object) -> dist.ProcessGroup:
+        return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))
+
     def no_matrix(matrix: Tensor, **_: object) -> Tensor:
         return matrix
 
@@ -121,8 +125,10 @@ def rank_of(num_ranks: int) -> Iterator[None]:
     package, norm = "lightning_muon", torch.zeros((), device="meta")
     replaced: dict[str, Any] = {
         f"{package}.comm.agreement._all_gather_object": lambda value, group: [value] * dist.get_world_size(group),
-        f"{package}.comm.mesh.inherit_timeout": nothing,
+        f"{package}.comm.groups.world_timeout": timedelta,
+        f"{package}.comm.groups.new_group": fake_group,
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
+        f"{package}.optim.state.start_all_reduce_sum": reduce,
         # There is nothing to read from these tensors.
         f"{package}.optim.planned_optimizer.agree_on_gradients": _without_verdict,
         f"{package}.optim.planned_optimizer.step_elementwise_": nothing,

@@ -126,6 +126,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self._completion = self._own_completion()
         self._private_groups = PrivateGroups()
         self._layout = layout
+        self.is_fresh = True
         # Whether a backward pass has reached any parameter since the last step.
         self._is_reached = False
         self._stop_watching: Callable[[], object] | None = None

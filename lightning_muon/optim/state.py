@@ -101,7 +101,7 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
         is_fresh: Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
     """
 
-    is_fresh = True
+    is_fresh: bool
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
@@ -116,12 +116,15 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
 
     @state.setter
     def state(self, state: dict[Tensor, Any]) -> None:
-        self.__dict__["state"] = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+        # State without what the property adds to it.
+        self._existing_state = state if isinstance(state, defaultdict) else defaultdict[Tensor, Any](dict, state)
 
-    @property
-    def _existing_state(self) -> defaultdict[Tensor, Any]:
-        """State without what :attr:`state` adds to it."""
-        return self.__dict__["state"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in torch, where the state is an ordinary attribute."""
+        own = dict(state)
+        if "state" in own:
+            self.state = own.pop("state")
+        super().__setstate__(own)
 
     def _can_make_state(self) -> bool:
         """Whether some parameters have no state, and all are such that it can be laid out like them; local."""

@@ -195,7 +195,7 @@ def test_a_wrong_keyword_names_the_nearest_one_wherever_it_is_given() -> None:
             "^side.yaml: optimizer: there is no option 'momentum'; it belongs under init_args:",
         ),
         (
-            {"optimizer": {"momentum": 0.9, "base": "adamw"}},
+            {"optimizer": {"look_ahead": 2, "base": "adamw"}},
             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
         ),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
