@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather_objects
+from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import new_group, world_timeout
 
 Ranks = tuple[int, ...]
@@ -167,10 +167,10 @@ def _unused(made: Sequence[PrivateGroup], base: dist.ProcessGroup) -> PrivateGro
     launched equally much, all of it arrives and is waited for. Where they have not, nobody may use the group again.
     """
     free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
-    everyone = gather_objects(free, base)
+    everyone = gather(free, base)
     for number, count in free.items():
         if all(other.get(number) == count for other in everyone):
-            if all(gather_objects(made[number].settle(), base)):
+            if all(gather(made[number].settle(), base)):
                 return made[number]
             made[number].is_free = False
     return None
