@@ -16,7 +16,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from datetime import timedelta
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -29,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.mesh import AxisGroup
 from lightning_muon.compat.torch import local_shape_and_offset
+from lightning_muon.config import Overlap
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 
@@ -58,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama3-8b", help="a model that `lightning-muon plan --shapes` knows")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--overlap", choices=("backward", "step", "off"), default="backward")
+    parser.add_argument("--overlap", choices=get_args(Overlap), default="backward")
     parser.add_argument("--steps", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,8 +123,9 @@ def rank_of(num_ranks: int) -> Iterator[None]:
     package, norm = "lightning_muon", torch.zeros((), device="meta")
     replaced: dict[str, Any] = {
         f"{package}.comm.agreement._all_gather_object": lambda value, group: [value] * dist.get_world_size(group),
-        f"{package}.comm.mesh.inherit_timeout": nothing,
+        f"{package}.comm.groups.world_timeout": timedelta,
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
+        f"{package}.optim.state.start_all_reduce_sum": reduce,
         # There is nothing to read from these tensors.
         f"{package}.optim.planned_optimizer.agree_on_gradients": _without_verdict,
         f"{package}.optim.planned_optimizer.step_elementwise_": nothing,
@@ -130,7 +133,7 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.transfer.start_messages": lambda *_: [],
         f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.optim.matrix_step.orthogonalize": no_matrix,
-        "torch._foreach_norm": lambda tensors: [norm] * len(tensors),
+        "torch._foreach_norm": lambda tensors, *_, **__: [norm] * len(tensors),
         "torch._foreach_lerp": first,
         **dict.fromkeys(("torch._foreach_copy_", "torch._foreach_lerp_", "torch._foreach_add_"), nothing),
         "torch._foreach_mul_": nothing,
