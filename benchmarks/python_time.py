@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -29,7 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.compat.torch import local_shape_and_offset, new_group
+from lightning_muon.compat.torch import local_shape_and_offset
+from lightning_muon.config import Overlap
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama3-8b", help="a model that `lightning-muon plan --shapes` knows")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--overlap", choices=("backward", "step", "off"), default="backward")
+    parser.add_argument("--overlap", choices=get_args(Overlap), default="backward")
     parser.add_argument("--steps", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,9 +111,6 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         values.mul_(group.size)
         return mock.Mock()
 
-    def fake_group(ranks: Sequence[int], name: str, **_: object) -> dist.ProcessGroup:
-        return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))
-
     def no_matrix(matrix: Tensor, **_: object) -> Tensor:
         return matrix
 
@@ -126,7 +124,6 @@ def rank_of(num_ranks: int) -> Iterator[None]:
     replaced: dict[str, Any] = {
         f"{package}.comm.agreement._all_gather_object": lambda value, group: [value] * dist.get_world_size(group),
         f"{package}.comm.groups.world_timeout": timedelta,
-        f"{package}.comm.groups.new_group": fake_group,
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
         f"{package}.optim.state.start_all_reduce_sum": reduce,
         # There is nothing to read from these tensors.
@@ -136,7 +133,7 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.transfer.start_messages": lambda *_: [],
         f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.optim.matrix_step.orthogonalize": no_matrix,
-        "torch._foreach_norm": lambda tensors: [norm] * len(tensors),
+        "torch._foreach_norm": lambda tensors, *_, **__: [norm] * len(tensors),
         "torch._foreach_lerp": first,
         **dict.fromkeys(("torch._foreach_copy_", "torch._foreach_lerp_", "torch._foreach_add_"), nothing),
         "torch._foreach_mul_": nothing,

@@ -33,7 +33,10 @@ def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | N
 
 
 def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
-    """The ``value`` of every rank, in the order of the group. Collective over ``group``; every rank must call it."""
+    """The ``value`` of every rank, in the order of the ranks. Collective over ``group``; every rank must call it.
+
+    ``None`` is the default group; without an initialized process group there is one rank.
+    """
     return _all_gather_object(value, group) if _is_distributed(group) else [value]
 
 
@@ -67,22 +70,9 @@ def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = No
     return results[0]
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank brings, in the order of the ranks. Collective over ``group``; every rank must call it."""
-    return _all_gather_object(value, group)
-
-
 def on_first_rank(action: Callable[[], Any]) -> None:
     """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
     together(action if dist.get_rank() == 0 else lambda: None)
-
-
-def gather_from_all(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
-    """What each rank brings, in their order. Collective over ``group``; every rank must call it.
-
-    ``None`` is the default group; without an initialized process group there is one rank.
-    """
-    return _all_gather_object(value, group) if _is_distributed(group) else [value]
 
 
 def _is_distributed(group: dist.ProcessGroup | None) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather_objects
+from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import new_group, world_timeout
 
 Ranks = tuple[int, ...]
@@ -167,26 +167,22 @@ def _unused(made: Sequence[PrivateGroup], base: dist.ProcessGroup) -> PrivateGro
     launched equally much, all of it arrives and is waited for. Where they have not, nobody may use the group again.
     """
     free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
-    everyone = gather_objects(free, base)
+    everyone = gather(free, base)
     for number, count in free.items():
         if all(other.get(number) == count for other in everyone):
-            if all(gather_objects(made[number].settle(), base)):
+            if all(gather(made[number].settle(), base)):
                 return made[number]
             made[number].is_free = False
     return None
 
 
-# In elements of float32: 4 bytes to 1 MiB, since NCCL chooses an algorithm by the size of a message. Larger ones would
-# take seconds on a slow link; GradientReducer sends its own for the first time when all ranks are there.
-_ALL_REDUCE_SIZES = tuple(4**power for power in range(10))
-
-
 def _connect(group: dist.ProcessGroup) -> None:
-    """Have the ranks open all connections that a later communication may need.
+    """Have the ranks open the connection of each pair of them.
 
-    Collective over ``group``; every rank must call it. NCCL connects two ranks, or the ranks of an algorithm, when they
-    communicate for the first time, and keeps the host waiting until all of them have come. What is launched by hooks of
-    the backward pass is launched by some ranks earlier than by others, which may wait for them in another place.
+    Collective over ``group``; every rank must call it. NCCL connects two ranks when they communicate for the first
+    time, and keeps the host waiting until both have come. What is launched by hooks of the backward pass is launched by
+    some ranks earlier than by others, which may wait for them in another place. Sums over all ranks, for which NCCL
+    opens connections by size, are not sent by hooks before all ranks have sent the like; see GradientReducer.
     """
     size = dist.get_world_size(group)
     for device, backend in backends(group).items():
@@ -195,5 +191,3 @@ def _connect(group: dist.ProcessGroup) -> None:
             continue
         ones = torch.ones(size, device=device)
         dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
-        for numel in _ALL_REDUCE_SIZES:
-            dist.all_reduce(torch.ones(numel, device=device), group=group)

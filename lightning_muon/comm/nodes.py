@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_muon.comm.agreement import gather_from_all
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups, host_group
 
 
@@ -20,7 +20,7 @@ def nodes_of(group: AxisGroup) -> list[int]:
         return [0]
     # Machines may have the same name ("localhost"); torchrun numbers its agents, one for each machine.
     name = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-    names = gather_from_all(name, host_group(group).group)
+    names = gather(name, host_group(group).group)
     return [names.index(each) for each in names]
 
 

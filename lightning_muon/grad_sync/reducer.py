@@ -1,8 +1,8 @@
 """Sums of gradients over the ranks that start while backward still runs.
 
 Hooks note which gradients have been accumulated. A bucket whose gradients are all there is launched, after all buckets
-before it, so that the order is the same on all ranks; in the first step, which opens the connections, :meth:`finish`
-launches all. What the hooks cannot know is settled there, too: the ranks compare notes, and what any rank has launched,
+before it, so that the order is the same on all ranks; what is sent together for the first time, which opens the
+connections, :meth:`finish` launches. What the hooks cannot know is settled there, too: the ranks compare notes, and what any rank has launched,
 or has a gradient for, is sent by all. So parameters that only some ranks use, that are used again after their bucket
 has gone (reentrant activation checkpointing), or that are frozen or thawed between two steps are exact; they cost the
 head start.
@@ -91,7 +91,8 @@ class GradientReducer:
         self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
         self._divisor = float(group.size)
         self._is_syncing = True
-        self._is_first_step = True
+        # What has been sent together before, so that the connections for it are open.
+        self._known: set[tuple[Tensor, ...]] = set()
         self._present: set[Tensor] = set()
         # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
         trainable = self._any_rank([parameter.requires_grad for parameter in self._parameters])
@@ -147,12 +148,13 @@ class GradientReducer:
             if not self._arrivals[parameter].add() or parameter not in missing:
                 return
             missing.remove(parameter)
-            # NCCL opens connections when a message of that kind and size is sent for the first time, and then keeps
-            # the host waiting for all ranks, of which one may lack a gradient: so the first time is in finish().
-            if self._is_first_step:
-                return
             while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
                 bucket = self.buckets[self._num_launched]
+                # NCCL opens connections when a message of that kind and size is sent for the first time, and then keeps
+                # the host waiting for all ranks, of which one may lack a gradient: so the first time is in finish().
+                members = tuple(parameter for parameter in bucket.parameters if parameter in self._expected)
+                if members and members not in self._known:
+                    return
                 self._launch(bucket, self._expected, from_hook=True)
                 self._num_launched += 1
 
@@ -188,7 +190,6 @@ class GradientReducer:
         self._present |= agreed.computed
         self._expected = agreed.computed or self._expected
         self.traffic = self._launched
-        self._is_first_step &= not self.traffic.launches
         self._begin_step()
 
     def give_up(self) -> None:
@@ -238,6 +239,7 @@ class GradientReducer:
             return
         self._sent.update(parameter for parameter, gradient in gradients.items() if gradient is not None)
         self._pending.append(self._transport.start(gradients))
+        self._known.add(tuple(gradients))
         self._advance()
         size = sum(map(num_bytes, gradients))
         self._launched.launches.append((bucket.index, size))

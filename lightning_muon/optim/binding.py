@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather, require_equal
+from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
+from lightning_muon.comm.nodes import nodes_of
 from lightning_muon.config import Assignment, Dedupe, Overlap, check_hyperparameters
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
@@ -270,7 +270,10 @@ def bind(
     found = _group_jobs(parameters, options)
     private = private_groups.of([home.axes for home, _ in found])
     loads = Loads()
-    hosts = _hosts(meshes) if options.overlap == "auto" else {}
+    nodes: dict[DeviceMesh | None, _Nodes] = {}
+    if options.overlap == "auto":
+        for members in meshes:
+            nodes[members.mesh] = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
     groups: list[ExchangeGroup] = []
     for number, ((home, jobs), axes) in enumerate(zip(found, private, strict=True)):
         specs = _specs(jobs)
@@ -289,37 +292,28 @@ def bind(
         loads.add(home, specs, plan, options.itemsize)
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
-        estimate = _estimate(home, plan, options, hosts[home.mesh]) if options.overlap == "auto" else None
+        estimate = _estimate(home, plan, options, nodes[home.mesh]) if options.overlap == "auto" else None
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
         groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan, sends_early, estimate))
     return Binding(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
 
 
-# Coordinate in a mesh -> name of the machine of the rank there.
-_Hosts = Mapping[tuple[int, ...], str]
+# Coordinate in a mesh -> number of the node of the rank there.
+_Nodes = Mapping[tuple[int, ...], int]
 
 
-def _hosts(meshes: Sequence[MeshMembers]) -> dict[DeviceMesh | None, _Hosts]:
-    """The machines of all ranks. Collective over ``meshes``; every rank of them must call it."""
-    found: dict[DeviceMesh | None, _Hosts] = {}
-    for members in meshes:
-        names = gather(socket.gethostname(), members.host.group) if members.host.group is not None else [""]
-        found[members.mesh] = dict(zip(members.host.coordinates, names, strict=True))
-    return found
-
-
-def _estimate(home: ExchangeHome, plan: MuonPlan, options: PlanOptions, hosts: _Hosts) -> EarlyEstimate | None:
+def _estimate(home: ExchangeHome, plan: MuonPlan, options: PlanOptions, nodes: _Nodes) -> EarlyEstimate | None:
     """By the slowest links that any rank of the mesh has, so that all of them come to the same result."""
-    between = (_spans_machines(hosts, home.sharded), _spans_machines(hosts, home.mesh_axes))
+    between = (_spans_nodes(nodes, home.sharded), _spans_nodes(nodes, home.mesh_axes))
     return estimate_early(plan.program, machine_of(options.device_type, is_between_machines=between))
 
 
-def _spans_machines(hosts: _Hosts, axes: Collection[int]) -> bool:
-    """Whether, anywhere on the mesh, ranks that differ only along ``axes`` are on several machines."""
-    host_of: dict[tuple[int, ...], str] = {}
-    for coordinate, host in hosts.items():
+def _spans_nodes(nodes: _Nodes, axes: Collection[int]) -> bool:
+    """Whether, anywhere on the mesh, ranks that differ only along ``axes`` are on several nodes."""
+    node_of: dict[tuple[int, ...], int] = {}
+    for coordinate, node in nodes.items():
         others = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
-        if host_of.setdefault(others, host) != host:
+        if node_of.setdefault(others, node) != node:
             return True
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -126,11 +127,14 @@ def test_the_local_part_shares_memory() -> None:
     assert tensor.sum() == 3
 
 
-def _links(hosts: str, dedupe: str) -> list[tuple[bool, bool]]:
+def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
     """What the planner takes the links of each exchange group for, if the ranks are on machines of these names."""
+    host = hosts[dist.get_rank()]
     mesh = init_device_mesh("cpu", (2, 2))
     with (
-        mock.patch.object(binding_module.socket, "gethostname", return_value=hosts[dist.get_rank()]),
+        # Machines may have the same name; torchrun then tells them apart.
+        mock.patch("socket.gethostname", return_value="localhost" if variable else host),
+        mock.patch.dict(os.environ, {variable: host} if variable else {}),
         mock.patch.object(binding_module, "machine_of", side_effect=machine_of) as asked,
     ):
         weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
@@ -151,11 +155,12 @@ def _links(hosts: str, dedupe: str) -> list[tuple[bool, bool]]:
         ("aaab", "always", (True, True)),
     ],
 )
+@pytest.mark.parametrize("variable", ["", "GROUP_RANK"])
 def test_all_ranks_decide_by_the_slowest_links_of_the_mesh(
-    gloo: ProcessPool, hosts: str, dedupe: str, expected: tuple[bool, bool]
+    gloo: ProcessPool, hosts: str, dedupe: str, expected: tuple[bool, bool], variable: str
 ) -> None:
     alone = (False, False)
-    assert gloo.run(_links, hosts, dedupe, world_size=4) == [[alone, expected]] * 4
+    assert gloo.run(_links, hosts, dedupe, variable, world_size=4) == [[alone, expected]] * 4
 
 
 def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:

@@ -59,17 +59,36 @@ def test_replicas_train_where_a_rank_lacks_a_gradient(
     assert all(gloo.run(_train, name, shape, first_skip, world_size=size))
 
 
-def _train_decoupled_nodes(replicator: Any, delay: int, first_skip: int) -> bool:
-    """Nodes whose messages go out during backward, over two groups; a step in which a bucket lacks a gradient."""
+def _train_on_more_layers() -> bool:
+    """All ranks use both layers from the second step on, so that the bucket has another size than at first."""
+    torch.manual_seed(0)
+    model, mesh = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)]), nccl_like_mesh(2)
+    mode = make_mode("ddp", mesh, ModeOptions())
+    mode.prepare(model)
+    optimizer = ParallelMuon(model, lr=1e-3)
+    mode.attach(model, [optimizer])
+    for num_layers in (1, 2, 1 if dist.get_rank() == 1 else 2):
+        _used_loss(model, num_layers).backward()
+        mode.finish_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    mode.close()
+    return True
+
+
+def test_replicas_train_where_a_rank_lacks_a_gradient_of_a_bucket_that_has_grown(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_train_on_more_layers, world_size=2))
+
+
+def _train_decoupled_nodes(replicator: Any, delay: int) -> bool:
+    """Nodes whose messages go out during backward, over two groups; a bucket that a node sends in the step alone."""
     model, mesh = _model(), nccl_like_mesh(dist.get_world_size(), 1)
     for layer in model:
         fully_shard(layer, mesh=mesh["shard"])
     optimizer = FlexDeMo(model, lr=1e-3, mesh=mesh, replicator=replicator, delay=delay, chunk_bytes=3000)
-    for step in range(4):
-        # All ranks skip: in the first step, when the plan is made, this bucket is not sent at all.
-        _used_loss(model, _NUM_LAYERS - 1 if step < first_skip else _NUM_LAYERS).backward()
-        if dist.get_rank() == 1 and step == first_skip:
-            model[1].weight.grad = None
+    optimizer.step()  # Makes the plan; without a gradient nothing is sent.
+    for step in range(3):
+        _loss(model, skips=step == 0).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.state_dict()
@@ -77,7 +96,7 @@ def _train_decoupled_nodes(replicator: Any, delay: int, first_skip: int) -> bool
 
 
 def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
-    x = torch.randn(8, 24)
+    x = torch.randn(8, model[0].in_features)
     for layer in list(model)[:num_layers]:
         x = layer(x)
     return x.square().mean()
@@ -85,27 +104,30 @@ def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("replicator", [DCTTopK(top_k=8), Full()], ids=["sparse", "sums"])
-def test_nodes_train_where_a_bucket_is_sent_later_than_others(gloo: ProcessPool, replicator: Any, delay: int) -> None:
-    assert all(gloo.run(_train_decoupled_nodes, replicator, delay, 1, world_size=3))
+def test_nodes_train_where_a_node_sends_a_bucket_later_than_others(
+    gloo: ProcessPool, replicator: Any, delay: int
+) -> None:
+    assert all(gloo.run(_train_decoupled_nodes, replicator, delay, world_size=3))
 
 
-def _train_hybrid(overlap: str) -> bool:
-    """Early gathers inside of replicas and over all ranks, of which some have a chunk less in the first step."""
+def _train_hybrid() -> bool:
+    """Early gathers inside of replicas and over all ranks, of which one rank has to leave a chunk to the step."""
     model, mesh = _model(), nccl_like_mesh(2, 2)
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", chunk_bytes=1000, overlap=overlap)
-    for step in range(3):
-        _used_loss(model, _NUM_LAYERS - 1 if step == 0 else _NUM_LAYERS).backward()
-        if dist.get_rank() == 1 and step == 1:
-            model[2].weight.grad = None
+    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", chunk_bytes=1000, overlap="backward")
+    optimizer.step()  # Makes the plan; without a gradient nothing is sent.
+    if dist.get_rank() == 1:
+        del optimizer.state[model[2].weight]
+    for _ in range(3):
+        _used_loss(model, _NUM_LAYERS).backward()
         optimizer.step()
         optimizer.zero_grad()
     return True
 
 
-def test_hybrid_shards_train_where_a_chunk_is_sent_later_than_others(gloo: ProcessPool) -> None:
-    assert all(gloo.run(_train_hybrid, "backward"))
+def test_hybrid_shards_train_where_a_rank_sends_a_chunk_later_than_others(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_train_hybrid, world_size=4))
 
 
 def _blocks_alone() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather_from_all
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.mesh import AxisGroup, axis_group, host_group
 from lightning_muon.comm.nodes import make_hops, nodes_of
 from lightning_muon.grad_sync.buckets import BUCKET_BYTES, num_bytes
@@ -104,7 +104,7 @@ class Zero2(ShardingMode):
             replicas.setdefault(coordinate[:-1], []).append(node)
         trained = sum(num_bytes(parameter) for parameter in parameters if parameter.requires_grad)
         if everyone.group is not None:
-            trained = max(gather_from_all(trained, host_group(everyone).group))
+            trained = max(gather(trained, host_group(everyone).group))
         chosen = self.options.bucket_bytes
         exchange = choose_exchange(
             list(replicas.values()),
