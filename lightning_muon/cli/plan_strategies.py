@@ -11,7 +11,7 @@ from lightning_muon.schedule.assign import Strategy
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.crowd import Crowd, merge_equal_ranks
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
-from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early
+from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, rank_seconds
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for, with_adamw
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.shapes import ModelShapes
@@ -216,7 +216,7 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         bytes=planned.bytes,
         floor=planned.floor,
         timeline=simulate(issued, options.cost),
-        early=estimate_early(planned.program, options.cost),
+        early=estimate_early([rank_seconds(ops, options.cost) for ops in planned.program.values()]),
         sizes=planned.sizes,
         note=planned.note,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.agreement import gather, require_equal
 from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
 from lightning_muon.comm.nodes import nodes_of
 from lightning_muon.config import Assignment, Dedupe, Overlap, check_hyperparameters
@@ -26,7 +26,7 @@ from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, lo
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.dedupe import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
-from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, machine_of
+from lightning_muon.schedule.overlap import EarlyEstimate, RankSeconds, estimate_early, machine_of, rank_seconds
 from lightning_muon.schedule.validate import check_plan
 
 ParamGroup = dict[str, Any]
@@ -270,11 +270,7 @@ def bind(
     found = _group_jobs(parameters, options)
     private = private_groups.of([home.axes for home, _ in found])
     loads = Loads()
-    nodes: dict[DeviceMesh | None, _Nodes] = {}
-    if options.overlap == "auto":
-        for members in meshes:
-            nodes[members.mesh] = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
-    groups: list[ExchangeGroup] = []
+    plans: list[MuonPlan] = []
     for number, ((home, jobs), axes) in enumerate(zip(found, private, strict=True)):
         specs = _specs(jobs)
         plan = plan_step(
@@ -292,7 +288,14 @@ def bind(
         loads.add(home, specs, plan, options.itemsize)
         if axes.group is not None:
             require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
-        estimate = _estimate(home, plan, options, nodes[home.mesh]) if options.overlap == "auto" else None
+        plans.append(plan)
+    homes = [home for home, _ in found]
+    estimates: Mapping[int, EarlyEstimate | None] = {}
+    if options.overlap == "auto":
+        estimates = _estimates(list(zip(homes, plans, strict=True)), meshes, options)
+    groups: list[ExchangeGroup] = []
+    for number, (plan, axes, (home, jobs)) in enumerate(zip(plans, private, found, strict=True)):
+        estimate = estimates.get(number)
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
         groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan, sends_early, estimate))
     return Binding(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
@@ -302,10 +305,27 @@ def bind(
 _Nodes = Mapping[tuple[int, ...], int]
 
 
-def _estimate(home: ExchangeHome, plan: MuonPlan, options: PlanOptions, nodes: _Nodes) -> EarlyEstimate | None:
-    """By the slowest links that any rank of the mesh has, so that all of them come to the same result."""
-    between = (_spans_nodes(nodes, home.sharded), _spans_nodes(nodes, home.mesh_axes))
-    return estimate_early(plan.program, machine_of(options.device_type, is_between_machines=between))
+def _estimates(
+    planned: Sequence[tuple[ExchangeHome, MuonPlan]], meshes: Sequence[MeshMembers], options: PlanOptions
+) -> dict[int, EarlyEstimate | None]:
+    """Of each exchange group by its number: equal on all ranks of its mesh, each of which brings what it takes itself.
+
+    By the slowest links that any rank of the mesh has. Collective over ``meshes``; every rank of them must call it.
+    """
+    found: dict[int, EarlyEstimate | None] = {}
+    for members in meshes:
+        nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
+        own: dict[int, RankSeconds] = {}
+        for number, (home, plan) in enumerate(planned):
+            if home.mesh == members.mesh:
+                between = (_spans_nodes(nodes, home.sharded), _spans_nodes(nodes, home.mesh_axes))
+                machine = machine_of(options.device_type, is_between_machines=between)
+                own[number] = rank_seconds(plan.program[home.axes.rank], machine)
+        of_ranks = gather(own, members.host.group) if members.host.group is not None else [own]
+        # Groups have other numbers on ranks that belong to other meshes, too.
+        by_group = zip(*(each.values() for each in of_ranks), strict=True)
+        found.update(zip(own, map(estimate_early, by_group), strict=True))
+    return found
 
 
 def _spans_nodes(nodes: _Nodes, axes: Collection[int]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.kinds import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.program import Op
 
 # What a rank has inside of a machine, and between machines. CPU: ``lightning-muon plan --calibrate`` on two cores with
 # AVX-512 BF16 (memory, loopback), the FLOP/s that schedule/dedupe.py has for this loopback; 10 Gbit/s are assumed.
@@ -70,7 +71,50 @@ def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> C
     )
 
 
-def estimate_early(program: Program, machine: CostModel) -> EarlyEstimate | None:
+@dataclass(frozen=True, kw_only=True)
+class RankSeconds:
+    """Predicted seconds of the ops of one rank, without AdamW.
+
+    Attributes:
+        gathers: By chunk.
+        scatters: By chunk.
+        momentum: Of all chunks, as the next two.
+        newton_schulz: Or whatever else is computed on whole matrices.
+        update: Of the weights.
+        check: Finding out whether what was sent early is what the step would send.
+    """
+
+    gathers: Mapping[str, float]
+    scatters: Mapping[str, float]
+    momentum: float
+    newton_schulz: float
+    update: float
+    check: float
+
+
+def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
+    """How long one rank takes.
+
+    Args:
+        ops: Canonical: momentum, gather, newton_schulz, scatter, update of chunk after chunk.
+        machine: Rates.
+    """
+    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)}
+    for op in ops:
+        if op.kind in by_kind:
+            by_kind[op.kind][op.key] = machine.seconds(op)
+    gathers = by_kind[GATHER]
+    return RankSeconds(
+        gathers=gathers,
+        scatters=by_kind[SCATTER],
+        momentum=sum(by_kind[MOMENTUM].values()),
+        newton_schulz=sum(by_kind[NEWTON_SCHULZ].values()),
+        update=sum(by_kind[UPDATE].values()),
+        check=sum(_check_seconds(op, machine) for op in ops if op.kind == MOMENTUM and op.key in gathers),
+    )
+
+
+def estimate_early(ranks: Sequence[RankSeconds]) -> EarlyEstimate | None:
     """What a step takes with and without early gathers; ``None`` if nothing is gathered.
 
     With k chunks, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
@@ -83,40 +127,31 @@ def estimate_early(program: Program, machine: CostModel) -> EarlyEstimate | None
     Backward is taken to be long enough for all gathers, and to leave the links free for them.
 
     Args:
-        program: Canonical: for each rank momentum, gather, newton_schulz, scatter, update of chunk after chunk.
-        machine: Rates.
+        ranks: Of all ranks, since a communication takes as long as its slowest member.
     """
-    kinds = (MOMENTUM, NEWTON_SCHULZ, UPDATE)
-    busiest, check = dict.fromkeys(kinds, 0.0), 0.0
-    # A communication takes as long as its slowest member.
-    transfers: dict[str, dict[str, float]] = {GATHER: {}, SCATTER: {}}
-    for ops in program.values():
-        of_rank = dict.fromkeys(kinds, 0.0)
-        check_of_rank = 0.0
-        gathered = {op.key for op in ops if op.kind == GATHER}
-        for op in ops:
-            seconds = machine.seconds(op)
-            if op.kind in transfers:
-                slowest = transfers[op.kind]
-                slowest[op.key] = max(seconds, slowest.get(op.key, 0.0))
-            elif op.kind in of_rank:
-                of_rank[op.kind] += seconds
-            if op.kind == MOMENTUM and op.key in gathered:
-                check_of_rank += _check_seconds(op, machine)
-        check = max(check, check_of_rank)
-        busiest = {kind: max(busiest[kind], seconds) for kind, seconds in of_rank.items()}
-    num_chunks = len(transfers[GATHER])
+    gathers, scatters = _slowest([each.gathers for each in ranks]), _slowest([each.scatters for each in ranks])
+    num_chunks = len(gathers)
     if not num_chunks:
         return None
-    gather, scatter = (sum(transfers[kind].values()) / num_chunks for kind in (GATHER, SCATTER))
-    rest = (busiest[NEWTON_SCHULZ] + busiest[UPDATE]) / num_chunks
-    whole = rest + busiest[MOMENTUM] / num_chunks
+    gather, scatter = sum(gathers.values()) / num_chunks, sum(scatters.values()) / num_chunks
+    check = max(each.check for each in ranks)
+    rest = (max(each.newton_schulz for each in ranks) + max(each.update for each in ranks)) / num_chunks
+    whole = rest + max(each.momentum for each in ranks) / num_chunks
     return EarlyEstimate(
         in_step_seconds=gather + whole + scatter + (num_chunks - 1) * max(whole, gather + scatter),
         in_backward_seconds=check
         + max(num_chunks * rest + scatter, max(gather, rest) + num_chunks * scatter, gather + rest + scatter),
         check_seconds=check,
     )
+
+
+def _slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The longest time that any rank takes for each chunk."""
+    found: dict[str, float] = {}
+    for seconds in of_ranks:
+        for key, each in seconds.items():
+            found[key] = max(each, found.get(key, 0.0))
+    return found
 
 
 def _check_seconds(momentum: Op, machine: CostModel) -> float:

@@ -163,6 +163,19 @@ def test_all_ranks_decide_by_the_slowest_links_of_the_mesh(
     assert gloo.run(_links, hosts, dedupe, variable, world_size=4) == [[alone, expected]] * 4
 
 
+def _estimates() -> list[Any]:
+    """Of matrices that are cut into uneven shards and have different owners."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [distribute_tensor(torch.ones(rows, 7), mesh, [Shard(0)]) for rows in (13, 29, 2)]
+    return [group.estimate for group in _bind(*weights, overlap="auto").exchange_groups]
+
+
+def test_ranks_with_different_shards_and_matrices_decide_alike(gloo: ProcessPool) -> None:
+    first, *others = gloo.run(_estimates, world_size=3)
+    assert first != [None]
+    assert others == [first] * 2
+
+
 def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
     slow = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
     mesh = init_device_mesh("cpu", (2,))

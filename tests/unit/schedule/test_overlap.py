@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_muon.math.newton_schulz import newton_schulz_flops
-from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.kinds import GATHER, MOMENTUM
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
-from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, machine_of
+from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, machine_of, rank_seconds
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
@@ -47,6 +47,10 @@ def _without_early(program: Program) -> Program:
     return found
 
 
+def _estimate(program: Program, machine: CostModel) -> EarlyEstimate | None:
+    return estimate_early([rank_seconds(ops, machine) for ops in program.values()])
+
+
 @pytest.mark.parametrize("bandwidth", [360e9, 40e9, 5e9, 0.5e9])
 @pytest.mark.parametrize(
     ("num_matrices", "rows", "cols", "num_ranks"),
@@ -57,7 +61,7 @@ def test_both_steps_take_as_long_as_in_the_simulator(
 ) -> None:
     program = _plan(num_matrices, rows, cols, num_ranks).program
     machine = replace(_H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
-    found = estimate_early(program, machine)
+    found = _estimate(program, machine)
     assert found is not None
     in_step = simulate(prefetch(program, 3, scatter_buffers=3), machine).makespan
     in_backward = simulate(_without_early(program), machine).makespan + found.check_seconds
@@ -81,7 +85,7 @@ def test_both_steps_take_as_long_as_in_the_simulator(
 )
 def test_gathers_start_early_only_over_links_that_the_step_waits_for(bandwidth: float, side: int, pays: bool) -> None:
     machine = replace(_H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
-    found = estimate_early(_plan(64, side, side, 8).program, machine)
+    found = _estimate(_plan(64, side, side, 8).program, machine)
     assert found is not None
     assert found.pays is pays
 
@@ -89,16 +93,16 @@ def test_gathers_start_early_only_over_links_that_the_step_waits_for(bandwidth: 
 def test_one_chunk_has_no_head_start() -> None:
     # Its last gradient is there when backward ends.
     program = _plan(8, 1024, 1024, 8).program
-    found = estimate_early(program, replace(_H100, bandwidth=(1e6,)))
+    found = _estimate(program, replace(_H100, bandwidth=(1e6,)))
     assert found is not None
     assert not found.pays
 
 
 def test_what_is_not_gathered_has_no_estimate() -> None:
     whole = plan_step(replicated([60, 60], 2), num_ranks=2, itemsize=2, chunk_bytes=1, replica_of=[0, 1])
-    assert estimate_early(whole.program, _H100) is None
+    assert _estimate(whole.program, _H100) is None
     alone = plan_step([MatrixSpec(name="w", numel=9, flops=9, held=(9,))], num_ranks=1, itemsize=2, chunk_bytes=1)
-    assert estimate_early(alone.program, _H100) is None
+    assert _estimate(alone.program, _H100) is None
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu"])
@@ -117,7 +121,7 @@ def test_links_between_machines_are_slower_than_those_inside(device_type: str) -
 def test_on_a_cpu_gathers_stay_in_the_step(is_between: bool) -> None:
     machine = machine_of("cpu", is_between_machines=(is_between, is_between))
     for side in (256, 512, 2048):
-        found = estimate_early(_plan(64, side, side, 4).program, machine)
+        found = _estimate(_plan(64, side, side, 4).program, machine)
         assert found is not None
         assert not found.pays
 
