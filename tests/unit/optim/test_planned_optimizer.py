@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_muon import FlexDeMo, MuonConfig, NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
