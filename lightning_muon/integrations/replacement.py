@@ -45,7 +45,7 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
     Raises:
         IsADirectoryError: If a directory is no checkpoint, or has files of others that a file cannot keep.
     """
-    targets = [path.resolve() for path in paths]  # The sibling of a link may be on another disk than its target.
+    targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
     on_first_rank(lambda: [_end_earlier_saves(target, targets[0]) for target in targets])
     together(lambda: [_require_replaceable(target, whole=whole) for target in targets])
@@ -132,6 +132,15 @@ def _folder(kind: str, target: Path, first: Path) -> Path:
     return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
 
 
+def _place_of(path: Path) -> Path:
+    """What a save to ``path`` replaces: a link's target, or the link if it is another name of a neighbour.
+
+    Lightning's ``save_last="link"`` makes such links; what they point to is another checkpoint, which has to stay.
+    """
+    place, target = path.parent.resolve() / path.name, path.resolve()
+    return place if target.parent == place.parent else target
+
+
 def _renamed(folder: Path, old: str, new: str) -> Path:
     return folder.with_name(new + folder.name.removeprefix(old))
 
@@ -163,7 +172,7 @@ def _require_replaceable(path: Path, *, whole: bool) -> None:
 
 def _of_others(path: Path) -> list[Path]:
     """What is in a directory beside a checkpoint."""
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         return []
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
 
@@ -193,6 +202,7 @@ def _commit(drafts: Sequence[Path], obsolete: Sequence[str]) -> None:
 def _settle(folder: Path) -> None:
     """Put what is finished in its place; also to end what a process began that was killed."""
     replaced = _renamed(folder, _FINISHED, _REPLACED)
+    remove(replaced)  # What a process has moved there that was killed may be a file where a directory is to go.
     for name in _obsolete_in(folder):
         _move_away(folder.parent / name, replaced)
     (folder / _OBSOLETE).unlink(missing_ok=True)
@@ -204,7 +214,7 @@ def _settle(folder: Path) -> None:
 
 def _take_place(draft: Path, target: Path, replaced: Path) -> None:
     """Put a draft in the place of ``target``; a directory can be replaced by a single call once it is empty."""
-    if target.is_dir():
+    if target.is_dir() and not target.is_symlink():
         for item in _of_others(target) if draft.is_dir() else ():
             item.rename(draft / item.name)
         # The index of the shards goes first, so that nobody takes the rest for a checkpoint.

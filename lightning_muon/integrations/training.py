@@ -230,6 +230,11 @@ class Training:
         with self._watchdog.explaining():
             yield
 
+    def program_ends(self) -> None:
+        """Tell the other ranks if an exception in the user's loop ends the program; :meth:`close` follows. Local."""
+        if self._watchdog is not None:
+            self._watchdog.program_ends()
+
     def close(self) -> None:
         """Remove all hooks; the module stays divided. Local."""
         if self._watchdog is not None:

@@ -112,7 +112,10 @@ class Watchdog:
             self._order.gate = self._wait_for_all
 
     def close(self) -> None:
-        """Stop watching; the others learn that this rank waits for nobody any more; local."""
+        """Stop watching; the others learn that this rank waits for nobody any more; local.
+
+        After a failure rank 0, which may serve the store, stays some seconds until the others have read why.
+        """
         if self._thread is None:
             return
         is_open = not self._closed.is_set()
@@ -127,6 +130,29 @@ class Watchdog:
                 self._publish(beat=0)
                 if is_open:
                     self._store.add("quiet", 1)
+                if self._failure is not None and self._rank == 0:
+                    self._wait_until_read()
+
+    def program_ends(self) -> None:
+        """Tell the others if an exception outside of :meth:`explaining` ends the program; :meth:`close` follows. Local.
+
+        The interpreter has printed it by now. If others had failed before, their message is printed after it.
+        """
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            self.failed(error)
+            if self._message and error.args != (self._message,):
+                self._write_message()
+
+    def _wait_until_read(self) -> None:
+        deadline = time.monotonic() + self._patience + 6 * self._interval
+        while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
+            time.sleep(self._interval / 2)
+        time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
+
+    def _write_message(self) -> None:
+        sys.stderr.write(f"lightning_muon: {self._message}\n")
+        sys.stderr.flush()
 
     @contextmanager
     def explaining(self) -> Generator[None]:
@@ -334,8 +360,7 @@ class Watchdog:
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
         with suppress(RuntimeError):
-            if not self._store.check(["stop"]):
-                self._store.set("stop", message)
+            self._store.compare_set("stop", "", message)
 
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""
@@ -352,8 +377,7 @@ class Watchdog:
             if place is None or place != last:
                 last, since = place, time.monotonic()
             elif time.monotonic() - since > _SECONDS_TO_RAISE:
-                sys.stderr.write(f"lightning_muon: {self._message}\n")
-                sys.stderr.flush()
+                self._write_message()
                 os._exit(1)
         return True
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.comm.mesh import PrivateGroups
-from lightning_muon.compat.torch import fsdp_units_of
+from lightning_muon.compat.torch import fsdp_units_of, holds_all_of
 from lightning_muon.config import (
     Assignment,
     Dedupe,
@@ -127,8 +127,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self._private_groups = PrivateGroups()
         self._layout = layout
         self.is_fresh = True
-        # Whether a backward pass has reached any parameter since the last step.
-        self._is_reached = False
+        # Whether a backward pass has reached any parameter since the last step; ``None`` until the first one does.
+        self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
         self._finite_check = FiniteCheck(max_skipped_steps)
         super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
@@ -224,7 +224,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
             assert bound.early is not None
             bound.early.failed(void.keys)
             self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
-        self._is_reached = False
+        if self._is_reached:
+            self._is_reached = False
 
     def _run(self, bound: Bound, agreed: Agreement) -> None:
         received = self._received(bound, agreed)
@@ -257,7 +258,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self.__dict__.setdefault("_private_groups", PrivateGroups())
         self.__dict__.setdefault("_layout", self._own_layout())
         self.__dict__.setdefault("is_fresh", False)
-        self.__dict__.setdefault("_is_reached", True)
+        self.__dict__.setdefault("_is_reached", None)
         self.__dict__.setdefault("_stop_watching", None)
         self.__dict__.setdefault("_checked_groups", CheckedGroups())
         self.__dict__.setdefault("_completion", self._own_completion())
@@ -407,7 +408,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
             self._stop_watching()
         tensors = [parameter.tensor for parameter in parameters]
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
-        self._is_reached = True  # Nobody has watched until now.
+        self._is_reached = None  # Nobody has watched until now.
         self._completion.agree(binding, self._existing_state)
         self._bound = Bound(self._key(), binding, step, self._early(binding, step), fsdp_units_of(tensors))
         return self._bound
@@ -422,8 +423,12 @@ class PlannedOptimizer(CompleteStateOptimizer):
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=bound.key != self._key() or not is_valid or not is_complete,
             is_left_in_backward=is_left_in_backward(bound.units),
-            # The user may have thrown gradients away, but where none has come a backward pass has failed.
-            may_lack_gradients=self._is_reached or not has_loss or not is_trainable,
+            # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
+            # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.
+            may_lack_gradients=(
+                self._is_reached is not False
+                or not (has_loss and is_trainable and holds_all_of(bound.units, self._all_parameters()))
+            ),
         )
 
     def _arrived(self, _: Tensor) -> None:

@@ -87,7 +87,7 @@ class MuonAccelerator(SavesStates):
         self.options = options
         self._trainings: list[PreparedTraining] = []
         # An Accelerator has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, _close, self._trainings)
+        weakref.finalize(self, _end, self._trainings)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -276,6 +276,12 @@ def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> lis
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _end(trainings: list[PreparedTraining]) -> None:
+    for training in trainings:
+        training.program_ends()
+    _close(trainings)
 
 
 def _close(trainings: list[PreparedTraining]) -> None:

@@ -87,7 +87,7 @@ class ParallelMuonFabric(FabricEnvironment):
         )
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, _close, self._trainings)
+        weakref.finalize(self, _end, self._trainings)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Divide the module. Collective over all ranks; every rank must call it."""
@@ -342,6 +342,12 @@ def _training_with(trainings: Sequence[Training], module: nn.Module) -> Training
 def _around_forward(trainings: Sequence[Training], module: nn.Module) -> AbstractContextManager[None]:
     training = _training_with(trainings, module)
     return nullcontext() if training is None else training.around_forward()
+
+
+def _end(trainings: list[Training]) -> None:
+    for training in trainings:
+        training.program_ends()
+    _close(trainings)
 
 
 def _close(trainings: list[Training]) -> None:

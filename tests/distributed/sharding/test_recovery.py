@@ -205,3 +205,47 @@ def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly(gloo: ProcessPool, reset
     for overlap in ("step", "backward"):
         for problems, is_equal in gloo.run(_plain, reset=reset, overlap=overlap, world_size=2):
             assert problems == [] and is_equal
+
+
+def _steps_without_gradients() -> list[str]:
+    """What each of these steps raises: before training, after it, with one of two optimizers, without a loss."""
+    net = backward_passes.sharded((2,))
+    names = dict(net.named_parameters())
+    half = [(name, p) for name, p in names.items() if name.startswith("second")]
+    rest = [(name, p) for name, p in names.items() if not name.startswith("second")]
+    problems: list[str] = []
+
+    def step(optimizer: Any, *closure: Any) -> None:
+        try:
+            optimizer.step(*closure)
+            problems.append("")
+        except RuntimeError as problem:
+            problems.append(str(problem)[:50])
+        optimizer.zero_grad()
+
+    whole = backward_passes.make_optimizer(net, overlap="step", muon_patterns=["second.weight"])
+    step(whole)
+    step(whole)
+    parts = [backward_passes.make_optimizer(part, overlap="step", algorithm="adamw") for part in (half, rest)]
+    for number in range(3):
+        backward_passes.plain(net, whole, number)
+        whole.step()
+        for part in parts:
+            part.step()
+        whole.zero_grad()
+    for part in parts:
+        step(part)
+    step(whole, lambda: None)
+    backward_passes.plain(net, whole, 3)
+    whole.zero_grad()  # The program throws them away, for example because they are too large.
+    step(whole)
+    backward_passes.plain(net, whole, 4)
+    step(whole)
+    step(whole)
+    return problems
+
+
+def test_a_step_that_no_backward_pass_has_led_to_is_an_error_while_a_whole_model_trains(gloo: ProcessPool) -> None:
+    for problems in gloo.run(_steps_without_gradients, world_size=2):
+        assert problems[:-1] == [""] * 7
+        assert problems[-1].startswith("no parameter of the optimizer has a gradient")

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.integrations.replacement import discard, last_written, remove, replacing, write_shards
+from lightning_muon.integrations.replacement import (
+    _REPLACED,
+    _folder,
+    discard,
+    last_written,
+    remove,
+    replacing,
+    write_shards,
+)
 from tests.support.processes import ProcessPool
 
 
@@ -224,6 +232,34 @@ def test_a_link_stays_a_link(gloo: ProcessPool, tmp_path: Path) -> None:
     for value in (1, 2):
         gloo.run(_replace, str(link), value, whole=False, world_size=2)
         assert link.is_symlink() and _names(tmp_path / "disk") == ["checkpoint"] and _read(link) == value
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    """They were killed when the new checkpoint was in its place, and the old one, of the other format, still there."""
+    path = tmp_path / "checkpoint"
+    gloo.run(_replace, str(path), 1, whole=whole, world_size=2)
+    left = _folder(_REPLACED, path, path) / path.name
+    left.mkdir(parents=True)
+    if not whole:
+        left.rmdir()
+        left.write_text("old")
+    gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
+    assert _read(path) == 2 and _names(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_link_to_a_neighbour_is_replaced_and_the_neighbour_stays(
+    gloo: ProcessPool, tmp_path: Path, whole: bool
+) -> None:
+    gloo.run(_replace, str(tmp_path / "best.ckpt"), 1, whole=False, world_size=2)
+    (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
+    path = tmp_path / "last.ckpt"
+    path.symlink_to("best.ckpt")
+    gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
+    assert _read(last_written(path)) == 2 and _read(tmp_path / "best.ckpt") == 1
+    assert _names(tmp_path) == ["best.ckpt", "last.ckpt"] and not path.is_symlink()
+    assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "notes.txt"]
 
 
 def test_what_is_not_there_need_not_be_removed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_muon import FlexDeMo, MuonConfig, NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
@@ -270,28 +270,21 @@ def test_state_of_parameters_that_a_framework_has_replaced_is_dropped() -> None:
     assert set(optimizer.state_dict()["state"]) == {0, 1}
 
 
-def test_a_step_without_any_gradient_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = ParallelMuon(model, muon_patterns=["1.weight"])
-
-    def backward() -> Tensor:
-        loss = model(torch.ones(2, 4)).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(backward)
-    optimizer.zero_grad()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
-        optimizer.step()
-    backward()
-    optimizer.zero_grad()  # The program has thrown them away, for example because they were too large.
-    optimizer.step()
-    optimizer.step(lambda: None)  # A Trainer's training_step has returned None.
-    model.requires_grad_(False)
-    optimizer.step()
-    optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_without_gradients_change_nothing_as_in_torch(kind: Any) -> None:
+    """A scheduler that is tried out, batches that are left out, a head that is not used in every step."""
+    model = _model()
+    optimizer = _make(kind, model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for step in range(4):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        _train(model, optimizer, range(step, step + 1))
+        optimizer.zero_grad()
+        assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_float16_gradient_with_a_large_norm_is_applied() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch.utils.data import DataLoader
 from tests.integration.integrations.fabric.loop import launch
 from tests.integration.training import Block
 from tests.support.processes import ProcessPool
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.worker import free_port
 
 
 def _documented(directory: str) -> tuple[str, list[Any]]:
@@ -82,3 +85,36 @@ def test_the_example_has_nothing_to_do_at_its_last_step(gloo: ProcessPool, tmp_p
         assert f"is at step 2, so --steps {steps} leaves nothing to do" in printed and "loss" not in printed
     assert (tmp_path / "checkpoint" / "meta.pt").stat().st_mtime_ns == written
     assert "step 3 loss" in gloo.run(_example_again, str(tmp_path), 3, world_size=2)[0]
+
+
+_FAILS = """
+import torch.distributed as dist
+from tests.integration.integrations.fabric import loop
+dist.init_process_group("gloo")
+fabric = loop.launch(sharding="zero2")
+network = loop.network()
+model, optimizer = fabric.setup(network, loop.adamw(network))
+loop.run_steps(fabric, model, optimizer, steps=range(2))
+if fabric.global_rank == 0:
+    raise OSError("file 4")
+loop.run_steps(fabric, model, optimizer, steps=range(2, 4))
+"""
+
+
+def test_an_exception_in_the_loop_of_a_rank_is_the_last_error_of_all() -> None:
+    """It is rank 0, whose process serves the store; only a process that really ends knows of such an exception."""
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    common = program_environment() | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _FAILS],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=100)[1].strip().splitlines() for program in programs]
+    assert all(program.returncode for program in programs)
+    assert errors[0][-1].endswith("OSError: file 4")
+    assert errors[1][-1].endswith("rank 0 has failed: OSError: file 4")
