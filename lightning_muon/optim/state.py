@@ -6,6 +6,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import contains, is_
 from typing import Any
 
 import torch
@@ -37,6 +39,9 @@ class StateCompletion:
 
     def __init__(self) -> None:
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
+        # The states that were complete, and those of them that must have a key, by this key.
+        self._known: list[dict[str, Any]] = []
+        self._having: dict[str, list[dict[str, Any]]] = {}
         # Parameters for which zero state was made since the ranks last agreed.
         self._made: set[Tensor] = set()
 
@@ -62,8 +67,13 @@ class StateCompletion:
 
     def is_complete(self, states: States) -> bool:
         """Whether nothing is missing or was made since the last :meth:`agree`; local."""
+        if self._made:
+            return False
+        # Looking up tensors would take several times as long, which counts for hundreds of small parameters.
+        if len(states) == len(self._known) and all(map(is_, states.values(), self._known)):
+            return all(all(map(contains, having, repeat(key))) for key, having in self._having.items())
         nothing = dict[str, Any]()
-        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+        return all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, binding: Binding, states: States) -> None:
         """Begin with zero state on all ranks for each parameter for which only some of them had to make it.
@@ -84,6 +94,10 @@ class StateCompletion:
             self.complete(binding.parameters, states)
         self._made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in binding.parameters)
+        self._known, self._having = list(states.values()), {}
+        for tensor, keys in self._needed:
+            for key in keys:
+                self._having.setdefault(key, []).append(states[tensor])
         if lost and dist.get_rank() == 0:
             warnings.warn(
                 f"some ranks had no optimizer state for {len(lost)} parameters ({binding.names[lost[0]]}, ...), so all "
