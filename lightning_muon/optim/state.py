@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import contains, is_
 from typing import Any
@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.optim.binding import Binding, BoundParameter
 from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
 from lightning_muon.optim.matrix_step import States
 
 MUON_STATE = frozenset({"momentum_buffer"})
+# What is laid out like the parameter.
+MOMENTS = MUON_STATE | ADAMW_STATE - {"step"}
 
 
 def state_keys(algorithm: str) -> frozenset[str]:
@@ -81,13 +84,19 @@ class StateCompletion:
         Collective over the meshes of the parameters; every rank of them must call it.
         """
         lost: list[Tensor] = []
+        # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
+        local = {binding.names[t]: t for members in binding.meshes if members.mesh is None for t in members.tensors}
+        has_made = {name: tensor in self._made for name, tensor in local.items()}
         for members in binding.meshes:
             if members.host.group is not None:
+                everyone = gather(has_made, members.host.group)
+                lost += [t for name, t in local.items() if len({each[name] for each in everyone if name in each}) > 1]
                 made = [tensor in self._made for tensor in members.tensors]
                 counts = torch.tensor(made, dtype=torch.int32, device="cpu")
                 start_all_reduce_sum(counts, members.host).wait()
                 is_lost = (counts > 0).logical_and(counts < members.host.size).tolist()
                 lost += [tensor for tensor, one in zip(members.tensors, is_lost, strict=True) if one]
+        lost = list(dict.fromkeys(lost))
         if lost:
             for tensor in lost:
                 states.pop(tensor, None)
@@ -146,6 +155,23 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _complete_state(self) -> None:
         """Make the state that parameters lack; local."""
+
+
+def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` for a saved state that is not of the shape of its parameter; local.
+
+    Fused kernels do not look, and would write outside of the tensors.
+    """
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
+        for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
+            for key in sorted(MOMENTS & state_dict["state"].get(number, {}).keys()):
+                shape = tuple(getattr(state_dict["state"][number][key], "shape", ()))
+                if shape != tuple(parameter.shape):
+                    name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
+                    raise ValueError(
+                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape}: the state is of "
+                        "another model, or its parameters were in another order"
+                    )
 
 
 def convert_(
