@@ -97,7 +97,9 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
     for group, before in zip(groups, own, strict=False):
         for key in ("amsgrad", "maximize"):
             if group.get(key):
-                raise ValueError(f"the state was saved with {key}={group[key]}, which is not supported; load only weights")
+                raise ValueError(
+                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
+                )
         if "betas" in group and "eps" in group and "adamw_eps" not in group:
             group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
         group |= {key: before[key] for key in keys if key in before and key not in group}
