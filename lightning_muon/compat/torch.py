@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -112,11 +113,13 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and global offset of the shard at any mesh ``coordinate``, not only at the calling rank's.
 
-    Uses ``torch.distributed.tensor._utils._compute_local_shape_and_global_offset`` (2.11 to 2.13).
+    Uses ``torch.distributed.tensor._utils._compute_local_shape_and_global_offset`` (2.11 to 2.13), which computes with
+    tensors on the default device.
     """
-    local_shape, offset = _utils._compute_local_shape_and_global_offset(
-        tuple(shape), tuple(mesh_shape), list(coordinate), tuple(placements)
-    )
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        local_shape, offset = _utils._compute_local_shape_and_global_offset(
+            tuple(shape), tuple(mesh_shape), list(coordinate), tuple(placements)
+        )
     return tuple(local_shape), tuple(offset)
 
 

@@ -49,8 +49,8 @@ class CheckedGroups:
     def check(self, groups: Sequence[ParamGroup]) -> None:
         """Raise ``ValueError`` for the first value that no step can be taken with; a few microseconds per group. Local.
 
-        Values that were right the last time are not looked at again. The value of a learning rate that is a tensor on
-        a device is not looked at, since the host would have to wait for it.
+        Values that were right the last time are not looked at again, but for tensors, which may be filled with others.
+        Those on a device are not looked at, since the host would have to wait for it.
         """
         try:
             values = list(map(_VALUES, groups))
@@ -58,7 +58,7 @@ class CheckedGroups:
             values = []
         for number, group in enumerate(groups):
             is_known = number < len(values) and number < len(self._right) and values[number] == self._right[number]
-            if not is_known or (isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu"):
+            if not is_known or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values[number]):
                 check_group_(group)
         self._right = list(map(_VALUES, groups))
 
@@ -91,10 +91,17 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
     """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
 
     Raises:
-        ValueError: If a hyper-parameter is out of range.
+        ValueError: If a hyper-parameter is out of range, or a variant of AdamW that there is not.
     """
     groups = [dict(group) for group in saved]
     for group, before in zip(groups, own, strict=False):
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise ValueError(
+                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
+                )
+        if "betas" in group and "eps" in group and "adamw_eps" not in group:
+            group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
         group |= {key: before[key] for key in keys if key in before and key not in group}
         check_group_(group)
     return groups

@@ -72,9 +72,11 @@ def adamw_step_(
     is_fused = params[0].device.type == "cpu"
     moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
     given = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
-    if is_fused:
-        given = [_in_order_of_first(tensors) for tensors in given]
-    used = [tuple(tensor.contiguous() for tensor in tensors) for tensors in given] if is_fused else given
+    used = list(given)
+    apart = [n for n, tensors in enumerate(given) if is_fused and not all(map(Tensor.is_contiguous, tensors))]
+    for n in apart:
+        given[n] = _in_order_of_first(given[n])
+        used[n] = tuple(tensor.contiguous() for tensor in given[n])
     adamw(
         [tensors[0] for tensors in used],
         [tensors[1] for tensors in used],
@@ -93,9 +95,9 @@ def adamw_step_(
         eps=group["adamw_eps"],
         maximize=False,
     )
-    for (param, _, *own), (new_param, _, *new) in zip(given, used, strict=True):
-        for tensor, value in zip((param, *own), (new_param, *new), strict=True):
-            if tensor is not value:
+    for n in apart:
+        for place, (tensor, value) in enumerate(zip(given[n], used[n], strict=True)):
+            if tensor is not value and place != 1:  # Gradients stay as they are.
                 tensor.copy_(value)
 
 

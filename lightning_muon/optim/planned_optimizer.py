@@ -41,7 +41,7 @@ from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, Gradi
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
-from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, convert_
+from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
@@ -281,9 +281,11 @@ class PlannedOptimizer(CompleteStateOptimizer):
         Hyper-parameters that another optimizer's state lacks stay as they are.
 
         Raises:
-            ValueError: If a hyper-parameter is out of range; nothing has changed then.
+            ValueError: If a hyper-parameter is out of range, or a state has another shape than its parameter; nothing
+                has changed then.
         """
         groups = completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
+        check_shapes(state_dict, self.param_groups)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()

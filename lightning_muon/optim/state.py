@@ -5,19 +5,24 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import contains, is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.optim.binding import Binding, BoundParameter
 from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
 from lightning_muon.optim.matrix_step import States
 
 MUON_STATE = frozenset({"momentum_buffer"})
+# What is laid out like the parameter.
+MOMENTS = MUON_STATE | ADAMW_STATE - {"step"}
 
 
 def state_keys(algorithm: str) -> frozenset[str]:
@@ -37,6 +42,9 @@ class StateCompletion:
 
     def __init__(self) -> None:
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
+        # The states that were complete, and those of them that must have a key, by this key.
+        self._known: list[dict[str, Any]] = []
+        self._having: dict[str, list[dict[str, Any]]] = {}
         # Parameters for which zero state was made since the ranks last agreed.
         self._made: set[Tensor] = set()
 
@@ -62,8 +70,13 @@ class StateCompletion:
 
     def is_complete(self, states: States) -> bool:
         """Whether nothing is missing or was made since the last :meth:`agree`; local."""
+        if self._made:
+            return False
+        # Looking up tensors would take several times as long, which counts for hundreds of small parameters.
+        if len(states) == len(self._known) and all(map(is_, states.values(), self._known)):
+            return all(all(map(contains, having, repeat(key))) for key, having in self._having.items())
         nothing = dict[str, Any]()
-        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+        return all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, binding: Binding, states: States) -> None:
         """Begin with zero state on all ranks for each parameter for which only some of them had to make it.
@@ -71,19 +84,29 @@ class StateCompletion:
         Collective over the meshes of the parameters; every rank of them must call it.
         """
         lost: list[Tensor] = []
+        # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
+        local = {binding.names[t]: t for members in binding.meshes if members.mesh is None for t in members.tensors}
+        has_made = {name: tensor in self._made for name, tensor in local.items()}
         for members in binding.meshes:
             if members.host.group is not None:
+                everyone = gather(has_made, members.host.group)
+                lost += [t for name, t in local.items() if len({each[name] for each in everyone if name in each}) > 1]
                 made = [tensor in self._made for tensor in members.tensors]
                 counts = torch.tensor(made, dtype=torch.int32, device="cpu")
                 start_all_reduce_sum(counts, members.host).wait()
                 is_lost = (counts > 0).logical_and(counts < members.host.size).tolist()
                 lost += [tensor for tensor, one in zip(members.tensors, is_lost, strict=True) if one]
+        lost = list(dict.fromkeys(lost))
         if lost:
             for tensor in lost:
                 states.pop(tensor, None)
             self.complete(binding.parameters, states)
         self._made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in binding.parameters)
+        self._known, self._having = list(states.values()), {}
+        for tensor, keys in self._needed:
+            for key in keys:
+                self._having.setdefault(key, []).append(states[tensor])
         if lost and dist.get_rank() == 0:
             warnings.warn(
                 f"some ranks had no optimizer state for {len(lost)} parameters ({binding.names[lost[0]]}, ...), so all "
@@ -135,6 +158,23 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _complete_state(self) -> None:
         """Make the state that parameters lack; local."""
+
+
+def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` for a saved state that is not of the shape of its parameter; local.
+
+    Fused kernels do not look, and would write outside of the tensors.
+    """
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
+        for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
+            for key in sorted(MOMENTS & state_dict["state"].get(number, {}).keys()):
+                shape = tuple(getattr(state_dict["state"][number][key], "shape", ()))
+                if shape != tuple(parameter.shape):
+                    name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
+                    raise ValueError(
+                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape}: the state is of "
+                        "another model, or its parameters were in another order"
+                    )
 
 
 def convert_(

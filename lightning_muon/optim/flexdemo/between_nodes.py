@@ -150,6 +150,11 @@ class BetweenNodes(ABC):
     def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise if the states of parameters are of nodes that followed each other in another way; local."""
         marks = {"residual", "node_weights", "anchor"} & {key for state in states for key in state}
+        if marks == {"anchor"}:
+            raise ValueError(
+                "the state has no node_weights, which flatten_optimizer_state_dict=True of "
+                "torch.distributed.checkpoint.state_dict leaves out; get and set it without"
+            )
         if marks and marks != self.marks:
             alone = "DiLoCo" if "anchor" in marks else "NoReplication"
             saved_with = "components of momenta" if "residual" in marks else alone

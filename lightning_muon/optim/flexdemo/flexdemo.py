@@ -324,7 +324,7 @@ class FlexDeMo(PlannedOptimizer):
                 self._mesh,
                 lambda: self._existing_state,
                 self._all_parameters,
-                lambda: {p: float(group["lr"]) for group in self.param_groups for p in group["params"]},
+                self._learning_rates,
             )
             replicator = self.config.replicator
             if isinstance(replicator, DiLoCo):
@@ -334,6 +334,11 @@ class FlexDeMo(PlannedOptimizer):
             else:
                 self._between = MomentumExchange(view)
         return self._between
+
+    def _learning_rates(self) -> dict[Tensor, float]:
+        """Of all parameters; 0 while a hyper-parameter is such that the step will raise, and drop what was sent."""
+        are_right = self._checked_groups.are_right(self.param_groups)
+        return {p: float(group["lr"]) if are_right else 0.0 for group in self.param_groups for p in group["params"]}
 
     def _own_completion(self) -> StateCompletion:
         has_moments = self.config.base != "sgd"

@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -244,3 +249,49 @@ def _step_with_blocks_of_other_shapes() -> str:
 def test_a_replicator_that_fails_on_the_blocks_of_one_rank_is_an_error_on_all(gloo: ProcessPool) -> None:
     for message in gloo.run(_step_with_blocks_of_other_shapes, world_size=4):
         assert "_OnlyEven.encode gives values of shape (2, 1)" in message
+
+
+def _bad_learning_rate_on_rank_1(compat: str, value: Any) -> list[bool]:
+    """Whether the step raises, and whether the next steps are as if nothing had been."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    results: list[list[Tensor]] = []
+    found: list[bool] = []
+    for is_tried in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 3))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh["shard"])
+        optimizer = FlexDeMo(model, mesh=mesh, lr=0.02, compat=compat, dense_below=16)  # type: ignore[arg-type]
+        group = optimizer.param_groups[0]
+        for step in range(4):
+            is_bad = is_tried and step == 2
+            if is_bad and dist.get_rank() == 1:
+                group["lr"] = value
+            optimizer.zero_grad()
+            model(torch.full((2, 5), 0.1 * step + dist.get_rank())).square().sum().backward()
+            if is_bad:
+                try:
+                    optimizer.step()
+                except (ValueError, RuntimeError) as error:
+                    found.append("lr must be" in str(error))
+                group["lr"] = 0.02
+            optimizer.step()
+        results.append([parameter.detach().full_tensor() for parameter in model.parameters()])  # type: ignore[attr-defined]
+    return [*found, all(torch.equal(one, other) for one, other in zip(*results, strict=True))]
+
+
+@pytest.mark.parametrize("value", ["fast", None, float("nan")], ids=str)
+def test_a_bad_learning_rate_is_an_error_on_all_ranks_also_where_it_scales_gradients(
+    gloo: ProcessPool, value: Any
+) -> None:
+    for found in gloo.run(_bad_learning_rate_on_rank_1, "demo", value, world_size=2, timeout=30):
+        assert found == [True, True]
+
+
+def test_a_flattened_state_of_diloco_is_refused_with_its_reason() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = FlexDeMo(model, replicator=DiLoCo(period=2), sign=False)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    with pytest.raises(ValueError, match="no node_weights, which flatten_optimizer_state_dict"):
+        set_optimizer_state_dict(model, optimizer, state, options=options)

@@ -127,3 +127,58 @@ def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> 
             mine: set(reference.state[theirs])
             for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True)
         }
+
+
+@pytest.mark.parametrize("key", ["weight_decay", "momentum"])
+def test_a_tensor_that_becomes_nan_is_refused(key: str) -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    optimizer.param_groups[0][key] = torch.tensor(0.1)
+    _train(model, optimizer, range(1))
+    optimizer.param_groups[0][key].fill_(float("nan"))
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(ValueError, match=f"{key} must be finite"):
+        _train(model, optimizer, range(1, 2))
+    assert _equal(before, list(model.parameters()))
+
+
+def test_the_state_of_torchs_adamw_brings_its_eps() -> None:
+    weights, copies = ([nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))] for _ in range(2))
+    theirs = torch.optim.AdamW(weights, lr=0.01, eps=1e-2, fused=True)
+    ours = ParallelMuon(copies, algorithm="adamw")
+    for step in range(4):
+        for number, (weight, other) in enumerate(zip(weights, copies, strict=True)):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            other.grad = weight.grad.clone()
+        if step == 1:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            for weight, other in zip(weights, copies, strict=True):
+                other.data.copy_(weight)
+        theirs.step()
+        ours.step()
+    assert _equal(weights, copies)
+    assert ours.param_groups[0]["eps"] == 1e-7
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_variants_of_adamw_that_there_are_not_are_refused(key: str) -> None:
+    weight = nn.Parameter(torch.ones(5, 3))
+    optimizer = ParallelMuon([weight], algorithm="adamw")
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=f"saved with {key}=True"):
+        optimizer.load_state_dict(torch.optim.AdamW([weight], **{key: True}).state_dict())
+    _assert_same_state(optimizer.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg"])
+def test_a_state_of_another_shape_is_refused_when_it_is_loaded(key: str) -> None:
+    model = _model()
+    optimizer = _make(ParallelMuon, model)
+    _train(model, optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    next(state for state in wrong["state"].values() if key in state)[key] = torch.zeros(2)
+    with pytest.raises(ValueError, match=rf"its saved {key} \(2,\)"):
+        optimizer.load_state_dict(wrong)
+    _assert_same_state(optimizer.state_dict()["state"], before["state"])
