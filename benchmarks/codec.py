@@ -35,7 +35,7 @@ def main() -> None:
         at_once = milliseconds(lambda: codec.dct(blocks))
     flops = 4 * side * blocks.numel()
     print(f"transform {grouped:.1f} ms ({flops / grouped / 1e6:.0f} GFLOP/s), all at once {at_once:.1f} ms\n")
-    print("| coefficients | encode ms | torch.topk ms | two rounds ms | decode ms | sparse ms | dense ms |")
+    print("| coefficients | encode ms | torch.topk ms | largest ms | decode ms | sparse ms | dense ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for top_k in arguments.top_k:
         print(row(blocks, top_k), flush=True)

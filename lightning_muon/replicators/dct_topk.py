@@ -13,6 +13,10 @@ from lightning_muon.math.dct import dct, groups, sparse_inverse_dct, subtract_sp
 from lightning_muon.replicators.checks import require_count
 from lightning_muon.replicators.replicator import Components, Replicator, Turn
 
+# A shorter row, in multiples of the number that is chosen, is not split any more: a round would cost more than it saves.
+# 32 of 4096 take 24.7 ms of a core for 10 million elements; 28.2 ms with 2, and 27.3 ms if only the whole row is split.
+_SPLIT_ABOVE = 4
+
 
 @dataclass(frozen=True)
 class DCTTopK(Replicator):
@@ -75,22 +79,27 @@ class DCTTopK(Replicator):
 
 
 def largest(rows: Tensor, count: int) -> Tensor:
-    """Positions (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows.
+    """Positions (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows."""
+    return _largest(rows.abs(), count)
 
-    In two rounds: a row is split into groups, and what is in none of the ``count`` groups with the largest maxima is no
-    larger than any of these maxima. With groups of g elements, ``n / g`` maxima and ``count g`` elements are left to
-    choose from, least for ``g = sqrt(n / count)``.
+
+def _largest(magnitudes: Tensor, count: int) -> Tensor:
+    """As :func:`largest`, of values that are not negative.
+
+    A row is split into groups, and what is in none of the ``count`` groups with the largest maxima is no larger than
+    any of these maxima. With groups of g elements, ``n / g`` maxima and ``count g`` elements are left to choose from,
+    least for ``g = sqrt(n / count)``; the maxima of many groups are chosen from in the same way.
     """
-    num_rows, numel = rows.shape
-    size = _group_size(numel, count)
+    num_rows, numel = magnitudes.shape
+    size = _group_size(numel, count) if numel > _SPLIT_ABOVE * count else 1
     if size == 1:
-        return torch.topk(rows.abs(), count, dim=1, sorted=False).indices
+        return torch.topk(magnitudes, count, dim=1, sorted=False).indices
     # The elements of a group are far apart, so that the maxima are taken of neighbours in memory.
-    magnitudes = rows.abs().view(num_rows, size, -1)
-    chosen = torch.topk(magnitudes.amax(1), count, dim=1, sorted=False).indices
-    candidates = magnitudes.gather(2, chosen[:, None].expand(-1, size, -1)).flatten(1)
-    winners = torch.topk(candidates, count, dim=1, sorted=False).indices
-    return (winners // count).mul_(numel // size).add_(chosen.gather(1, winners % count))
+    groups_chosen = _largest(magnitudes.view(num_rows, size, -1).amax(1), count)
+    firsts = torch.arange(0, numel, numel // size, device=magnitudes.device)[:, None]
+    candidates = (groups_chosen[:, None] + firsts).flatten(1)
+    winners = torch.topk(magnitudes.gather(1, candidates), count, dim=1, sorted=False).indices
+    return candidates.gather(1, winners)
 
 
 def _group_size(numel: int, count: int) -> int:
