@@ -1,8 +1,8 @@
 """Sums of gradients over the ranks that start while backward still runs.
 
 Hooks note which gradients have been accumulated. A bucket whose gradients are all there is launched, after all buckets
-before it, so that the order is the same on all ranks; what is sent together for the first time, which opens the
-connections, :meth:`finish` launches. What the hooks cannot know is settled there, too: the ranks compare notes, and
+before it, so that the order is the same on all ranks; what is sent together for the first time, which opens
+connections, is left to :meth:`finish`. What the hooks cannot know is settled there, too: the ranks compare notes, and
 what any rank has launched, or has a gradient for, is sent by all. So parameters that only some ranks use, that are used
 again after their bucket has gone (reentrant activation checkpointing), or that are frozen or thawed between two steps
 are exact; they cost the head start.

@@ -96,7 +96,7 @@ def _train_decoupled_nodes(replicator: Any, delay: int) -> bool:
 
 
 def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
-    x = torch.randn(8, model[0].in_features)
+    x = torch.randn(8, next(model.parameters()).size(1))
     for layer in list(model)[:num_layers]:
         x = layer(x)
     return x.square().mean()
@@ -118,7 +118,7 @@ def _train_hybrid() -> bool:
     optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", chunk_bytes=1000, overlap="backward")
     optimizer.step()  # Makes the plan; without a gradient nothing is sent.
     if dist.get_rank() == 1:
-        del optimizer.state[model[2].weight]
+        del optimizer.state[list(model.parameters())[2]]
     for _ in range(3):
         _used_loss(model, _NUM_LAYERS).backward()
         optimizer.step()
