@@ -13,7 +13,7 @@ from lightning_muon.math.dct import dct, groups, sparse_inverse_dct, subtract_sp
 from lightning_muon.replicators.checks import require_count
 from lightning_muon.replicators.replicator import Components, Replicator, Turn
 
-# A shorter row, in multiples of the number that is chosen, is not split any more: a round would cost more than it saves.
+# Rows shorter than this many times the number that is chosen are split no more: a round would cost more than it saves.
 # 32 of 4096 take 24.7 ms of a core for 10 million elements; 28.2 ms with 2, and 27.3 ms if only the whole row is split.
 _SPLIT_ABOVE = 4
 
