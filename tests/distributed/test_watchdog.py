@@ -184,7 +184,14 @@ def test_a_stopped_rank_is_waited_for_until_the_limit(
     # Raised, or printed by a process that had to end itself since its connection to the stopped one cannot be broken.
     with pytest.raises(RanksFailedError, match=r"rank 1 has given no sign of life for 2 s"):
         gloo.run_fresh(
-            _train_while_a_rank_is_stopped, mode, None, silence=silence, limit=limit, world_size=2, timeout=40.0
+            _train_while_a_rank_is_stopped,
+            mode,
+            None,
+            silence=silence,
+            limit=limit,
+            world_size=2,
+            timeout=40.0,
+            grace=1.0,
         )
 
 

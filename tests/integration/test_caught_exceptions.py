@@ -214,7 +214,9 @@ def _one_rank_skips() -> None:
 def test_a_rank_that_skips_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as failed:
         gloo.run_fresh(_one_rank_skips, world_size=2, grace=10.0)
-    assert "rank 1 has failed: OutOfMemoryError" in failed.value.failures[0].message
+    # Raised, or printed by a rank that had to end itself, because its connection to the other cannot be broken.
+    assert "rank 1 has failed: OutOfMemoryError" in str(failed.value)
+    assert 0 in failed.value.failures or failed.value.exit_codes.get(0) == 1
     assert "not on rank 0 within 2 s" in failed.value.failures[1].message
 
 
