@@ -18,7 +18,7 @@ help:
 	@echo "make demo    train the T5 recipe on 4 CPU processes (3 to 5 minutes)"
 	@echo "make test    run the test suite"
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
-	@echo "make check   run the linters, the type checks and the size limits"
+	@echo "make check   run the linters, the type checks and the checks of scripts/"
 	@echo "make format  let ruff format and mend what it can"
 	@echo "make setup   create $(VENV) and install everything"
 	@echo "make clean   remove $(VENV) and all caches"
@@ -42,7 +42,6 @@ check: $(STAMP)
 	PYTHONPATH=. $(BIN)/lint-imports
 	$(BIN)/python -m scripts.check_imports
 	$(BIN)/python -m scripts.check_sizes
-	$(BIN)/python -m scripts.check_test_pairs
 	$(BIN)/python -m scripts.check_ascii
 	@echo "make check: no complaints"
 
