@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_muon.config import MuonConfig
+from lightning_muon.engine.options import Options
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.integrations.fabric.registry import register_fabric_strategies
 from lightning_muon.integrations.lightning.registry import register_strategies
-from lightning_muon.integrations.options import Options
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_muon.config import MuonConfig, check_whole
-from lightning_muon.integrations.options import SECTION, Options
+from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.registry import Sharding
 

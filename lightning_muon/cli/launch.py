@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_muon.integrations.options import SECTION, Options
-from lightning_muon.integrations.parsing import read_yaml
+from lightning_muon.engine.options import SECTION, Options
+from lightning_muon.engine.parsing import read_yaml
 
 RUNNER = "lightning_muon.cli.run_script"
 _HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]

@@ -18,10 +18,10 @@ from lightning_muon.cli.convert import convert_command
 from lightning_muon.cli.plan import plan_command
 from lightning_muon.cli.trace import trace_command
 from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
+from lightning_muon.engine.options import Options
+from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.errors import UnknownOptionError
 from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
-from lightning_muon.integrations.options import Options
-from lightning_muon.integrations.parsing import read_yaml
 
 _PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan

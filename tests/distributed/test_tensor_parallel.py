@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon import ParallelMuon
-from lightning_muon.integrations.mesh import Meshes, MeshSizes
+from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement
 from tests.reference.muon import ReferenceMuon

@@ -16,7 +16,7 @@ from transformers import T5ForConditionalGeneration
 
 import lightning_muon.accelerate
 from lightning_muon.cli.launch import split_config
-from lightning_muon.integrations.options import Options
+from lightning_muon.engine.options import Options
 from tests.recipes.rows import write_csv
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool

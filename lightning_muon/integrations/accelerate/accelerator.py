@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.mesh import axis_group
 from lightning_muon.compat.accelerate import add_optimizer, is_prepared
+from lightning_muon.engine.mesh_sizes import Meshes
+from lightning_muon.engine.options import Options
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.accelerate.optimizer import DividedOptimizer
 from lightning_muon.integrations.accelerate.preparation import attach, describe, divide, make_meshes
 from lightning_muon.integrations.accelerate.settings import check_state, read_options
 from lightning_muon.integrations.accelerate.states import SavesStates
 from lightning_muon.integrations.accelerate.training import PreparedTraining
-from lightning_muon.integrations.mesh import Meshes
-from lightning_muon.integrations.options import Options
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 

@@ -8,9 +8,9 @@ import accelerate
 from accelerate.utils import DistributedType
 
 from lightning_muon.compat.accelerate import prepared_models
+from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.accelerator import MuonAccelerator, OptionsLike
 from lightning_muon.integrations.accelerate.settings import read_options, sharding_of
-from lightning_muon.integrations.options import Options
 
 
 class Accelerator(MuonAccelerator, accelerate.Accelerator):

@@ -14,18 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.integrations.accelerate.settings import launched_layout, mesh_sizes, mode_options, sharding_of
-from lightning_muon.integrations.accelerate.training import PreparedTraining
-from lightning_muon.integrations.adoption import (
+from lightning_muon.engine.conversion import (
+    OptimizerProxy,
     ReplacedParameters,
-    choose_optimizers,
+    convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
 )
-from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.mesh import Meshes
-from lightning_muon.integrations.options import Options
-from lightning_muon.integrations.steps import register_steps
+from lightning_muon.engine.forward_methods import register_steps
+from lightning_muon.engine.mesh_sizes import Meshes
+from lightning_muon.engine.options import Options
+from lightning_muon.integrations.accelerate.settings import launched_layout, mesh_sizes, mode_options, sharding_of
+from lightning_muon.integrations.accelerate.training import PreparedTraining
 from lightning_muon.sharding.modes.registry import make_mode
 from lightning_muon.sharding.runtime import free_unsharded
 
@@ -108,20 +108,21 @@ def attach(
     """
     for optimizer in given:
         training.replaced.rebind(optimizer, training.module)
-    adoptions = choose_optimizers(given, schedulers, training.module, choice=options.optimizer)
-    kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
+    conversions = convert_optimizers(given, schedulers, training.module, choice=options.optimizer)
+    kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
     require_equal(kinds, None, "what was given to prepare")
-    used = [adoption.optimizer for adoption in adoptions]
+    used = [conversion.optimizer for conversion in conversions]
     try:
-        training.attach(used, [Handle(old, new) for old, new in zip(given, used, strict=True) if new is not old])
+        proxies = [OptimizerProxy(old, new) for old, new in zip(given, used, strict=True) if new is not old]
+        training.attach(used, proxies)
     except ValueError as error:
         if options.optimizer == "keep":
             error.add_note("The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW.")
         raise
-    _log.info(describe_optimizers(adoptions))
+    _log.info(describe_optimizers(conversions))
     if note := training.gradient_note:
         _log.info(note)
-    for message in optimizer_warnings(adoptions, options.optimizer):
+    for message in optimizer_warnings(conversions, options.optimizer):
         _log.warning(message)
     return used
 

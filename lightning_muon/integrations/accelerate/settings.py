@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.integrations.mesh import MeshSizes
-from lightning_muon.integrations.options import Options
-from lightning_muon.integrations.precision import mixed_precision_policy
+from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.options import Options
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.registry import Sharding
 from lightning_muon.sharding.wrap import WrapPolicy

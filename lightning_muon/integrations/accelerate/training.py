@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_muon.engine.options import ClipGroups
+from lightning_muon.engine.training import Training
 from lightning_muon.grad_sync.clipping import clip_value_
-from lightning_muon.integrations.options import ClipGroups
-from lightning_muon.integrations.training import Training
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.unit_order import tensors_in
 

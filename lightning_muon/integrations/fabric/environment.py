@@ -8,10 +8,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
+from lightning_muon.engine.mesh_sizes import Meshes
+from lightning_muon.engine.model_setup import SUPPORTED
+from lightning_muon.engine.options import Options
 from lightning_muon.integrations.lightning.registry import STRATEGIES
-from lightning_muon.integrations.mesh import Meshes
-from lightning_muon.integrations.options import Options
-from lightning_muon.integrations.precision import SUPPORTED
 
 
 class FabricEnvironment:

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.materialize import (
+from lightning_muon.engine.forward_methods import register_steps
+from lightning_muon.engine.model_setup import (
     has_meta_tensors,
     materialize_user_sharded,
     materialize_whole,
     shard_units_from_meta,
 )
-from lightning_muon.integrations.steps import register_steps
 from lightning_muon.sharding.modes.mode import ShardingMode
 
 

@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.fabric import set_no_backward_sync
 from lightning_muon.compat.lightning import metadata_filename
-from lightning_muon.integrations.adoption import (
+from lightning_muon.engine.conversion import (
     OptimizerChoice,
+    OptimizerProxy,
     ReplacedParameters,
-    choose_optimizers,
+    convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
 )
+from lightning_muon.engine.mesh_sizes import Size
+from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.options import Options
+from lightning_muon.engine.training import Training
 from lightning_muon.integrations.fabric.entry import Entry, unwrapped
 from lightning_muon.integrations.fabric.environment import FabricEnvironment
 from lightning_muon.integrations.fabric.prepare import prepare
 from lightning_muon.integrations.fabric.tokens import ReportedTokens
-from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.mesh import Size
-from lightning_muon.integrations.options import Options
-from lightning_muon.integrations.precision import mixed_precision_policy
 from lightning_muon.integrations.replacement import last_written
 from lightning_muon.integrations.state_checkpoint import Filters, State, StateCheckpoint, load_alone, save
-from lightning_muon.integrations.training import Training
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.registry import make_mode
 from lightning_muon.sharding.wrap import WrapPolicy
@@ -52,7 +52,7 @@ class ParallelMuonFabric(FabricEnvironment):
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     Args:
-        replicate_size: As in :class:`~lightning_muon.integrations.options.Options`, like everything else.
+        replicate_size: As in :class:`~lightning_muon.engine.options.Options`, like everything else.
         shard_size: As there.
         optimizer: As there: what becomes of the optimizers that are set up.
         wrap_policy: As there.
@@ -253,18 +253,18 @@ class ParallelMuonFabric(FabricEnvironment):
         for optimizer in given:
             training.replaced.rebind(optimizer, training.module)
         before = [*training.optimizers, *given]
-        adoptions = choose_optimizers(before, schedulers, training.module, choice=self.options.optimizer)
-        kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
+        conversions = convert_optimizers(before, schedulers, training.module, choice=self.options.optimizer)
+        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, "the optimizers that were set up")
-        after = [adoption.optimizer for adoption in adoptions]
-        handles = [Handle(old, new) for old, new in zip(before, after, strict=True) if new is not old]
+        after = [conversion.optimizer for conversion in conversions]
+        handles = [OptimizerProxy(old, new) for old, new in zip(before, after, strict=True) if new is not old]
         training.attach(after, handles)
         if self.options.loss_scaling == "tokens" and self._tokens is None:
             self._tokens = ReportedTokens(self._mesh())
-        fresh = adoptions[len(before) - len(given) :]
+        fresh = conversions[len(before) - len(given) :]
         rank_zero = self.package.fabric("utilities.rank_zero")
         rank_zero.rank_zero_info(describe_optimizers(fresh))
-        if len(fresh) == len(adoptions) and (note := training.gradient_note):
+        if len(fresh) == len(conversions) and (note := training.gradient_note):
             rank_zero.rank_zero_info(note)
         for message in optimizer_warnings(fresh, self.options.optimizer):
             rank_zero.rank_zero_warn(message)

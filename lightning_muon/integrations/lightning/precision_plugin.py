@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
-from lightning_muon.integrations.gradient_rules import GradientRules
-from lightning_muon.integrations.precision import SUPPORTED
+from lightning_muon.engine.gradient_rules import GradientRules
+from lightning_muon.engine.model_setup import SUPPORTED
 
 
 class RuledGradients:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.engine.forward_methods import explain_shards
+from lightning_muon.engine.gradient_rules import GradientRules
+from lightning_muon.engine.options import LossScaling
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.buffers import broadcast_buffers
-from lightning_muon.integrations.gradient_rules import GradientRules
 from lightning_muon.integrations.node_weights import NodeWeights, steps_left_out
-from lightning_muon.integrations.options import LossScaling
-from lightning_muon.integrations.steps import explain_shards
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.runtime import free_unsharded

@@ -20,15 +20,25 @@ from lightning_muon.compat.lightning import (
     start_process_group,
 )
 from lightning_muon.config import explains_keywords
-from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.integrations.adoption import (
+from lightning_muon.engine.conversion import (
     OptimizerChoice,
     ReplacedParameters,
-    choose_optimizers,
+    convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
 )
-from lightning_muon.integrations.gradient_rules import GradientRules
+from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
+from lightning_muon.engine.gradient_rules import GradientRules
+from lightning_muon.engine.mesh_sizes import Meshes, Size
+from lightning_muon.engine.model_setup import (
+    has_meta_tensors,
+    materialize_user_sharded,
+    materialize_whole,
+    mixed_precision_policy,
+    shard_units_from_meta,
+)
+from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
+from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.lightning.callbacks import (
     before_weights_are_read,
     reads_gradients,
@@ -42,20 +52,9 @@ from lightning_muon.integrations.lightning.default_optimizer import (
     remove_default_optimizer,
 )
 from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
-from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
 from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
 from lightning_muon.integrations.lightning.registry import STRATEGIES
 from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
-from lightning_muon.integrations.materialize import (
-    has_meta_tensors,
-    materialize_user_sharded,
-    materialize_whole,
-    shard_units_from_meta,
-)
-from lightning_muon.integrations.mesh import Meshes, Size
-from lightning_muon.integrations.options import ELSEWHERE, ClipGroups, LossScaling, Options
-from lightning_muon.integrations.precision import mixed_precision_policy
-from lightning_muon.integrations.steps import register_steps
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
@@ -76,7 +75,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         trainer = Trainer(accelerator="cpu", devices=4, strategy=ParallelMuonStrategy(replicate_size=2, shard_size=2))
         trainer.fit(model)
 
-    It takes the arguments of :class:`~lightning_muon.integrations.options.Options`.
+    It takes the arguments of :class:`~lightning_muon.engine.options.Options`.
     """
 
     package: ClassVar[LightningPackage]
@@ -233,7 +232,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
                 materialize_whole(module, self.root_device, warn)
         self._mode.prepare(module)
         register_steps(module)
-        gather_root_outside_steps(module)
+        unshard_on_call(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
@@ -243,20 +242,21 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         for optimizer in self.optimizers:
             self._replaced.rebind(optimizer, module)  # type: ignore[union-attr]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        adoptions = choose_optimizers(
+        conversions = convert_optimizers(
             self.optimizers,
             schedulers,
             module,
             choice=self.options.optimizer,
             is_placeholder=partial(is_placeholder_optimizer, self.package),
         )
-        kinds = [(f"optimizer {index}", adoption.summary) for index, adoption in enumerate(adoptions)]
+        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, "what configure_optimizers returned")
-        self.optimizers = [adoption.optimizer for adoption in adoptions]
+        self.optimizers = [conversion.optimizer for conversion in conversions]
         assert self._mode is not None
         self._mode.attach(module, self.optimizers)
-        self._rank_zero().rank_zero_info(describe_optimizers(adoptions))
-        for message in optimizer_warnings(adoptions, self.options.optimizer, is_default=has_default_optimizer(module)):
+        self._rank_zero().rank_zero_info(describe_optimizers(conversions))
+        is_default = has_default_optimizer(module)
+        for message in optimizer_warnings(conversions, self.options.optimizer, is_default=is_default):
             self._rank_zero().rank_zero_warn(message)
 
     def _prepare_training(self, trainer: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_muon import ParallelMuon
-from lightning_muon.integrations.mesh import Meshes, MeshSizes
+from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement

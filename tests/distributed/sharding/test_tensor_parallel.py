@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.integrations.mesh import Meshes, MeshSizes
+from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.checks import check_tensor_parallel
 from lightning_muon.sharding.fsdp import shard_model
 from lightning_muon.sharding.gradients import GradientAgreement

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_muon import FlexDeMoConfig, MuonConfig, Options
 from lightning_muon.cli.config import config_command
-from lightning_muon.integrations.options import SECTION
-from lightning_muon.integrations.parsing import read_yaml
+from lightning_muon.engine.options import SECTION
+from lightning_muon.engine.parsing import read_yaml
 
 _config_args = pytest.importorskip("accelerate.commands.config.config_args")
 

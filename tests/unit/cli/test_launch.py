@@ -16,7 +16,7 @@ import yaml
 import lightning_muon
 from lightning_muon import MuonConfig
 from lightning_muon.cli.launch import RUNNER, launch_command, needs_several_cpus, run_by_us, split_config
-from lightning_muon.integrations.options import Options
+from lightning_muon.engine.options import Options
 
 _VARIABLE = "LIGHTNING_MUON_CONFIG"
 _BOTH = """

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
+from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.preparation import describe
-from lightning_muon.integrations.options import Options
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
 from tests.integration.training import EXACT, Block, max_difference

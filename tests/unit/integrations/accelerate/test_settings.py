@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon import FlexDeMoConfig, MuonConfig
+from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
     launched_layout,
@@ -22,7 +23,6 @@ from lightning_muon.integrations.accelerate.settings import (
     read_options,
     sharding_of,
 )
-from lightning_muon.integrations.options import Options
 from lightning_muon.sharding.wrap import find_units
 from tests.integration.training import Block, Network
 

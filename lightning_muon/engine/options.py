@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, explains_keywords
-from lightning_muon.integrations.adoption import OptimizerChoice, check_choice, config_of
-from lightning_muon.integrations.mesh import MeshSizes, Size
-from lightning_muon.integrations.parsing import build, build_class, check_keys, class_with_keys, read_yaml
+from lightning_muon.engine.conversion import OptimizerChoice, check_choice, config_of
+from lightning_muon.engine.mesh_sizes import MeshSizes, Size
+from lightning_muon.engine.parsing import build, build_class, check_keys, class_with_keys, read_yaml
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
@@ -39,7 +39,7 @@ class Options:
         assert options == Options.from_mapping({"replicate_size": 2, "optimizer": {"momentum": 0.9}})
 
     Args:
-        replicate_size: Replicas of the model; see :class:`~lightning_muon.integrations.mesh.MeshSizes`.
+        replicate_size: Replicas of the model; see :class:`~lightning_muon.engine.mesh_sizes.MeshSizes`.
         shard_size: Ranks that share one replica.
         optimizer: What to make of the optimizer of the program. ``"auto"``: AdamW and Adam become ParallelMuon with the
             same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns

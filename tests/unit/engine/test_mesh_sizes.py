@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.integrations.mesh import MeshSizes
+from lightning_muon.engine.mesh_sizes import MeshSizes
 from tests.support.processes import ProcessPool
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.integrations import gradient_rules
-from lightning_muon.integrations.gradient_rules import GradientRules
+from lightning_muon.engine import gradient_rules
+from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.sharding.modes.mode import ModeOptions
 from lightning_muon.sharding.modes.none import Undivided
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.integrations.handle import Handle
+from lightning_muon.engine.conversion import OptimizerProxy
 
 
-def _replaced() -> tuple[nn.Linear, torch.optim.AdamW, ParallelMuon, Handle]:
+def _replaced() -> tuple[nn.Linear, torch.optim.AdamW, ParallelMuon, OptimizerProxy]:
     torch.manual_seed(0)
     module = nn.Linear(5, 3)
     given = torch.optim.AdamW(module.parameters(), lr=0.5)
     used = ParallelMuon([{"params": [module.weight]}, {"params": [module.bias], "algorithm": "adamw"}], lr=0.5)
-    return module, given, used, Handle(given, used)
+    return module, given, used, OptimizerProxy(given, used)
 
 
 def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_other() -> None:
@@ -26,7 +26,7 @@ def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_other() -> Non
     given = torch.optim.AdamW(module.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(given, gamma=0.5)
     used = ParallelMuon(module.parameters(), lr=0.5)
-    handle = Handle(given, used)
+    handle = OptimizerProxy(given, used)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for rate in (0.5, 0.25, 0.125):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.integrations.precision import mixed_precision_policy
+from lightning_muon.engine.model_setup import mixed_precision_policy
 
 
 def test_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:

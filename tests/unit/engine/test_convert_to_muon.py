@@ -1,4 +1,4 @@
-"""Adoption keeps what the user set: groups, order, numbers, schedulers."""
+"""Conversion keeps what the user set: groups, order, numbers, schedulers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_muon import MuonConfig, ParallelMuon
-from lightning_muon.optim.adopt import adopt, adopt_decoupled, has_matrices, repoint_schedulers
+from lightning_muon.engine.conversion import convert_to_flexdemo, convert_to_muon, has_matrices, repoint_schedulers
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.replicators.diloco import DiLoCo
@@ -37,7 +37,7 @@ def _algorithms(optimizer: ParallelMuon) -> dict[str, str]:
 def test_adamw_gives_its_matrices_to_muon_and_keeps_its_numbers() -> None:
     model = _model()
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.02, betas=(0.7, 0.8), eps=1e-6)
-    adopted = adopt(adamw, model, MuonConfig(momentum=0.9)).optimizer
+    adopted = convert_to_muon(adamw, model, MuonConfig(momentum=0.9)).optimizer
     assert isinstance(adopted, ParallelMuon)
     assert [name for name, kind in _algorithms(adopted).items() if kind == "muon"] == ["1.weight", "3.weight"]
     group = adopted.param_groups[0]
@@ -54,7 +54,7 @@ def test_groups_keep_their_number_order_and_extra_keys() -> None:
         {"params": [model[1].weight, model[0].weight], "weight_decay": 0.0, "mine": "kept"},
     ]
     old = torch.optim.AdamW(groups, lr=1e-3)
-    new = adopt(old, model, MuonConfig()).optimizer
+    new = convert_to_muon(old, model, MuonConfig()).optimizer
     assert [[id(p) for p in group["params"]] for group in new.param_groups] == [
         [id(p) for p in group["params"]] for group in old.param_groups
     ]
@@ -66,14 +66,14 @@ def test_groups_keep_their_number_order_and_extra_keys() -> None:
 
 def test_names_stay() -> None:
     model = _model()
-    new = adopt(torch.optim.AdamW(model.named_parameters(), lr=1e-3), model, MuonConfig()).optimizer
+    new = convert_to_muon(torch.optim.AdamW(model.named_parameters(), lr=1e-3), model, MuonConfig()).optimizer
     assert new.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
 
 
 def test_a_group_that_comes_later_has_the_defaults_of_the_adamw() -> None:
     model = _model()
     old = torch.optim.AdamW(model[1].parameters(), lr=1e-3, weight_decay=0.3, betas=(0.5, 0.6))
-    new = adopt(old, model, MuonConfig()).optimizer
+    new = convert_to_muon(old, model, MuonConfig()).optimizer
     new.add_param_group({"params": list(model[3].parameters())})
     assert (new.param_groups[1]["weight_decay"], new.param_groups[1]["betas"]) == (0.3, (0.5, 0.6))
 
@@ -89,7 +89,7 @@ def test_torch_muon_keeps_all_of_its_numbers() -> None:
         ns_steps=3,
         eps=1e-5,
     )
-    new = adopt(old, model, MuonConfig(adamw_patterns=())).optimizer
+    new = convert_to_muon(old, model, MuonConfig(adamw_patterns=())).optimizer
     assert isinstance(new, ParallelMuon)
     assert set(_algorithms(new).values()) == {"muon"}
     group = new.param_groups[0]
@@ -102,9 +102,9 @@ def test_torch_muon_keeps_all_of_its_numbers() -> None:
 def test_a_parallel_muon_only_learns_what_its_parameters_are() -> None:
     model = _model()
     optimizer = ParallelMuon(model.parameters(), lr=1e-3)
-    adoption = adopt(optimizer, model, MuonConfig())
-    assert adoption.optimizer is optimizer
-    assert adoption.is_as_configured
+    conversion = convert_to_muon(optimizer, model, MuonConfig())
+    assert conversion.optimizer is optimizer
+    assert conversion.is_as_configured
     assert _algorithms(optimizer)["0.weight"] == "adamw", "by type, not by shape"
     assert not optimizer._existing_state, "how the state is divided is decided later"
 
@@ -123,9 +123,9 @@ def test_a_parallel_muon_only_learns_what_its_parameters_are() -> None:
 def test_what_muon_cannot_stand_in_for_is_kept_with_a_reason(make: Any, reason: str) -> None:
     model = _model()
     optimizer = make(model.parameters())
-    adoption = adopt(optimizer, model, MuonConfig())
-    assert adoption.optimizer is optimizer
-    assert reason in adoption.kept_because
+    conversion = convert_to_muon(optimizer, model, MuonConfig())
+    assert conversion.optimizer is optimizer
+    assert reason in conversion.kept_because
 
 
 class _OwnAdamW(torch.optim.AdamW):
@@ -135,12 +135,13 @@ class _OwnAdamW(torch.optim.AdamW):
 @pytest.mark.parametrize(
     "kwargs", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"fused": True}, {"foreach": False}]
 )
-def test_adam_is_adopted_where_it_computes_the_same_as_adamw(kwargs: dict[str, Any]) -> None:
+def test_adam_is_converted_where_it_computes_the_same_as_adamw(kwargs: dict[str, Any]) -> None:
     model = _model()
-    adoption = adopt(torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3), **kwargs), model, MuonConfig())
-    assert isinstance(adoption.optimizer, ParallelMuon)
-    assert adoption.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-    assert isinstance(adoption.optimizer.param_groups[0]["lr"], float)
+    adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3), **kwargs)
+    conversion = convert_to_muon(adam, model, MuonConfig())
+    assert isinstance(conversion.optimizer, ParallelMuon)
+    assert conversion.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    assert isinstance(conversion.optimizer.param_groups[0]["lr"], float)
 
 
 def test_an_optimizer_that_took_steps_is_an_error() -> None:
@@ -149,13 +150,13 @@ def test_an_optimizer_that_took_steps_is_an_error() -> None:
     model(torch.arange(3)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="state already"):
-        adopt(optimizer, model, MuonConfig())
+        convert_to_muon(optimizer, model, MuonConfig())
 
 
 def test_has_matrices() -> None:
     model = _model()
-    assert has_matrices(adopt(torch.optim.AdamW(model.parameters()), model, MuonConfig()).optimizer)  # type: ignore[arg-type]
-    assert not has_matrices(adopt(torch.optim.AdamW(model[2].parameters()), model, MuonConfig()).optimizer)  # type: ignore[arg-type]
+    assert has_matrices(convert_to_muon(torch.optim.AdamW(model.parameters()), model, MuonConfig()).optimizer)  # type: ignore[arg-type]
+    assert not has_matrices(convert_to_muon(torch.optim.AdamW(model[2].parameters()), model, MuonConfig()).optimizer)  # type: ignore[arg-type]
 
 
 _SCHEDULERS = {
@@ -191,7 +192,7 @@ def test_a_scheduler_acts_on_the_new_optimizer_as_it_did_on_the_old(kind: str) -
 
     expected = _rates(*make())
     model, old, scheduler = make()
-    new = adopt(old, model, MuonConfig()).optimizer
+    new = convert_to_muon(old, model, MuonConfig()).optimizer
     started = [group["lr"] for group in old.param_groups]
     repoint_schedulers([scheduler], old, new)
     assert [group["lr"] for group in new.param_groups] == started
@@ -208,8 +209,8 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(kind: Any, base: Any) -> Non
     decay = 0.02 if kind is torch.optim.AdamW else 0.0
     groups = [{"params": model[3].parameters(), "lr": 1e-2, "name": "late"}, {"params": model[1].parameters()}]
     old = kind(groups, lr=3e-4, weight_decay=decay, betas=(0.7, 0.8), eps=1e-6)
-    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base=base, lr=9.0, weight_decay=9.0, decay=0.5))
-    new = adoption.optimizer
+    conversion = convert_to_flexdemo(old, model, FlexDeMoConfig(base=base, lr=9.0, weight_decay=9.0, decay=0.5))
+    new = conversion.optimizer
     assert isinstance(new, FlexDeMo) and (new.config.base, new.config.decay) == (base, 0.5)
     assert [[id(p) for p in group["params"]] for group in new.param_groups] == [
         [id(p) for p in group["params"]] for group in old.param_groups
@@ -219,17 +220,17 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(kind: Any, base: Any) -> Non
         (1e-2, decay, (0.7, 0.8), 1e-6, "late"), (3e-4, decay, (0.7, 0.8), 1e-6, None),
     ]  # fmt: skip
     assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
-    assert ("base='adamw' keeps its moments" in adoption.caution) == (base == "sgd")
+    assert ("base='adamw' keeps its moments" in conversion.caution) == (base == "sgd")
     assert has_matrices(new) == (base == "muon")
 
 
 def test_flexdemo_takes_learning_rates_of_sgd_and_warns_of_signs() -> None:
     model = _model()
     old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
-    adoption = adopt_decoupled(old, model, FlexDeMoConfig())
-    assert [group["lr"] for group in adoption.optimizer.param_groups] == [0.5, 0.1]
-    assert "Set sign=False" in adoption.caution
-    assert adopt_decoupled(old, model, FlexDeMoConfig(sign=False)).caution == ""
+    conversion = convert_to_flexdemo(old, model, FlexDeMoConfig())
+    assert [group["lr"] for group in conversion.optimizer.param_groups] == [0.5, 0.1]
+    assert "Set sign=False" in conversion.caution
+    assert convert_to_flexdemo(old, model, FlexDeMoConfig(sign=False)).caution == ""
 
 
 @pytest.mark.parametrize(
@@ -243,12 +244,12 @@ def test_flexdemo_takes_the_momentum_of_torch_muon_only_inside_of_nodes(
         [model[1].weight], lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True, eps=1e-5, ns_steps=4,
         ns_coefficients=(3.0, -4.0, 2.0), adjust_lr_fn="original",
     )  # fmt: skip
-    adoption = adopt_decoupled(old, model, FlexDeMoConfig(base="muon", **config))
-    group = adoption.optimizer.param_groups[0]
+    conversion = convert_to_flexdemo(old, model, FlexDeMoConfig(base="muon", **config))
+    group = conversion.optimizer.param_groups[0]
     keys = ("lr", "weight_decay", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm")
     expected = (0.02, 0.3, 1e-5, 4, (3.0, -4.0, 2.0), "original", "muon")
     assert tuple(group[key] for key in keys) == expected
-    assert (group["momentum"], group["nesterov"]) == momentum and adoption.caution == ""
+    assert (group["momentum"], group["nesterov"]) == momentum and conversion.caution == ""
 
 
 @pytest.mark.parametrize(
@@ -268,14 +269,14 @@ def test_flexdemo_takes_the_momentum_of_torch_muon_only_inside_of_nodes(
 def test_nothing_is_kept_that_would_let_nodes_drift_apart(make: Any, config: dict[str, Any], match: str) -> None:
     model = _model()
     with pytest.raises(ValueError, match=match):
-        adopt_decoupled(make([model[1].weight]), model, FlexDeMoConfig(**config))
+        convert_to_flexdemo(make([model[1].weight]), model, FlexDeMoConfig(**config))
 
 
 def test_a_flexdemo_is_taken_as_it_is_and_learns_its_routes() -> None:
     model = _model()
     own = FlexDeMo(model.parameters(), base="muon", lr=0.3)
-    adoption = adopt_decoupled(own, model, FlexDeMoConfig())
-    assert adoption.optimizer is own and adoption.is_as_configured
+    conversion = convert_to_flexdemo(own, model, FlexDeMoConfig())
+    assert conversion.optimizer is own and conversion.is_as_configured
     assert [route.name for route in own.routes] == [name for name, _ in model.named_parameters()]
 
 
@@ -285,4 +286,4 @@ def test_flexdemo_does_not_take_over_state() -> None:
     model[1](torch.ones(2, 6)).sum().backward()
     adamw.step()
     with pytest.raises(ValueError, match="AdamW has optimizer state already"):
-        adopt_decoupled(adamw, model, FlexDeMoConfig())
+        convert_to_flexdemo(adamw, model, FlexDeMoConfig())

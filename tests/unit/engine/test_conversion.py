@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lightning_muon import MuonConfig, ParallelMuon
-from lightning_muon.integrations.adoption import (
+from lightning_muon.engine.conversion import (
     ReplacedParameters,
     check_choice,
-    choose_optimizers,
     config_of,
+    convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
 )
@@ -30,25 +30,25 @@ class _Module(nn.Module):
 
 
 def _choose(module: nn.Module, *optimizers: Any, choice: Any = "auto") -> Any:
-    return choose_optimizers(optimizers, [], module, choice=choice)
+    return convert_optimizers(optimizers, [], module, choice=choice)
 
 
 def test_the_report_says_what_was_done_and_why() -> None:
     module = _Module()
-    adoptions = _choose(module, torch.optim.AdamW(module.parameters()))
-    report = describe_optimizers(adoptions)
+    conversions = _choose(module, torch.optim.AdamW(module.parameters()))
+    report = describe_optimizers(conversions)
     assert "AdamW -> ParallelMuon for matrices" in report
     assert "first.weight" in report
     assert "embedding" in report
-    assert optimizer_warnings(adoptions, "auto") == []
+    assert optimizer_warnings(conversions, "auto") == []
 
 
 def test_an_unknown_optimizer_is_kept_with_one_warning() -> None:
     module = _Module()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    adoptions = _choose(module, sgd)
-    assert adoptions[0].optimizer is sgd
-    (warning,) = optimizer_warnings(adoptions, "auto")
+    conversions = _choose(module, sgd)
+    assert conversions[0].optimizer is sgd
+    (warning,) = optimizer_warnings(conversions, "auto")
     assert "SGD is kept and does not run on Muon" in warning
 
 
@@ -57,8 +57,8 @@ def test_options_that_the_optimizer_overrules_are_named(config: Any) -> None:
     base = {"base": "adamw"} if config is FlexDeMoConfig else {}
     choice = config(lr=0.5, weight_decay=0.02, betas=(0.5, 0.6), **base)
     module = _Module()
-    adoptions = _choose(module, torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.02), choice=choice)
-    (warning,) = optimizer_warnings(adoptions, choice)
+    conversions = _choose(module, torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.02), choice=choice)
+    (warning,) = optimizer_warnings(conversions, choice)
     assert "AdamW of the program decides" in warning
     assert "lr=0.5 (it says 0.003)" in warning and "betas=(0.5, 0.6) (it says (0.9, 0.999))" in warning
     assert "weight_decay" not in warning
@@ -69,16 +69,16 @@ def test_options_that_the_optimizer_overrules_are_named(config: Any) -> None:
 def test_keep_keeps_without_a_warning() -> None:
     module = _Module()
     adamw = torch.optim.AdamW(module.parameters())
-    adoptions = _choose(module, adamw, choice="keep")
-    assert adoptions[0].optimizer is adamw
-    assert optimizer_warnings(adoptions, "keep") == []
+    conversions = _choose(module, adamw, choice="keep")
+    assert conversions[0].optimizer is adamw
+    assert optimizer_warnings(conversions, "keep") == []
 
 
 def test_a_config_that_nothing_uses_is_named() -> None:
     module = _Module()
     config = MuonConfig(momentum=0.5)
-    adoptions = _choose(module, ParallelMuon(module.parameters()), choice=config)
-    (warning,) = optimizer_warnings(adoptions, config)
+    conversions = _choose(module, ParallelMuon(module.parameters()), choice=config)
+    (warning,) = optimizer_warnings(conversions, config)
     assert "has no effect" in warning
 
 
@@ -92,17 +92,20 @@ def test_one_of_several_optimizers_may_have_no_matrix() -> None:
     module = _Module()
     adamw = torch.optim.AdamW(module.embedding.parameters())
     muon = torch.optim.Muon([module.first.weight])
-    adoptions = _choose(module, muon, adamw)
-    assert [type(adoption.optimizer) for adoption in adoptions] == [ParallelMuon, torch.optim.AdamW]
-    assert "it has no matrices" in describe_optimizers(adoptions)
+    conversions = _choose(module, muon, adamw)
+    assert [type(conversion.optimizer) for conversion in conversions] == [ParallelMuon, torch.optim.AdamW]
+    assert "it has no matrices" in describe_optimizers(conversions)
 
 
 def test_a_placeholder_is_left_alone() -> None:
     module = _Module()
     placeholder = torch.optim.SGD(module.parameters(), lr=0.1)
-    (adoption,) = choose_optimizers([placeholder], [], module, choice="auto", is_placeholder=lambda o: o is placeholder)
-    assert adoption.optimizer is placeholder and adoption.summary == "none"
-    assert optimizer_warnings([adoption], "auto") == []
+    conversions = convert_optimizers(
+        [placeholder], [], module, choice="auto", is_placeholder=lambda o: o is placeholder
+    )
+    (conversion,) = conversions
+    assert conversion.optimizer is placeholder and conversion.summary == "none"
+    assert optimizer_warnings([conversion], "auto") == []
 
 
 def test_a_choice_is_a_word_or_a_config() -> None:
@@ -164,12 +167,12 @@ def test_under_flexdemo_every_optimizer_becomes_one_and_schedulers_follow() -> N
     adamw = torch.optim.AdamW(module.embedding.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(adamw)
     choice = FlexDeMoConfig(base="muon")
-    adoptions = choose_optimizers([muon, adamw], [scheduler], module, choice=choice)
-    assert [type(adoption.optimizer) for adoption in adoptions] == [FlexDeMo, FlexDeMo]
-    assert scheduler.optimizer is adoptions[1].optimizer
+    conversions = convert_optimizers([muon, adamw], [scheduler], module, choice=choice)
+    assert [type(conversion.optimizer) for conversion in conversions] == [FlexDeMo, FlexDeMo]
+    assert scheduler.optimizer is conversions[1].optimizer
     # An optimizer without matrices beside one that has some is no mistake.
-    assert [group["algorithm"] for a in adoptions for group in a.optimizer.param_groups] == ["muon", "adamw"]
-    assert "FlexDeMo(base='muon')" in describe_optimizers(adoptions)
+    assert [group["algorithm"] for a in conversions for group in a.optimizer.param_groups] == ["muon", "adamw"]
+    assert "FlexDeMo(base='muon')" in describe_optimizers(conversions)
 
 
 def test_a_flexdemo_where_nothing_is_left_to_exchange_is_an_error() -> None:
@@ -187,8 +190,8 @@ def test_a_flexdemo_without_matrices_for_muon_is_an_error_that_says_how_to_go_on
 
 def test_cautions_and_unused_configs_are_told() -> None:
     module = _Module()
-    adoptions = _choose(module, torch.optim.SGD(module.parameters(), lr=0.1), choice=FlexDeMoConfig())
-    (warning,) = optimizer_warnings(adoptions, FlexDeMoConfig())
+    conversions = _choose(module, torch.optim.SGD(module.parameters(), lr=0.1), choice=FlexDeMoConfig())
+    (warning,) = optimizer_warnings(conversions, FlexDeMoConfig())
     assert "steps by signs" in warning
     own = _choose(module, FlexDeMo(module.parameters()), choice=FlexDeMoConfig())
     assert optimizer_warnings(own, FlexDeMoConfig()) == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon import DCTTopK
-from lightning_muon.integrations.parsing import build, check_keys, class_with_keys, read_yaml
+from lightning_muon.engine.parsing import build, check_keys, class_with_keys, read_yaml
 
 
 @dataclass

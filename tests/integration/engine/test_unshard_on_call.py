@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.integrations.lightning.outside_steps import gather_root_outside_steps
+from lightning_muon.engine.forward_methods import unshard_on_call
 from lightning_muon.sharding.runtime import free_unsharded
 from tests.integration.training import PACKAGES, VOCABULARY, language_model, load, loader, trainer
 from tests.support.processes import ProcessPool
@@ -90,7 +90,7 @@ def test_generate_works_from_a_hook_and_after_the_training(gloo: ProcessPool) ->
 
 def test_an_unsharded_module_is_left_alone() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    gather_root_outside_steps(module)
+    unshard_on_call(module)
     assert not module[0]._forward_pre_hooks
 
 

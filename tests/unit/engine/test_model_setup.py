@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.integrations.materialize import has_meta_tensors, materialize
+from lightning_muon.engine.model_setup import has_meta_tensors, materialize
 
 
 class _Net(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.integrations.steps import STEPS, register_steps
+from lightning_muon.engine.forward_methods import STEPS, register_steps
 from tests.support.processes import ProcessPool
 
 

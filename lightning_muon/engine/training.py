@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.integrations.adoption import ReplacedParameters
-from lightning_muon.integrations.gradient_rules import GradientRules
-from lightning_muon.integrations.handle import Handle
-from lightning_muon.integrations.one_division import OneDivision
-from lightning_muon.integrations.options import ClipGroups
+from lightning_muon.engine.conversion import OptimizerProxy, ReplacedParameters
+from lightning_muon.engine.gradient_rules import GradientRules, SingleReductionGuard
+from lightning_muon.engine.options import ClipGroups
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.runtime import free_unsharded
@@ -27,9 +25,9 @@ class Training:
         module: The user's module, prepared by ``mode``.
         mode: How it is divided.
         replaced: The parameters that it had before.
-        clip_groups: As in :class:`~lightning_muon.integrations.gradient_rules.GradientRules`.
+        clip_groups: As in :class:`~lightning_muon.engine.gradient_rules.GradientRules`.
         max_skipped_steps: As there.
-        max_silence: As in :class:`~lightning_muon.integrations.options.Options`.
+        max_silence: As in :class:`~lightning_muon.engine.options.Options`.
 
     Attributes:
         optimizers: Those that step it, in the order in which they were set up.
@@ -48,16 +46,16 @@ class Training:
         self.module, self.mode, self.replaced = module, mode, replaced
         self.optimizers: list[torch.optim.Optimizer] = []
         self._options: dict[str, Any] = {"clip_groups": clip_groups, "max_skipped_steps": max_skipped_steps}
-        self._handles: list[Handle] = []
+        self._handles: list[OptimizerProxy] = []
         self._rules: _Rules | None = None
         self._max_silence = max_silence
-        self._division: OneDivision | None = None
+        self._division: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
         self._has_run = False
         self._is_reduced = True
         self._watch()
 
-    def attach(self, optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Handle]) -> None:
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[OptimizerProxy]) -> None:
         """Train with these optimizers, all that step the module. Collective over the mesh; every rank must call it.
 
         Args:
@@ -138,7 +136,7 @@ class Training:
         self.mode.set_gradient_divisor(num_tokens)
         if self._division is None:
             parameters = [p for own in self.optimizers for group in own.param_groups for p in group["params"]]
-            self._division = OneDivision(parameters, self.mode, type(self.module).__name__)
+            self._division = SingleReductionGuard(parameters, self.mode, type(self.module).__name__)
 
     @contextmanager
     def around_backward(self) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""Shards models whose tensors wait on the meta device, one FSDP2 unit after the other."""
+"""Gives a model memory where it waits on the meta device, one FSDP2 unit after the other, and a precision policy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,38 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.lightning import LightningPackage, materialize_sharded
 from lightning_muon.sharding.fsdp import plan_units, shard_model
 from lightning_muon.sharding.modes.mode import ModeOptions
+
+SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
+# These update running statistics, which stay float32, and take no weights of another dtype.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and reduces in.
+
+    With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of
+    the root is float32; the framework's autocast stays on, so that losses are computed in float32. A model with batch
+    norms gathers float32 weights and leaves bfloat16 to autocast.
+
+    Args:
+        precision: One of :data:`SUPPORTED`.
+        module: The whole module.
+    """
+    if precision != "bf16-mixed":
+        return MixedPrecisionPolicy()
+    has_batch_norm = any(isinstance(child, _BATCH_NORMS) for child in module.modules())
+    return MixedPrecisionPolicy(
+        param_dtype=None if has_batch_norm else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        # Children that are roots of their own (manual optimization) hand bfloat16 to each other.
+        output_dtype=torch.float32 if getattr(module, "automatic_optimization", True) else None,
+    )
 
 
 def has_meta_tensors(module: nn.Module) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_muon.comm.agreement import fail_together
+from lightning_muon.engine.options import ClipGroups
+from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
-from lightning_muon.integrations.options import ClipGroups
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes.mode import ShardingMode
 from lightning_muon.sharding.replicas import names_of
@@ -109,3 +111,63 @@ class GradientRules:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class SingleReductionGuard:
+    """Refuses a second reducing backward pass that adds to gradients of the same step.
+
+    Gradients are sums over the ranks divided by tokens. Of two passes each would divide by its own tokens, and the sum
+    of two means weighs the tokens of the shorter one more.
+
+    Args:
+        parameters: Those of the optimizers of one module.
+        mode: Knows where their gradients are.
+        name: Of the module, for messages.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
+        self._parameters, self._mode, self._name = list(parameters), mode, name
+        self._num_passes = 0
+        self._adds = False
+        # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
+        self._was_reached = self._is_reached = False
+        self._remove_hooks = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
+
+    def begin_backward(self) -> None:
+        """Before a backward pass that reduces gradients; local, every rank must call it."""
+        layout = self._mode.layout
+        # Without gradients the user has thrown away what there was.
+        self._adds = self._num_passes > 0 and any(map(layout.has_gradient, self._parameters))
+        self._was_reached &= self._adds
+        self._is_reached = False
+
+    def end_backward(self) -> None:
+        """After it, once gradients are finished. Collective over all ranks in the second pass of a step.
+
+        Every rank must call it.
+
+        Raises:
+            RuntimeError: On all ranks, if the pass has added to gradients of the same step.
+        """
+        if self._adds:
+            error = None
+            if self._was_reached and self._is_reached:
+                error = RuntimeError(
+                    f"a second backward pass of a step has added to the gradients of {self._name}, and each has "
+                    "divided by tokens of its own (loss_scaling='tokens'); run all but the last inside of "
+                    "no_backward_sync (no_sync, accumulate), or call zero_grad between them"
+                )
+            fail_together(error, None)
+        self._num_passes += 1
+        self._was_reached |= self._is_reached
+
+    def end_step(self) -> None:
+        """An optimizer has stepped; local."""
+        self._num_passes, self._was_reached = 0, False
+
+    def close(self) -> None:
+        """Remove the hooks; local."""
+        self._remove_hooks()
+
+    def _arrived(self, _: Tensor) -> None:
+        self._is_reached = True

@@ -20,7 +20,7 @@ from lightning_muon import (
     ParallelMuon,
     ParallelMuonStrategy,
 )
-from lightning_muon.integrations.mesh import MeshSizes
+from lightning_muon.engine.mesh_sizes import MeshSizes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,505 @@
+"""Converts the optimizers that a program made into ParallelMuon or FlexDeMo."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_muon.config import MuonConfig
+from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.routing import require_muon
+
+OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
+
+
+class ReplacedParameters:
+    """Names of the parameters that sharding replaces, for optimizers that were made too early.
+
+    Most training loops create the optimizer before the model is divided. Made before sharding; keeps no parameter alive
+    that nothing else holds.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        plain = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
+        self._references = [(name, weakref.ref(parameter)) for name, parameter in plain]
+        self._replaced: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+
+    def close(self, module: nn.Module) -> None:
+        """Call after sharding: from now on only parameters that outlived it are known.
+
+        Weak references would make ``Module.to`` fail on those that are still in place.
+        """
+        current = set(module.parameters())
+        for name, reference in self._references:
+            parameter = reference()
+            if parameter is not None and parameter not in current:
+                self._replaced[parameter] = name
+        self._references.clear()
+
+    def rebind(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Replace the parameters of ``optimizer`` by what ``module`` holds under the same names now.
+
+        Raises:
+            ValueError: If the optimizer has state for a parameter that was replaced.
+        """
+        current = dict(module.named_parameters())
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                name = self._replaced.get(parameter)
+                if name is None:
+                    continue
+                if not _is_fresh(optimizer) and parameter in optimizer.state:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
+                        "optimizer anew (in Lightning in configure_optimizers), and load its state after the sharding"
+                    )
+                group["params"][index] = current[name]
+
+
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what there is of state can be made again."""
+    return isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh
+
+
+def check_choice(choice: object) -> None:
+    """Raise ``ValueError`` for anything but an :data:`OptimizerChoice`."""
+    if choice not in ("auto", "keep") and not isinstance(choice, MuonConfig | FlexDeMoConfig):
+        raise ValueError(f"optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig, got {choice!r}")
+
+
+def config_of(choice: OptimizerChoice) -> MuonConfig | FlexDeMoConfig:
+    """The config that the user gave, or the default one."""
+    return choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
+
+
+def convert_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    module: nn.Module,
+    *,
+    choice: OptimizerChoice,
+    is_placeholder: Callable[[torch.optim.Optimizer], bool] | None = None,
+) -> list[Conversion]:
+    """Return what becomes of each optimizer, in the same order.
+
+    Args:
+        optimizers: With the parameters that ``module`` holds now.
+        schedulers: Follow an optimizer that is replaced.
+        module: Sharded.
+        choice: ``"keep"`` replaces nothing; a config gives what AdamW does not say, and its class what all become.
+        is_placeholder: Whether an optimizer stands for none, and is to be left alone.
+
+    Raises:
+        ValueError: If an optimizer was to run on Muon, but none of them has a matrix; or if nodes would drift apart.
+    """
+    conversions = [
+        Conversion(optimizer=optimizer, summary="none")
+        if is_placeholder is not None and is_placeholder(optimizer)
+        else _converted(optimizer, module, choice)
+        for optimizer in optimizers
+    ]
+    _require_matrices(conversions, choice)
+    for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
+        new = conversion.optimizer
+        if new is old:
+            continue
+        if isinstance(new, ParallelMuon) and not has_matrices(new):
+            # One of several, such as the AdamW beside a Muon: nothing of it would change.
+            conversions[index] = Conversion(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
+            continue
+        if isinstance(new, FlexDeMo) and not has_matrices(new):
+            # Nothing of it is for Muon, which is meant as long as another optimizer has matrices.
+            for group in new.param_groups:
+                group["algorithm"] = "adamw"
+        repoint_schedulers(schedulers, old, new)
+    return conversions
+
+
+def _converted(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
+    if isinstance(choice, FlexDeMoConfig):
+        return convert_to_flexdemo(optimizer, module, choice)
+    if isinstance(optimizer, FlexDeMo):
+        raise ValueError(
+            "the optimizer is a FlexDeMo, but gradients are averaged over all ranks, so nothing is left to exchange; "
+            "set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
+        )
+    if choice == "keep" and not isinstance(optimizer, ParallelMuon):
+        return Conversion(optimizer=optimizer, summary=f"{type(optimizer).__name__}, kept: optimizer='keep'")
+    return convert_to_muon(optimizer, module, choice if isinstance(choice, MuonConfig) else MuonConfig())
+
+
+def _require_matrices(conversions: Sequence[Conversion], choice: OptimizerChoice) -> None:
+    ours = [conversion.optimizer for conversion in conversions if isinstance(conversion.optimizer, PlannedOptimizer)]
+    # A user who sends every group to AdamW means it.
+    if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
+        return
+    try:
+        require_muon([route for optimizer in ours for route in optimizer.routes])
+    except ValueError as error:
+        instead = "optimizer='keep' trains with the optimizer as it is"
+        if isinstance(choice, FlexDeMoConfig):
+            instead = "optimizer=FlexDeMoConfig(base='adamw') needs no matrices"
+        raise ValueError(f"{error}\nThe option {instead}.") from None
+
+
+def describe_optimizers(conversions: Sequence[Conversion]) -> str:
+    """What runs on Muon, what on AdamW, and what was kept."""
+    lines: list[str] = []
+    for conversion in conversions:
+        lines.append(f"Optimizer: {conversion.summary}")
+        if isinstance(conversion.optimizer, PlannedOptimizer):
+            lines.append(conversion.optimizer.summary())
+    return "\n".join(lines)
+
+
+def optimizer_warnings(
+    conversions: Sequence[Conversion], choice: OptimizerChoice, *, is_default: bool = False
+) -> list[str]:
+    """What the user may not have meant: optimizers that do not run on Muon, and a config that nothing uses.
+
+    Args:
+        conversions: What became of the optimizers.
+        choice: The option that decided it.
+        is_default: The optimizers are not the user's, but were made from ``choice``.
+    """
+    warnings = [
+        f"{type(conversion.optimizer).__name__} is kept and does not run on Muon: {conversion.kept_because}. "
+        "The option optimizer='keep' says that this is meant and silences the warning."
+        for conversion in conversions
+        if conversion.kept_because
+    ]
+    warnings += [conversion.caution for conversion in conversions if conversion.caution]
+    made_by_user = [conversion.is_as_configured and not is_default for conversion in conversions]
+    # strategy="flexdemo" brings the defaults without being asked.
+    is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig()
+    if is_given and made_by_user and all(made_by_user):
+        name = type(conversions[0].optimizer).__name__
+        warnings.append(
+            f"The option optimizer={type(choice).__name__}(...) has no effect: the program made a {name} of its own, "
+            "which is used as it is."
+        )
+    return warnings
+
+
+AS_CONFIGURED = "as configured"
+# Hyper-parameters of theirs -> ours.
+_NAMES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_MUON_KEYS = {name: name for name in _NAMES}
+_SGD_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
+_ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
+# Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
+_OWN_MOMENTUM = ("momentum", "nesterov")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversion:
+    """What became of an optimizer.
+
+    Attributes:
+        optimizer: The new one, or the given one if it is kept.
+        summary: One line for the log.
+        kept_because: Why it was kept; empty if it runs on ParallelMuon now.
+        caution: What the user may not have meant; empty if there is nothing.
+    """
+
+    optimizer: torch.optim.Optimizer
+    summary: str
+    kept_because: str = ""
+    caution: str = ""
+
+    @property
+    def is_as_configured(self) -> bool:
+        """Whether the user made this kind of optimizer himself."""
+        return self.summary.endswith(AS_CONFIGURED)
+
+
+def convert_to_muon(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfig) -> Conversion:
+    """Return the ParallelMuon that takes the place of ``optimizer``; no communication.
+
+    A ``ParallelMuon`` only learns its routes; whoever converts calls ``attach`` next. ``torch.optim.Muon`` becomes the
+    same algorithm with the same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same as AdamW, matrices go
+    to Muon with the learning rate and weight decay of their group (``config`` has the rest), everything else stays
+    AdamW. Any other optimizer is kept. Number and order of the param groups, of the parameters in them, and keys that
+    the user or a scheduler added stay.
+
+    Args:
+        optimizer: Before its first step.
+        module: Holds the parameters of ``optimizer`` in their final form; decides what is a matrix.
+        config: What the optimizer does not say: momentum, Newton-Schulz, patterns, dtypes.
+
+    Raises:
+        ValueError: If the optimizer has taken steps already.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ParallelMuon):
+        optimizer.route(module)
+        return Conversion(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
+    reason = _reason_to_keep(optimizer)
+    if reason:
+        return Conversion(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
+    _require_no_state(optimizer, "; return it before its first step, or set optimizer='keep'")
+    if type(optimizer) is torch.optim.Muon:
+        converted = _translated(ParallelMuon, optimizer, config, _MUON_KEYS, algorithm="muon")
+        summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
+    else:
+        converted = _translated(ParallelMuon, optimizer, config, _ADAMW_KEYS)
+        summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
+    converted.route(module)
+    return Conversion(optimizer=converted, summary=summary, caution=_without_effect(config, converted, name))
+
+
+def convert_to_flexdemo(optimizer: torch.optim.Optimizer, module: nn.Module, config: FlexDeMoConfig) -> Conversion:
+    """Return the FlexDeMo that takes the place of ``optimizer``; no communication.
+
+    Nothing is kept: another optimizer would step each node by its own gradients. A ``FlexDeMo`` only learns its routes.
+    Learning rates and weight decay are those of the optimizer, and of ``AdamW`` (of ``Adam`` where it computes the
+    same) the betas and eps, of ``torch.optim.Muon`` what concerns Newton-Schulz. ``config`` has the rest: how the
+    updates are exchanged, and on what base they are applied. Groups and added keys stay, as in :func:`convert_to_muon`.
+
+    Args:
+        optimizer: Before its first step.
+        module: Holds the parameters of ``optimizer`` in their final form.
+        config: What the optimizer does not say.
+
+    Raises:
+        ValueError: If the optimizer has taken steps already, or FlexDeMo cannot stand in for it.
+    """
+    name, base = type(optimizer).__name__, config.base
+    if isinstance(optimizer, FlexDeMo):
+        optimizer.route(module)
+        return Conversion(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
+    reason = _reason_against_flexdemo(optimizer, base)
+    if reason:
+        raise ValueError(
+            f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}. Without FlexDeMo "
+            "each node would go its own way, so nothing is kept"
+        )
+    _require_no_state(optimizer, "; return it before its first step")
+    if type(optimizer) is torch.optim.Muon:
+        converted = _translated(FlexDeMo, optimizer, config, _MUON_KEYS, algorithm="muon")
+    elif type(optimizer) is torch.optim.SGD:
+        converted = _translated(FlexDeMo, optimizer, config, _SGD_KEYS)
+    else:
+        converted = _translated(FlexDeMo, optimizer, config, _ADAMW_KEYS)
+    converted.route(module)
+    summary = f"{name} -> FlexDeMo(base={base!r}), same learning rates and weight decay"
+    cautions = (_caution(name, config), _without_effect(config, converted, name))
+    return Conversion(optimizer=converted, summary=summary, caution=" ".join(filter(None, cautions)))
+
+
+def has_matrices(optimizer: PlannedOptimizer) -> bool:
+    """Whether any parameter runs on Muon."""
+    return any(route.algorithm == "muon" for route in optimizer.routes)
+
+
+def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Let every scheduler of ``old``, nested ones too, act on ``new``; learning rates stay as they are."""
+    pending, seen, found = list(schedulers), set[int](), False
+    while pending:
+        scheduler = pending.pop()
+        if id(scheduler) in seen or not hasattr(scheduler, "__dict__"):
+            continue
+        seen.add(id(scheduler))
+        for key, value in list(vars(scheduler).items()):
+            if value is old:
+                setattr(scheduler, key, new)
+                found = True
+            elif isinstance(value, list | tuple):
+                pending.extend(item for item in value if hasattr(item, "optimizer"))
+            elif hasattr(value, "optimizer"):
+                pending.append(value)
+    if found:
+        _watch_steps(new)
+
+
+def _watch_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch count the steps of ``optimizer``, by which schedulers warn of a wrong order of calls.
+
+    Only the constructor of a scheduler sets this up. It also resets learning rates, so these are put back.
+    """
+    kept = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in optimizer.param_groups]
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.pop("initial_lr", None)
+        group.update(values)
+
+
+def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str:
+    """Why ParallelMuon cannot stand in for ``optimizer``; empty if it can."""
+    if type(optimizer) is torch.optim.Muon:
+        return ""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return "only AdamW, Adam, torch.optim.Muon and ParallelMuon run on Muon"
+    return _reason_against_adam(optimizer, "ParallelMuon")
+
+
+def _reason_against_adam(optimizer: torch.optim.Optimizer, ours: str) -> str:
+    for group in optimizer.param_groups:
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            return (
+                f"its weight_decay={group['weight_decay']} is added to the gradient, which has no counterpart in "
+                f"{ours}; use AdamW, which decays the weights themselves"
+            )
+        for key in ("amsgrad", "maximize", "differentiable", "capturable"):
+            if group.get(key):
+                return f"{key}=True is not supported by {ours}; remove it"
+    return ""
+
+
+def _reason_against_flexdemo(optimizer: torch.optim.Optimizer, base: str) -> str:
+    """Why FlexDeMo cannot stand in for ``optimizer``; empty if it can."""
+    kind = type(optimizer)
+    if kind is torch.optim.Muon:
+        return "" if base == "muon" else f"its updates need FlexDeMoConfig(base='muon'), got base={base!r}"
+    if kind is torch.optim.SGD:
+        if base != "sgd":
+            return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base='sgd')"
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                return (
+                    f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), that of "
+                    "each node; remove it"
+                )
+            if group["weight_decay"]:
+                return (
+                    f"its weight_decay={group['weight_decay']} is added to the gradient; use FlexDeMoConfig("
+                    "weight_decay=...), which decays the weights themselves"
+                )
+            if group["maximize"] or group["differentiable"]:
+                return "maximize and differentiable are not supported; remove them"
+        return ""
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        return "only AdamW, Adam, SGD and torch.optim.Muon have a counterpart; return one of these or a FlexDeMo"
+    return _reason_against_adam(optimizer, "FlexDeMo")
+
+
+def _caution(name: str, config: FlexDeMoConfig) -> str:
+    """What the learning rate of an converted optimizer may not have been meant for."""
+    if name == "SGD" and config.takes_sign:
+        return (
+            "The learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): "
+            "each step changes each weight by lr. Set sign=False, or a learning rate as for Adam"
+        )
+    if name in ("AdamW", "Adam") and config.base == "sgd":
+        return (
+            f"{name} now runs as {'sign' if config.takes_sign else 'plain'} SGD on the exchanged updates, because "
+            "FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments"
+        )
+    return ""
+
+
+def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptimizer, name: str) -> str:
+    """Options that the user has set, and that the optimizer of the program says otherwise."""
+    defaults = type(config)()
+    unused: list[str] = []
+    for key in sorted({*_MUON_KEYS.values(), *_ADAMW_KEYS.values()}):
+        value = getattr(config, key, None)
+        used = [group[key] for group in converted.param_groups if key in group]
+        if value != getattr(defaults, key, None) and used and value not in used:
+            unused.append(f"{key}={value!r} (it says {', '.join(sorted(set(map(repr, used))))})")
+    if not unused:
+        return ""
+    return (
+        f"The {name} of the program decides, so these have no effect in {type(config).__name__}: {', '.join(unused)}. "
+        "They are for programs that make no optimizer."
+    )
+
+
+def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:
+    if optimizer.state:
+        raise ValueError(f"{type(optimizer).__name__} has optimizer state already, which cannot be taken over{advice}")
+
+
+_Planned = TypeVar("_Planned", bound=PlannedOptimizer)
+
+
+def _translated(
+    kind: type[_Planned], optimizer: torch.optim.Optimizer, config: Any, keys: Mapping[str, str], **added: Any
+) -> _Planned:
+    """A ``kind`` of optimizer with the groups of ``optimizer``.
+
+    Args:
+        kind: The class.
+        optimizer: The given one.
+        config: Of that class.
+        keys: Names of the hyper-parameters that both have: theirs -> ours.
+        added: To every group.
+    """
+    has_momentum = kind is ParallelMuon or config.has_inner_momentum
+    known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}
+    groups = []
+    for group in optimizer.param_groups:
+        own = {
+            known.get(key, key): value
+            for key, value in _with_names(group).items()
+            if key in known or not (key in keys or key in optimizer.defaults)
+        }
+        groups.append(_plain_numbers(own) | added)
+    defaults = {ours: optimizer.defaults[theirs] for theirs, ours in known.items() if theirs in optimizer.defaults}
+    if defaults.get("adjust_lr_fn", "") is None:
+        defaults["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    return kind.from_config(groups, config, **_plain_numbers(defaults))
+
+
+def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a param group; torch takes names only as pairs with the parameters."""
+    copied = dict(group)
+    names = copied.pop("param_names", None)
+    if names is not None:
+        copied["params"] = list(zip(names, copied["params"], strict=True))
+    return copied
+
+
+def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rates that ``capturable`` or ``fused`` optimizers hold as tensors, as numbers."""
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+class OptimizerProxy:
+    """Lets the given optimizer go on as a handle on the learning rates of the one that does the work.
+
+    Schedulers that were made before the optimizer was set up hold the given one, and nobody knows of them. So it shares
+    its param groups with the other one, and takes a step without parameters whenever that one has stepped, by which
+    schedulers see that they are called in the right order. Stepping it by itself is an error.
+
+    Args:
+        given: The optimizer of the user; takes part in no step any more.
+        used: The one that has taken its place.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, used: torch.optim.Optimizer) -> None:
+        self.given, self.used = given, used
+        self._is_following = False
+        given.register_step_pre_hook(self._refuse)
+        # Loading a state makes new groups.
+        used.register_load_state_dict_post_hook(self._share)
+        self._share()
+
+    def follow(self) -> None:
+        """The other optimizer has stepped; local."""
+        self.given.param_groups, self._is_following = [], True
+        try:
+            self.given.step()
+        finally:
+            self._is_following = False
+            self._share()
+
+    def _share(self, *_: Any) -> None:
+        self.given.param_groups = self.used.param_groups
+
+    def _refuse(self, *_: Any) -> None:
+        if not self._is_following:
+            raise RuntimeError(
+                f"this {type(self.given).__name__} does nothing any more: a {type(self.used).__name__} has taken its "
+                "place; step the one that setup (prepare) has returned"
+            )
