@@ -26,8 +26,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import sparse_inverse_dct
-from lightning_muon.optim.early import SentEarly
-from lightning_muon.runtime.executor import StreamExecutor
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
+from lightning_muon.optim.executor import StreamExecutor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -217,7 +217,7 @@ def _sync_warnings(device: Device) -> Iterator[None]:
 def race(device: Device) -> Iterator[Row]:
     """Early gathers whose stream is late: the check of what was sent must wait for it, or steps are run twice."""
     failed: list[int] = []
-    execute_early, note = StreamExecutor.execute_early, SentEarly.failed
+    execute_early, note = StreamExecutor.execute_early, BackwardPrefetch.failed
 
     def late(executor: Any, op: Any) -> None:
         with torch.cuda.stream(executor._early):
@@ -231,7 +231,7 @@ def race(device: Device) -> Iterator[Row]:
     with (
         one_rank_of_mode("fsdp", device=device.name, overlap="backward") as rank,
         mock.patch.object(StreamExecutor, "execute_early", late),
-        mock.patch.object(SentEarly, "failed", noted),
+        mock.patch.object(BackwardPrefetch, "failed", noted),
     ):
         for _ in range(5):
             rank.backward()

@@ -17,8 +17,7 @@ from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import RankSummary, Timeline, simulate
 from lightning_muon.schedule.traffic import RankTraffic, TrafficFloor, traffic, traffic_floor
-from lightning_muon.schedule.validate import validate
-from lightning_muon.schedule.validate_step import validate_step
+from lightning_muon.schedule.validate import validate, validate_step
 
 PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
@@ -231,7 +230,7 @@ def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Pro
             scatter_buffers=scatter_buffers_for(options.look_ahead),
         )
     except ValueError as error:
-        largest = max(planned.plan.chunks, key=lambda chunk: sum(ranks.specs[matrix].numel for matrix in chunk))
+        largest = max(planned.plan.buckets, key=lambda chunk: sum(ranks.specs[matrix].numel for matrix in chunk))
         least = 1 if len(planned.plan.owners[largest[0]]) > 1 else ranks.num_ranks
         if len(largest) > least:
             raise
@@ -244,7 +243,7 @@ def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Pro
 def _chunk_bytes(ranks: ExchangeRanks, plan: MuonPlan, options: PlanOptions) -> tuple[int, ...]:
     """Whole matrices of each chunk, per rank that owns some of it; where all own all, all of the chunk."""
     found: list[int] = []
-    for chunk in plan.chunks:
+    for chunk in plan.buckets:
         numel = sum(ranks.specs[matrix].numel for matrix in chunk)
         num_owners = len({plan.owners[matrix][0] for matrix in chunk})
         found.append(numel * options.wire_itemsize // num_owners)

@@ -20,7 +20,7 @@ from lightning_muon.monitor.ranks import run_on_ranks, this_device
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.monitor.workload import make_optimizer
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.kinds import MOMENTUM, NEWTON_SCHULZ, UPDATE
+from lightning_muon.schedule.program import MOMENTUM, NEWTON_SCHULZ, UPDATE
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span
 

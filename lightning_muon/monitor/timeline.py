@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_muon.optim.binding import ExchangeGroup
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.kinds import ADAMW, NEWTON_SCHULZ
 from lightning_muon.schedule.passes import host_order
-from lightning_muon.schedule.program import TRANSFER, Op, Program
+from lightning_muon.schedule.program import ADAMW, NEWTON_SCHULZ, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 # AdamW reads gradient, weight and two moments and writes the last three.
@@ -50,14 +49,14 @@ class TimelineRecorder:
             torch.cuda.synchronize()
 
     def started(self, op: Op) -> None:
-        """See :class:`~lightning_muon.runtime.executor.Recorder`."""
+        """See :class:`~lightning_muon.optim.executor.Recorder`."""
         now = self._now()
         with self._changed:
             self._ops.append(op)
             self._starts.append(now)
 
     def ended(self, op: Op) -> None:
-        """See :class:`~lightning_muon.runtime.executor.Recorder`."""
+        """See :class:`~lightning_muon.optim.executor.Recorder`."""
         now = self._now()
         with self._changed:
             self._ends[op.name] = now

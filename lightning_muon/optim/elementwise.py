@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lightning_muon.optim.binding import Binding, BoundParameter
+from lightning_muon.optim.step_plan import BoundParameter, StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
 
 _NOTHING_READ: Mapping[Tensor, float] = {}
@@ -128,7 +128,7 @@ def sgd_step_(
     torch._foreach_add_(list(params), list(grads), alpha=-lr)
 
 
-def step_sgd_(binding: Binding, gradients: Mapping[Tensor, Tensor], numbers: Mapping[Tensor, float]) -> None:
+def step_sgd_(binding: StepPlan, gradients: Mapping[Tensor, Tensor], numbers: Mapping[Tensor, float]) -> None:
     """One SGD step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
     for tensors, group in _together(binding, gradients):
         sgd_step_(
@@ -141,7 +141,7 @@ def step_sgd_(binding: Binding, gradients: Mapping[Tensor, Tensor], numbers: Map
 
 
 def step_elementwise_(
-    binding: Binding, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any], numbers: Mapping[Tensor, float]
+    binding: StepPlan, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any], numbers: Mapping[Tensor, float]
 ) -> None:
     """One AdamW step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
     for tensors, group in _together(binding, gradients):
@@ -156,7 +156,7 @@ def step_elementwise_(
 
 
 def _together(
-    binding: Binding, gradients: Mapping[Tensor, Tensor]
+    binding: StepPlan, gradients: Mapping[Tensor, Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], dict[str, Any]]]:
     """Parameters of one param group whose gradients arrive together, and the group."""
     by_group: dict[int, list[BoundParameter]] = {}

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.host_copy import start_reading
 from lightning_muon.comm.mesh import AxisGroup, axis_group
-from lightning_muon.optim.binding import Binding
-from lightning_muon.optim.early import SentEarly
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
 
 
@@ -27,9 +27,9 @@ class Agreement:
 
     Attributes:
         gradients: Local gradient of every parameter that takes part in the step.
-        valid_early: Chunks whose early gather counts.
+        valid_early: Buckets whose early gather counts.
         verdict: Where finding out takes a device (CUDA), or gradients arrive late: waits for it, and raises as
-            :func:`agree_on_gradients` does, or :class:`EarlyGathersAreVoid`. On CUDA the host waits for the device
+            :func:`agree_on_gradients` does, or :class:`PrefetchIsVoid`. On CUDA the host waits for the device
             here, and nowhere else in a step.
         numbers: Values of hyper-parameters that are tensors on a device; ``verdict`` fills it.
     """
@@ -48,7 +48,7 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
         self.names = names
 
 
-class EarlyGathersAreVoid(Exception):  # noqa: N818 - no error: the step is run once more
+class PrefetchIsVoid(Exception):  # noqa: N818 - no error: the step is run once more
     """The device has found, on some rank, other gradients than those that were sent; the same on all ranks."""
 
     def __init__(self, keys: frozenset[str]) -> None:
@@ -96,8 +96,8 @@ class LocalGradients(dict[Tensor, Tensor]):
 
 
 def agree_on_gradients(
-    binding: Binding,
-    early: SentEarly | None,
+    binding: StepPlan,
+    early: BackwardPrefetch | None,
     *,
     error_if_nonfinite: bool,
     is_stale: bool,
@@ -161,11 +161,11 @@ def _looks_at_once(device: torch.device) -> bool:
 
 def _agree_on_mesh(
     members: MeshMembers,
-    binding: Binding,
+    binding: StepPlan,
     found: LocalGradients,
     findings: _Findings,
     *,
-    early: SentEarly | None,
+    early: BackwardPrefetch | None,
     check: bool,
     looks: bool,
 ) -> None:
@@ -204,9 +204,9 @@ def _agree_on_mesh(
 
 
 def _early_flags(
-    early: SentEarly | None, tensors: Sequence[Tensor], found: Gradients, *, compares: bool
+    early: BackwardPrefetch | None, tensors: Sequence[Tensor], found: Gradients, *, compares: bool
 ) -> tuple[list[str], list[bool], list[bool]]:
-    """The chunks of a mesh, whether this rank has sent them, and whether it knows that they are void."""
+    """The buckets of a mesh, whether this rank has sent them, and whether it knows that they are void."""
     if early is None:
         return [], [], []
     keys = early.keys(set(tensors))
@@ -226,8 +226,8 @@ def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[in
     return (list(islice(values, len(each))) for each in flags)
 
 
-def _void_early(findings: _Findings, early: SentEarly | None, layout: Layout) -> frozenset[str]:
-    """Chunks that were sent and do not count, as far as the host knows."""
+def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
+    """Buckets that were sent and do not count, as far as the host knows."""
     if early is None:
         return frozenset()
     if findings.is_stale or findings.must_stop:
@@ -287,16 +287,16 @@ class _Look:
         binding: Meshes and names.
         found: Local gradients.
         early: What was sent during backward.
-        valid: Chunks of it that may count.
+        valid: Buckets of it that may count.
         numbers: Filled with the values of hyper-parameters that are tensors on a device.
         check: Look for NaN and Inf.
     """
 
     def __init__(
         self,
-        binding: Binding,
+        binding: StepPlan,
         found: Gradients,
-        early: SentEarly | None,
+        early: BackwardPrefetch | None,
         valid: frozenset[str],
         numbers: dict[Tensor, float],
         *,
@@ -333,7 +333,7 @@ class _Look:
         return lambda: self._conclude(read())
 
     def _flags(self, members: MeshMembers, keys: Sequence[str]) -> Tensor:
-        """1 for each parameter whose gradient is not finite and for each chunk that differs on this rank, int32."""
+        """1 for each parameter whose gradient is not finite and for each bucket that differs on this rank, int32."""
         norms = _norms(members.tensors, self._found) if self._check else {}
         fine = torch.zeros((), device=self._binding.device)
         every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
@@ -352,10 +352,10 @@ class _Look:
         self._numbers.update((tensor, number) for tensor, (number,) in zip(self._unknown, numbers, strict=True))
         _raise_if_needed(findings)
         if findings.void:
-            raise EarlyGathersAreVoid(frozenset(findings.void))
+            raise PrefetchIsVoid(frozenset(findings.void))
 
 
-def _on_device(binding: Binding) -> list[Tensor]:
+def _on_device(binding: StepPlan) -> list[Tensor]:
     """Hyper-parameters that are tensors which the host must wait for."""
     groups = {id(parameter.group): parameter.group for parameter in binding.parameters}
     return [

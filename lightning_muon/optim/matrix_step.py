@@ -14,21 +14,20 @@ from torch import Tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
 from lightning_muon.optim.elementwise import add_scaled_, number
-from lightning_muon.optim.transfer import ChunkPieces, Transfer
+from lightning_muon.optim.executor import make_executor
+from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
+from lightning_muon.optim.transfer import BucketPieces, Transfer
 from lightning_muon.params.layout import Layout, local_tensor
-from lightning_muon.runtime.executor import make_executor
-from lightning_muon.schedule.kinds import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for
-from lightning_muon.schedule.program import Op
+from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE, Op
 
 States = dict[Tensor, dict[str, Any]]
 Gradients = dict[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class MatrixBucket:
     """Matrices that travel together, and the buffers (slots) that they use on the way there and back."""
 
     key: str
@@ -38,13 +37,13 @@ class Chunk:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The parameters of the chunk, each once; equal on all ranks."""
+        """The parameters of the bucket, each once; equal on all ranks."""
         return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
 
     @cached_property
-    def pieces(self) -> ChunkPieces:
-        """The calling rank's part in the chunk, if all its parameters have gradients."""
-        return ChunkPieces(self.group, self.taken)
+    def pieces(self) -> BucketPieces:
+        """The calling rank's part in the bucket, if all its parameters have gradients."""
+        return BucketPieces(self.group, self.taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +71,8 @@ class _Inputs:
 class MatrixStep:
     """Runs the plans of all exchange groups, always in the same order on every rank.
 
-    A chunk's momentum and gather may be run early, from hooks of the backward pass (:meth:`start_early`): they read the
-    state and do not change it, so that what they sent can be thrown away.
+    A bucket's momentum and gather may be run early, from hooks of the backward pass (:meth:`start_early`): they read
+    the state and do not change it, so that what they sent can be thrown away.
     """
 
     def __init__(
@@ -93,10 +92,10 @@ class MatrixStep:
         self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
         self._ops = _ops_of_this_rank(groups, self._look_ahead)
         self._by_name = {op.name: op for op in self._ops}
-        self.chunks = {chunk.key: chunk for chunk in _chunks(groups, self._look_ahead)}
+        self.buckets = {bucket.key: bucket for bucket in _buckets(groups, self._look_ahead)}
         self._transfers: dict[str, Transfer] = {}
-        self._last_of = self._tensors_by_last_chunk()
-        # Chunks whose momentum is in the state already in this step.
+        self._last_of = self._tensors_by_last_bucket()
+        # Buckets whose momentum is in the state already in this step.
         self._committed: set[str] = set()
         self._inputs: _Inputs | None = None
         self.executor = make_executor(
@@ -112,19 +111,19 @@ class MatrixStep:
         )
 
     @property
-    def gathered_chunks(self) -> list[Chunk]:
-        """The chunks that travel to their owners, in the order in which backward finishes them."""
-        return [chunk for key, chunk in self.chunks.items() if f"{GATHER}[{key}]" in self._by_name]
+    def gathered_buckets(self) -> list[MatrixBucket]:
+        """The buckets that travel to their owners, in the order in which backward finishes them."""
+        return [bucket for key, bucket in self.buckets.items() if f"{GATHER}[{key}]" in self._by_name]
 
     def start_early(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
-        """Send the look-ahead of a chunk to its owners before the step; every gradient of the chunk must be there.
+        """Send the look-ahead of a bucket to its owners before the step; every gradient of the bucket must be there.
 
-        Without ``packs`` whatever is in the buffer is sent, for a chunk that will not count.
+        Without ``packs`` whatever is in the buffer is sent, for a bucket that will not count.
 
-        Collective over the axes of the chunk's exchange group; every rank of it must call it, in the same order of
-        chunks.
+        Collective over the axes of the bucket's exchange group; every rank of it must call it, in the same order of
+        buckets.
         """
-        self._transfers[key] = self._transfer(key, self.chunks[key].pieces, is_early=True)
+        self._transfers[key] = self._transfer(key, self.buckets[key].pieces, is_early=True)
         with self.executor.memory_of_step():
             self._transfers[key].take_gather_buffers()
         self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
@@ -164,7 +163,7 @@ class MatrixStep:
         verdict: Callable[[], None] | None = None,
         numbers: Mapping[Tensor, float] | None = None,
     ) -> None:
-        """Update every matrix that has a gradient, and call ``adamw`` once while the first chunks are on their way.
+        """Update every matrix that has a gradient, and call ``adamw`` once while the first buckets are on their way.
 
         Collective over the axes of each exchange group; every rank of it must call it, with the same set of parameters
         in ``gradients`` and the same ``valid_early``.
@@ -173,15 +172,15 @@ class MatrixStep:
             gradients: Local gradient of each parameter that takes part.
             states: Of the optimizer.
             adamw: Updates all other parameters.
-            valid_early: Chunks that :meth:`start_early` has sent, with what is still the gradient.
+            valid_early: Buckets that :meth:`start_early` has sent, with what is still the gradient.
             verdict: Called before anything changes, as late as possible; raises, on all ranks, to give up the step.
             numbers: Values of hyper-parameters that are tensors on a device, once ``verdict`` has been called.
         """
         self._inputs = _Inputs(gradients, states, adamw, verdict, {} if numbers is None else numbers)
         self._committed.clear()
-        for key, chunk in self.chunks.items():
+        for key, bucket in self.buckets.items():
             if key not in valid_early:
-                self._transfers[key] = self._transfer(key, self._pieces(chunk, gradients), is_early=False)
+                self._transfers[key] = self._transfer(key, self._pieces(bucket, gradients), is_early=False)
                 self._transfers[key].take_gather_buffers()
         for op in self._in_order(valid_early):
             if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
@@ -218,24 +217,24 @@ class MatrixStep:
         self._inputs = replace(self._inputs, verdict=None)
 
     def _finish(self) -> None:
-        """Wait for what is on its way. Memory of gathers during backward, which is that of all chunks, is freed."""
+        """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
         self.executor.finish()
         if any(transfer.slots[0] == _early_slot(key) for key, transfer in self._transfers.items()):
             self._pool.release(GATHER)
         self._inputs = None
 
-    def _pieces(self, chunk: Chunk, gradients: Gradients) -> ChunkPieces:
-        """The calling rank's part in a chunk, kept as long as the same parameters have gradients."""
-        if all(tensor in gradients for tensor in chunk.tensors):
-            return chunk.pieces
-        taken = tuple(index for index in chunk.taken if chunk.group.jobs[index].parameter.tensor in gradients)
-        kept = self._transfers.get(chunk.key)
-        return kept.pieces if kept is not None and kept.pieces.taken == taken else ChunkPieces(chunk.group, taken)
+    def _pieces(self, bucket: MatrixBucket, gradients: Gradients) -> BucketPieces:
+        """The calling rank's part in a bucket, kept as long as the same parameters have gradients."""
+        if all(tensor in gradients for tensor in bucket.tensors):
+            return bucket.pieces
+        taken = tuple(index for index in bucket.taken if bucket.group.jobs[index].parameter.tensor in gradients)
+        kept = self._transfers.get(bucket.key)
+        return kept.pieces if kept is not None and kept.pieces.taken == taken else BucketPieces(bucket.group, taken)
 
-    def _transfer(self, key: str, pieces: ChunkPieces, *, is_early: bool) -> Transfer:
-        """The transfer of a chunk, kept as long as the same jobs take part: views of buffers are costly to make."""
-        chunk = self.chunks[key]
-        slots = (_early_slot(key), chunk.slots[1]) if is_early else chunk.slots
+    def _transfer(self, key: str, pieces: BucketPieces, *, is_early: bool) -> Transfer:
+        """The transfer of a bucket, kept as long as the same jobs take part: views of buffers are costly to make."""
+        bucket = self.buckets[key]
+        slots = (_early_slot(key), bucket.slots[1]) if is_early else bucket.slots
         kept = self._transfers.get(key)
         if kept is not None and kept.pieces is pieces and kept.slots == slots:
             return kept
@@ -300,7 +299,7 @@ class MatrixStep:
         return ()
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
-        """Decay and update the local pieces of a chunk's parameters, and their momentum if that is still to do."""
+        """Decay and update the local pieces of a bucket's parameters, and their momentum if that is still to do."""
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
@@ -325,10 +324,10 @@ class MatrixStep:
         self._layout.updated([tensor for tensor in self._last_of[op.key] if tensor in self._inputs.gradients])
         return ()
 
-    def _tensors_by_last_chunk(self) -> dict[str, list[Tensor]]:
-        """Chunk -> the parameters that are done with its update, since it has the last of their matrices."""
-        last = {tensor: op.key for op in self._ops if op.kind == UPDATE for tensor in self.chunks[op.key].tensors}
-        found: dict[str, list[Tensor]] = {key: [] for key in self.chunks}
+    def _tensors_by_last_bucket(self) -> dict[str, list[Tensor]]:
+        """MatrixBucket -> the parameters that are done with its update, since it has the last of their matrices."""
+        last = {tensor: op.key for op in self._ops if op.kind == UPDATE for tensor in self.buckets[op.key].tensors}
+        found: dict[str, list[Tensor]] = {key: [] for key in self.buckets}
         for tensor, key in last.items():
             found[key].append(tensor)
         return found
@@ -379,18 +378,18 @@ def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[
     return prefetch({0: [*ops, adamw]}, look_ahead, scatter_buffers=scatter_buffers_for(look_ahead))[0]
 
 
-def _chunks(groups: Sequence[ExchangeGroup], look_ahead: int) -> Iterator[Chunk]:
-    """All chunks in the order of the step, with the rolling buffers that they use in it."""
+def _buckets(groups: Sequence[ExchangeGroup], look_ahead: int) -> Iterator[MatrixBucket]:
+    """All buckets in the order of the step, with the rolling buffers that they use in it."""
     number = 0
     for group_number, group in enumerate(groups):
-        for chunk_number, taken in enumerate(group.plan.chunks):
+        for bucket_number, taken in enumerate(group.plan.buckets):
             slots = (str(number % max(1, look_ahead)), str(number % scatter_buffers_for(look_ahead)))
-            yield Chunk(f"{group_number}.{chunk_number}", group, taken, slots)
+            yield MatrixBucket(f"{group_number}.{bucket_number}", group, taken, slots)
             number += 1
 
 
 def _early_slot(key: str) -> str:
-    """Buffers of its own for each chunk that is sent early, since all of them are on their way at once."""
+    """Buffers of its own for each bucket that is sent early, since all of them are on their way at once."""
     return f"early-{key}"
 
 

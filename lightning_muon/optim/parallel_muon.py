@@ -20,10 +20,10 @@ from lightning_muon.config import (
     Overlap,
     explains_keywords,
 )
-from lightning_muon.optim.binding import COMPARED, Binding
-from lightning_muon.optim.early_gathers import EarlyGathers
+from lightning_muon.optim.backward_prefetch import GatherPrefetch
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
+from lightning_muon.optim.step_plan import COMPARED, StepPlan
 from lightning_muon.params.layout import TensorLayout
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 
     Works on plain tensors and on replicated or FSDP2-sharded DTensors (the mesh is read off them). Momentum stays on
-    the shards. Per chunk of matrices: momentum, uneven all-to-all to the owners, Newton-Schulz there, all-to-all back,
-    weight decay and update on the shards; the traffic of one chunk hides behind the arithmetic of another.
+    the shards. Per bucket of matrices: momentum, uneven all-to-all to the owners, Newton-Schulz there, all-to-all back,
+    weight decay and update on the shards; the traffic of one bucket hides behind the arithmetic of another.
 
     ``step()`` is collective over the meshes of the parameters; every rank of them must call it. A gradient that only
     some ranks have counts as zero on the others; one that no rank has leaves parameter and state as they are.
@@ -66,11 +66,11 @@ class ParallelMuon(PlannedOptimizer):
             DDP backward), so that the ranks divide the work. Without it plain tensors are local to their process.
         compute_dtype: Of Newton-Schulz.
         wire_dtype: Of what travels.
-        chunk_bytes: Size of the chunks of matrices that travel together, per rank.
+        chunk_bytes: Size of the buckets of matrices that travel together, per rank.
         assignment: How matrices get their owners.
         dedupe: One owner for all replicas, or one in each.
         overlap: With what the traffic overlaps.
-        look_ahead: Chunks that are gathered or on their way at a time during the step.
+        look_ahead: Buckets that are gathered or on their way at a time during the step.
         adamw_patterns: Names that AdamW takes.
         muon_patterns: Names that Muon takes.
         fused: Names of fused weights and their parts.
@@ -130,18 +130,18 @@ class ParallelMuon(PlannedOptimizer):
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
         return "\n".join([super().summary(), *(_decisions(self._bound.binding) if self._bound is not None else ())])
 
-    def _early(self, binding: Binding, step: MatrixStep) -> EarlyGathers | None:
+    def _early(self, binding: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
         for line in _decisions(binding):
             _log.info(line)
-        chunks = [chunk for chunk in step.gathered_chunks if chunk.group.sends_early]
-        if not chunks:
+        buckets = [bucket for bucket in step.gathered_buckets if bucket.group.sends_early]
+        if not buckets:
             return None
-        return EarlyGathers(
-            step, lambda: self._existing_state, lambda: self._checked_groups.are_right(self.param_groups), chunks
+        return GatherPrefetch(
+            step, lambda: self._existing_state, lambda: self._checked_groups.are_right(self.param_groups), buckets
         )
 
 
-def _decisions(binding: Binding) -> list[str]:
+def _decisions(binding: StepPlan) -> list[str]:
     """For each exchange group whether its gathers start early, if ``overlap="auto"`` has decided that."""
     return [
         f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"

@@ -25,23 +25,23 @@ from lightning_muon.config import (
 )
 from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.finite import FiniteCheck
-from lightning_muon.optim.binding import (
-    Binding,
-    BoundParameter,
-    CheckedGroups,
-    PlanOptions,
-    bind,
-    check_group_,
-    completed_groups,
-)
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
-from lightning_muon.optim.early import SentEarly
 from lightning_muon.optim.elementwise import step_elementwise_
-from lightning_muon.optim.gradients import Agreement, EarlyGathersAreVoid, GradientsAreNotFinite, agree_on_gradients
+from lightning_muon.optim.gradients import Agreement, GradientsAreNotFinite, PrefetchIsVoid, agree_on_gradients
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
 from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
+from lightning_muon.optim.step_plan import (
+    BoundParameter,
+    CheckedGroups,
+    PlanOptions,
+    StepPlan,
+    bind,
+    check_group_,
+    completed_groups,
+)
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
@@ -89,9 +89,9 @@ class Bound:
     """The plan, the state of the optimizer (``key``) that it was made for, and an FSDP2 unit of each model."""
 
     key: tuple[Any, ...]
-    binding: Binding
+    binding: StepPlan
     matrix_step: MatrixStep
-    early: SentEarly | None
+    early: BackwardPrefetch | None
     units: Sequence[FSDPModule]
 
 
@@ -219,7 +219,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
             assert agreed is not None, "parameters changed during the step"
         try:
             self._run(bound, agreed)
-        except EarlyGathersAreVoid as void:
+        except PrefetchIsVoid as void:
             # Found out on the device, with nothing changed yet: once more, without what was sent early.
             assert bound.early is not None
             bound.early.failed(void.keys)
@@ -303,7 +303,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """What else must be the same on all ranks."""
         return ""
 
-    def _early(self, binding: Binding, step: MatrixStep) -> SentEarly | None:
+    def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
         """What is sent while backward still runs, for a new plan.
 
         Collective as :meth:`step` is; every rank must call it.
@@ -326,7 +326,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """How the state of a parameter is made."""
         return StateCompletion()
 
-    def _step_elementwise(self, binding: Binding, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
+    def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         """Update the parameters that are no matrices; local."""
         step_elementwise_(binding, gradients, self.state, numbers)
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.optim.binding import BoundParameter
 from lightning_muon.optim.matrix_step import States
 from lightning_muon.optim.state import state_keys
+from lightning_muon.optim.step_plan import BoundParameter
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.optim.binding import Binding, BoundParameter
 from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
 from lightning_muon.optim.matrix_step import States
+from lightning_muon.optim.step_plan import BoundParameter, StepPlan
 
 MUON_STATE = frozenset({"momentum_buffer"})
 # What is laid out like the parameter.
@@ -78,7 +78,7 @@ class StateCompletion:
         nothing = dict[str, Any]()
         return all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
-    def agree(self, binding: Binding, states: States) -> None:
+    def agree(self, binding: StepPlan, states: States) -> None:
         """Begin with zero state on all ranks for each parameter for which only some of them had to make it.
 
         Collective over the meshes of the parameters; every rank of them must call it.

@@ -1,7 +1,7 @@
-"""How the matrices of one chunk reach their owners and how the updates come back.
+"""How the matrices of one bucket reach their owners and how the updates come back.
 
 An owner takes the pieces of its matrices from the ranks of its own replica and sends the updates to every rank that it
-serves. A rank's own piece never travels, and what several ranks get is packed once. All tensors of a chunk are in the
+serves. A rank's own piece never travels, and what several ranks get is packed once. All tensors of a bucket are in the
 wire dtype, so that a matrix gives the same update whoever owns it.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_messages
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.optim.binding import ExchangeGroup, MatrixJob
+from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.muon import server_of
 
@@ -69,14 +69,14 @@ class Leg:
         )
 
 
-class ChunkPieces:
-    """What the calling rank has to do with the matrices of a chunk: which pieces it holds, sends and receives; local.
+class BucketPieces:
+    """What the calling rank has to do with the matrices of a bucket: which pieces it holds, sends and receives; local.
 
     Made of the plan alone, so that it serves every step and all buffers.
 
     Args:
-        group: The exchange group of the chunk.
-        taken: The jobs of the chunk that take part, equal on all ranks.
+        group: The exchange group of the bucket.
+        taken: The jobs of the bucket that take part, equal on all ranks.
 
     Attributes:
         jobs: Those of which the calling rank holds a piece.
@@ -128,15 +128,15 @@ class ChunkPieces:
 
 
 class Transfer:
-    """One chunk on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
+    """One bucket on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
 
     Args:
-        pieces: Of the chunk.
+        pieces: Of the bucket.
         pool: Memory.
         slots: Names of the buffers to use for the way there and for the way back.
     """
 
-    def __init__(self, pieces: ChunkPieces, pool: BufferPool, slots: tuple[str, str]) -> None:
+    def __init__(self, pieces: BucketPieces, pool: BufferPool, slots: tuple[str, str]) -> None:
         self.pieces, self.slots = pieces, slots
         self.jobs, self.owned = pieces.jobs, pieces.owned
         self._axes, self._pool = pieces.group.axes, pool

@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from lightning_muon.schedule.exchange import EVENED_CHUNKS, even_out
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 
 Strategy = Literal["round_robin", "lpt", "redundant"]
@@ -24,32 +23,32 @@ def assign_owners(
     loads: Sequence[Load],
     strategy: Strategy,
 ) -> Program:
-    """Divide the op of each chunk among the ranks; a rank that gets nothing of it has no op.
+    """Divide the op of each bucket among the ranks; a rank that gets nothing of it has no op.
 
     A matrix that lies on one rank alone stays there and counts in that rank's load before all others are assigned.
 
     Args:
-        program: One unassigned op per chunk.
+        program: One unassigned op per bucket.
         costs: FLOPs of each matrix.
         sizes: Bytes of each matrix; they break ties between equal loads.
         sole_holders: For each matrix the rank that has all of it, or None.
         loads: What each rank has to do already.
-        strategy: ``"lpt"``: :func:`longest_first` chunk by chunk with loads that add up, then
-            :func:`~.exchange.even_out` on the last chunks, which no later chunk can even out. ``"round_robin"``: the
+        strategy: ``"lpt"``: :func:`longest_first` bucket by bucket with loads that add up, then
+            :func:`~.exchange.even_out` on the last buckets, which no later bucket can even out. ``"round_robin"``: the
             i-th matrix to rank ``i % num_ranks``. ``"redundant"``: every matrix to every rank, as where all ranks
             gather all momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
     loads = list(loads)
-    chunks = program[UNASSIGNED]
-    for matrix in (item for op in chunks for item in op.items):
+    buckets = program[UNASSIGNED]
+    for matrix in (item for op in buckets for item in op.items):
         holder = sole_holders[matrix]
         if holder is not None:
             loads[holder] = (loads[holder][0] + costs[matrix], loads[holder][1])
     owners: list[dict[int, int]] = []
     turn = 0
-    for op in chunks:
+    for op in buckets:
         shared = [item for item in op.items if sole_holders[item] is None]
         if strategy == "lpt":
             owners.append(longest_first(costs, sizes, loads, taken=shared))
@@ -57,9 +56,9 @@ def assign_owners(
             owners.append({matrix: (turn + place) % len(loads) for place, matrix in enumerate(shared)})
             turn += len(shared)
     if strategy == "lpt":
-        even_out(owners[-EVENED_CHUNKS:], costs, sizes, loads)
+        even_out(owners[-EVENED_BUCKETS:], costs, sizes, loads)
     assigned: Program = {rank: [] for rank in range(len(loads))}
-    for op, owner_of in zip(chunks, owners, strict=True):
+    for op, owner_of in zip(buckets, owners, strict=True):
         if strategy == "redundant" and owner_of:
             everyone = dict.fromkeys(assigned, op.items)
         else:
@@ -88,7 +87,7 @@ def longest_first(
     Args:
         costs: FLOPs of every job.
         sizes: Bytes of every job; they break ties between equal loads.
-        loads: Of every rank. Updated in place, so that the next chunk evens this one out.
+        loads: Of every rank. Updated in place, so that the next bucket evens this one out.
         taken: Indices of the jobs to assign.
 
     Returns:
@@ -105,3 +104,69 @@ def longest_first(
         loads[rank] = (load_flops + costs[job], load_bytes + sizes[job])
         heapq.heapreplace(heap, (*loads[rank], rank))
     return owners
+
+
+# Buckets in which owners may change. In earlier ones, later buckets have evened the loads out already, and every
+# exchange makes the ranks of that bucket finish less at one time.
+EVENED_BUCKETS = 4
+# Comparisons of two matrices, about half a second: plans for thousands of ranks stay quick.
+MOST_COMPARISONS = 1_000_000
+
+
+class _Exchange(NamedTuple):
+    """Give ``matrix`` of a bucket to ``rank`` and take ``other`` (-1: nothing) for it; ordered by what is best."""
+
+    larger_load: int
+    bucket: int
+    matrix: int
+    rank: int
+    other: int
+
+
+def even_out(
+    owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[tuple[int, int]]
+) -> None:
+    """Relieve the busiest rank by the exchange that helps most, again and again, until none does.
+
+    A matrix goes to another rank, alone or in exchange for a cheaper matrix of the same bucket; then both ranks have
+    less to do than the busiest had. The order is fixed, so all ranks that plan come to the same owners.
+
+    Args:
+        owners: For each bucket its matrices and their owners. Updated in place.
+        costs: FLOPs of every matrix.
+        sizes: Bytes of every matrix.
+        loads: FLOPs and bytes of every rank. Updated in place.
+    """
+    compared = 0
+    while compared < MOST_COMPARISONS:
+        busiest = max(range(len(loads)), key=lambda rank: (loads[rank][0], -rank))
+        best: _Exchange | None = None
+        for number, bucket in enumerate(owners):
+            for matrix in [matrix for matrix, owner in bucket.items() if owner == busiest]:
+                compared += len(bucket)
+                best = min(filter(None, (best, _best_exchange(number, bucket, matrix, costs, loads))), default=None)
+        if best is None:
+            return
+        moves = [(best.matrix, busiest, best.rank), (best.other, best.rank, busiest)]
+        for matrix, source, target in moves[: 1 if best.other < 0 else 2]:
+            loads[source] = (loads[source][0] - costs[matrix], loads[source][1] - sizes[matrix])
+            loads[target] = (loads[target][0] + costs[matrix], loads[target][1] + sizes[matrix])
+            owners[best.bucket][matrix] = target
+
+
+def _best_exchange(
+    number: int, bucket: dict[int, int], matrix: int, costs: Sequence[int], loads: Sequence[tuple[int, int]]
+) -> _Exchange | None:
+    """What takes most load from the owner of ``matrix`` without making another rank as busy."""
+    load = loads[bucket[matrix]][0]
+    idlest = min(range(len(loads)), key=lambda rank: (loads[rank][0], rank))
+    partners = [(idlest, -1, costs[matrix])]
+    partners += [(rank, other, costs[matrix] - costs[other]) for other, rank in bucket.items()]
+    return min(
+        (
+            _Exchange(max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
+            for rank, other, relief in partners
+            if 0 < relief < load - loads[rank][0]
+        ),
+        default=None,
+    )

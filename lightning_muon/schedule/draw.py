@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_muon.schedule.crowd import Crowd
-from lightning_muon.schedule.kinds import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
-from lightning_muon.schedule.program import TRANSFER
+from lightning_muon.schedule.program import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE
 from lightning_muon.schedule.simulate import Span, Timeline
 
 

@@ -73,7 +73,7 @@ class Graph:
         stuck = [op for op in range(len(self.ops)) if not done[self.node_of[op]]]
         # Ops behind a stuck op of their lane say nothing; in a cycle within one lane there are no others.
         heads = [op for op in stuck if not any(self._is_behind(op, other, done) for other in self.waits[op])] or stuck
-        lines = [f"{_where(self.ops[op])} waits for {self._reason(op, done)}" for op in heads[:NAMED]]
+        lines = [f"{where(self.ops[op])} waits for {self._reason(op, done)}" for op in heads[:NAMED]]
         more = f"; and {len(heads) - NAMED} more" if len(heads) > NAMED else ""
         return f"deadlock, {len(stuck)} ops can never begin: " + "; ".join(lines) + more
 
@@ -115,7 +115,7 @@ def build_graph(program: Program) -> Graph:
         nodes[place].ops.append(index)
         node_of.append(place)
         if key is not None and len(nodes[place].ops) > len(op.group):
-            raise ValueError(f"{_where(op)} is not the only op of its rank in this communication; use another key")
+            raise ValueError(f"{where(op)} is not the only op of its rank in this communication; use another key")
     waits: list[list[int]] = []
     for listed in program.values():
         waits += _waits_of_rank(listed, first=len(waits))
@@ -129,7 +129,7 @@ def _waits_of_rank(ops: list[Op], first: int) -> list[list[int]]:
     place: dict[str, int] = {}
     for index, op in enumerate(ops, first):
         if place.setdefault(op.name, index) != index:
-            raise ValueError(f"{_where(op)} is there twice; give each op of a rank a kind and key of its own")
+            raise ValueError(f"{where(op)} is there twice; give each op of a rank a kind and key of its own")
     last: dict[str, int] = {}
     waits: list[list[int]] = []
     for index, op in enumerate(ops, first):
@@ -137,7 +137,7 @@ def _waits_of_rank(ops: list[Op], first: int) -> list[list[int]]:
             before = [place[name] for name in op.deps]
         except KeyError as error:
             raise ValueError(
-                f"{_where(op)} depends on {error.args[0]}, which this rank does not have; check deps"
+                f"{where(op)} depends on {error.args[0]}, which this rank does not have; check deps"
             ) from None
         if op.lane in last:
             before.append(last[op.lane])
@@ -166,16 +166,14 @@ class Communications:
         if number is None:
             members = frozenset(op.group)
             if len(members) != len(op.group):
-                raise ValueError(f"{_where(op)} has a rank twice in its group {op.group[:NAMED]}")
+                raise ValueError(f"{where(op)} has a rank twice in its group {op.group[:NAMED]}")
             number = self._by_value.setdefault(members, len(self._members))
             if number == len(self._members):
                 self._members.append(members)
             self._by_id[id(op.group)] = number
             self._groups.append(op.group)
         if op.rank not in self._members[number]:
-            raise ValueError(
-                f"{_where(op)} is a communication of ranks {op.group[:NAMED]}, to which it does not belong"
-            )
+            raise ValueError(f"{where(op)} is a communication of ranks {op.group[:NAMED]}, to which it does not belong")
         return number
 
     def key(self, op: Op) -> tuple[str, str, int] | None:
@@ -186,5 +184,6 @@ class Communications:
         return kind, op.key, self.group_number(op)
 
 
-def _where(op: Op) -> str:
+def where(op: Op) -> str:
+    """The op and its rank, for messages."""
     return f"{op.name} of rank {op.rank}"

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_muon.schedule.assign import Load, Strategy, assign_owners
-from lightning_muon.schedule.chunks import chunk
-from lightning_muon.schedule.communication import insert_communication, owners_of
+from lightning_muon.schedule.buckets import fill_buckets, insert_communication, owners_of
 from lightning_muon.schedule.counts import server_of
 from lightning_muon.schedule.holdings import MatrixSpec, holdings
-from lightning_muon.schedule.kinds import NEWTON_SCHULZ
 from lightning_muon.schedule.passes import choose_lanes
-from lightning_muon.schedule.program import UNASSIGNED, Op, Program
+from lightning_muon.schedule.program import NEWTON_SCHULZ, UNASSIGNED, Op, Program
 
 __all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step", "server_of"]
 
@@ -25,22 +23,22 @@ class MuonPlan:
     Attributes:
         owners: For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the
             strategy ``"redundant"``.
-        chunks: The matrices of each chunk, in the order in which backward finishes them; those of a chunk travel
-            together. Chunks of matrices that lie on one rank alone come first.
+        buckets: The matrices of each bucket, in the order in which backward finishes them; those of a bucket travel
+            together. Buckets of matrices that lie on one rank alone come first.
         flops: Newton-Schulz load of each rank.
-        program: For each rank that was asked for the ops of chunk after chunk: momentum, gather, newton_schulz,
+        program: For each rank that was asked for the ops of bucket after bucket: momentum, gather, newton_schulz,
             scatter, update.
     """
 
     owners: tuple[tuple[int, ...], ...]
-    chunks: tuple[tuple[int, ...], ...]
+    buckets: tuple[tuple[int, ...], ...]
     flops: tuple[int, ...]
     program: Program
 
     def fingerprint(self) -> str:
-        """Digest that is equal on two ranks just if their owners, chunks, loads and order of communications are."""
+        """Digest that is equal on two ranks just if their owners, buckets, loads and order of communications are."""
         communications = [op.name for op in next(iter(self.program.values())) if op.group]
-        return hashlib.sha256(repr((self.owners, self.chunks, self.flops, communications)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.owners, self.buckets, self.flops, communications)).encode()).hexdigest()
 
 
 def plan_step(
@@ -56,22 +54,22 @@ def plan_step(
     keep_idle: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
-    """Assign owners and chunks, from sizes alone, so that every rank makes the same plan.
+    """Assign owners and buckets, from sizes alone, so that every rank makes the same plan.
 
-    Composes the passes ``chunk``, ``assign_owners``, ``insert_communication`` and ``choose_lanes``. The program is
+    Composes the passes ``bucket``, ``assign_owners``, ``insert_communication`` and ``choose_lanes``. The program is
     serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
 
     Args:
-        specs: In the order of the forward pass; chunks are filled from the last one.
+        specs: In the order of the forward pass; buckets are filled from the last one.
         num_ranks: Size of the exchange group.
         itemsize: Bytes of an element on the wire.
-        chunk_bytes: Bound of what an average owner holds of a chunk, see :func:`~.chunks.chunk`.
+        chunk_bytes: Bound of what an average owner holds of a bucket, see :func:`~.buckets.bucket`.
         strategy: Who owns what, see :func:`~.assign.assign_owners`.
         replica_of: Replica of each rank. Sharded over all ranks: all 0 (the default). Replicated: each rank its own.
             A (replicate, shard) grid: the index along the replicate axis.
         loads: FLOPs and bytes that each rank has to do already, for example for other exchange groups.
-        key_prefix: In front of the chunk number in the keys of the ops.
-        keep_idle: Also list the ops of chunks that do not travel on ranks that hold nothing of them. Without them the
+        key_prefix: In front of the bucket number in the keys of the ops.
+        keep_idle: Also list the ops of buckets that do not travel on ranks that hold nothing of them. Without them the
             lists of the ranks differ; for simulations of thousands of ranks.
         ranks: Whose ops to list, at least one; all by default. A rank that runs the plan needs only its own.
     """
@@ -80,7 +78,7 @@ def plan_step(
     _check_arguments(num_ranks, chunk_bytes, num_replica_entries=where.num_ranks, num_loads=len(loads))
     sizes = [spec.numel * itemsize for spec in specs]
     sole_holders = where.sole_holders()
-    chunked = chunk(
+    bucketed = fill_buckets(
         newton_schulz_ops(specs),
         sizes=sizes,
         sole_holders=sole_holders,
@@ -89,7 +87,7 @@ def plan_step(
         key_prefix=key_prefix,
     )
     assigned = assign_owners(
-        chunked,
+        bucketed,
         costs=[spec.flops for spec in specs],
         sizes=sizes,
         sole_holders=sole_holders,
@@ -98,11 +96,11 @@ def plan_step(
     )
     return MuonPlan(
         owners=tuple(owners_of(assigned, len(specs))),
-        chunks=tuple(op.items for op in chunked[UNASSIGNED]),
+        buckets=tuple(op.items for op in bucketed[UNASSIGNED]),
         flops=tuple(sum(op.cost for op in assigned[rank]) for rank in range(num_ranks)),
         program=choose_lanes(
             insert_communication(
-                assigned, where, itemsize=itemsize, chunks=chunked[UNASSIGNED], keep_idle=keep_idle, ranks=ranks
+                assigned, where, itemsize=itemsize, buckets=bucketed[UNASSIGNED], keep_idle=keep_idle, ranks=ranks
             )
         ),
     )

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.kinds import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE
-from lightning_muon.schedule.program import Op
+from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE, Op
 
 # What a rank has inside of a machine, and between machines. CPU: ``lightning-muon plan --calibrate`` on two cores with
 # AVX-512 BF16 (memory, loopback), the FLOP/s that schedule/dedupe.py has for this loopback; 10 Gbit/s are assumed.
@@ -76,9 +75,9 @@ class RankSeconds:
     """Predicted seconds of the ops of one rank, without AdamW.
 
     Attributes:
-        gathers: By chunk.
-        scatters: By chunk.
-        momentum: Of all chunks, as the next two.
+        gathers: By bucket.
+        scatters: By bucket.
+        momentum: Of all buckets, as the next two.
         newton_schulz: Or whatever else is computed on whole matrices.
         update: Of the weights.
         check: Finding out whether what was sent early is what the step would send.
@@ -96,7 +95,7 @@ def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
     """How long one rank takes.
 
     Args:
-        ops: Canonical: momentum, gather, newton_schulz, scatter, update of chunk after chunk.
+        ops: Canonical: momentum, gather, newton_schulz, scatter, update of bucket after bucket.
         machine: Rates.
     """
     by_kind: dict[str, dict[str, float]] = {kind: {} for kind in (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)}
@@ -117,11 +116,11 @@ def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
 def estimate_early(ranks: Sequence[RankSeconds]) -> EarlyEstimate | None:
     """What a step takes with and without early gathers; ``None`` if nothing is gathered.
 
-    With k chunks, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
-    average chunk, a step takes
+    With k buckets, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
+    average bucket, a step takes
 
     - ``g + n + s + (k - 1) max(n, g + s)`` if gathers start in it: they share a lane with the scatters;
-    - ``max(k n + s, max(g, n) + k s, g + n + s)`` and the check, if they start during backward. The last chunk has its
+    - ``max(k n + s, max(g, n) + k s, g + n + s)`` and the check, if they start during backward. The last bucket has its
       gradients when backward ends, so its gather can hide behind the arithmetic of the others only.
 
     Backward is taken to be long enough for all gathers, and to leave the links free for them.
@@ -130,23 +129,23 @@ def estimate_early(ranks: Sequence[RankSeconds]) -> EarlyEstimate | None:
         ranks: Of all ranks, since a communication takes as long as its slowest member.
     """
     gathers, scatters = _slowest([each.gathers for each in ranks]), _slowest([each.scatters for each in ranks])
-    num_chunks = len(gathers)
-    if not num_chunks:
+    num_buckets = len(gathers)
+    if not num_buckets:
         return None
-    gather, scatter = sum(gathers.values()) / num_chunks, sum(scatters.values()) / num_chunks
+    gather, scatter = sum(gathers.values()) / num_buckets, sum(scatters.values()) / num_buckets
     check = max(each.check for each in ranks)
-    rest = (max(each.newton_schulz for each in ranks) + max(each.update for each in ranks)) / num_chunks
-    whole = rest + max(each.momentum for each in ranks) / num_chunks
+    rest = (max(each.newton_schulz for each in ranks) + max(each.update for each in ranks)) / num_buckets
+    whole = rest + max(each.momentum for each in ranks) / num_buckets
     return EarlyEstimate(
-        in_step_seconds=gather + whole + scatter + (num_chunks - 1) * max(whole, gather + scatter),
+        in_step_seconds=gather + whole + scatter + (num_buckets - 1) * max(whole, gather + scatter),
         in_backward_seconds=check
-        + max(num_chunks * rest + scatter, max(gather, rest) + num_chunks * scatter, gather + rest + scatter),
+        + max(num_buckets * rest + scatter, max(gather, rest) + num_buckets * scatter, gather + rest + scatter),
         check_seconds=check,
     )
 
 
 def _slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The longest time that any rank takes for each chunk."""
+    """The longest time that any rank takes for each bucket."""
     found: dict[str, float] = {}
     for seconds in of_ranks:
         for key, each in seconds.items():
@@ -155,5 +154,5 @@ def _slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _check_seconds(momentum: Op, machine: CostModel) -> float:
-    """Of one chunk; the handful of kernels for each matrix counts as one op."""
+    """Of one bucket; the handful of kernels for each matrix counts as one op."""
     return _BYTES_OF_CHECK * momentum.bytes / machine.memory_bytes_per_second + len(momentum.items) * machine.op_seconds

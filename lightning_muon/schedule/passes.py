@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_muon.schedule.kinds import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, STEP_KINDS, UPDATE
 from lightning_muon.schedule.memory import peak_memory
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+from lightning_muon.schedule.program import (
+    ADAMW,
+    BACKWARD,
+    COMPUTE,
+    GATHER,
+    MOMENTUM,
+    NEWTON_SCHULZ,
+    SCATTER,
+    STEP_KINDS,
+    TRANSFER,
+    UPDATE,
+    Op,
+    Program,
+)
 
 
 def choose_lanes(program: Program, transfer_kinds: Collection[str] = (GATHER, SCATTER)) -> Program:
@@ -25,9 +37,9 @@ def _on(lane: str, op: Op) -> Op:
 def prefetch(
     program: Program, look_ahead: int, memory_bytes: int | None = None, *, scatter_buffers: int = 2
 ) -> Program:
-    """Let transfers of other chunks run while a rank computes.
+    """Let transfers of other buckets run while a rank computes.
 
-    Momentum and gather of the first ``look_ahead`` chunks are issued first, then AdamW. After that, for each chunk k:
+    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
     Newton-Schulz and scatter of k, update of k - 1, momentum and gather of k + look_ahead. With 0 the program is left
     as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues behind the
     scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
@@ -35,14 +47,14 @@ def prefetch(
     There are buffers for ``look_ahead`` gathers and for ``scatter_buffers`` scatters, so momentum k waits for
     Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - scatter_buffers; the update behind scatter k is
     that of k - scatter_buffers + 1. With more than two, a rank does not wait at once for the slowest owner of the last
-    chunk. "k - 1" is the chunk before in the list, whatever its key.
+    bucket. "k - 1" is the bucket before in the list, whatever its key.
 
     Args:
-        program: For each rank the ops of its chunks in canonical order, and any number of ``adamw`` ops.
-        look_ahead: Number of chunks whose gather may be on its way.
+        program: For each rank the ops of its buckets in canonical order, and any number of ``adamw`` ops.
+        look_ahead: Number of buckets whose gather may be on its way.
         memory_bytes: Upper bound of the buffers of each rank (see :func:`~.memory.peak_memory`). ``look_ahead`` is
             lowered on all ranks alike until they fit, and ``scatter_buffers`` with it, but not below 2.
-        scatter_buffers: Number of chunks whose updates may be on their way, at least 2.
+        scatter_buffers: Number of buckets whose updates may be on their way, at least 2.
 
     Raises:
         ValueError: The buffers do not fit even if ``look_ahead`` is 1, or the program has ops of other kinds.
@@ -63,61 +75,61 @@ def prefetch(
         if look_ahead <= 1:
             raise ValueError(
                 f"rank {peak.rank} needs {peak.bytes} bytes of buffers at {peak.op} with look_ahead={look_ahead}, but "
-                f"memory_bytes is {memory_bytes}; raise it or make the chunks smaller"
+                f"memory_bytes is {memory_bytes}; raise it or make the buckets smaller"
             )
         look_ahead -= 1
         scatter_buffers = min(scatter_buffers, max(2, look_ahead))
 
 
 def scatter_buffers_for(look_ahead: int) -> int:
-    """Scatter buffers that go with a look-ahead: with fewer, all ranks wait for the slowest owner of a chunk."""
+    """Scatter buffers that go with a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
     return max(2, look_ahead)
 
 
 def _issue_ahead(ops: Sequence[Op], look_ahead: int, scatter_buffers: int) -> list[Op]:
-    others, chunks = _by_chunk(ops)
+    others, buckets = _by_bucket(ops)
     delay = scatter_buffers - 1
     issued: list[Op] = []
-    for chunk in chunks[:look_ahead]:
-        issued += _present(chunk, MOMENTUM, GATHER)
+    for bucket in buckets[:look_ahead]:
+        issued += _present(bucket, MOMENTUM, GATHER)
     issued += others
-    for number, chunk in enumerate(chunks):
-        issued += _present(chunk, NEWTON_SCHULZ, SCATTER)
+    for number, bucket in enumerate(buckets):
+        issued += _present(bucket, NEWTON_SCHULZ, SCATTER)
         if number >= delay:
-            issued += _present(chunks[number - delay], UPDATE)
-        if number + look_ahead < len(chunks):
-            issued += _present(chunks[number + look_ahead], MOMENTUM, GATHER)
-    for chunk in chunks[-delay:]:
-        issued += _present(chunk, UPDATE)
-    after = _buffer_deps(chunks, MOMENTUM, NEWTON_SCHULZ, look_ahead)
-    after |= _buffer_deps(chunks, NEWTON_SCHULZ, UPDATE, scatter_buffers)
+            issued += _present(buckets[number - delay], UPDATE)
+        if number + look_ahead < len(buckets):
+            issued += _present(buckets[number + look_ahead], MOMENTUM, GATHER)
+    for bucket in buckets[-delay:]:
+        issued += _present(bucket, UPDATE)
+    after = _buffer_deps(buckets, MOMENTUM, NEWTON_SCHULZ, look_ahead)
+    after |= _buffer_deps(buckets, NEWTON_SCHULZ, UPDATE, scatter_buffers)
     return [replace(op, deps=(*op.deps, after[op.name])) if op.name in after else op for op in issued]
 
 
-def _buffer_deps(chunks: Sequence[Mapping[str, Op]], kind: str, frees: str, distance: int) -> dict[str, str]:
+def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, distance: int) -> dict[str, str]:
     """Name of an op that fills a buffer -> name of the op that has to have emptied it."""
     return {
         later[kind].name: earlier[frees].name
-        for earlier, later in zip(chunks, chunks[distance:], strict=False)
+        for earlier, later in zip(buckets, buckets[distance:], strict=False)
         if kind in later and frees in earlier
     }
 
 
-def _by_chunk(ops: Sequence[Op]) -> tuple[list[Op], list[dict[str, Op]]]:
+def _by_bucket(ops: Sequence[Op]) -> tuple[list[Op], list[dict[str, Op]]]:
     others: list[Op] = []
-    chunks: dict[str, dict[str, Op]] = {}
+    buckets: dict[str, dict[str, Op]] = {}
     for op in ops:
         if op.kind == ADAMW:
             others.append(op)
         elif op.kind in STEP_KINDS:
-            chunks.setdefault(op.key, {})[op.kind] = op
+            buckets.setdefault(op.key, {})[op.kind] = op
         else:
             raise ValueError(f"prefetch does not know where to put {op.name} of rank {op.rank}; add it afterwards")
-    return others, list(chunks.values())
+    return others, list(buckets.values())
 
 
-def _present(chunk: Mapping[str, Op], *kinds: str) -> list[Op]:
-    return [chunk[kind] for kind in kinds if kind in chunk]
+def _present(bucket: Mapping[str, Op], *kinds: str) -> list[Op]:
+    return [bucket[kind] for kind in kinds if kind in bucket]
 
 
 def host_order(program: Program) -> Program:
@@ -145,32 +157,32 @@ def with_adamw(program: Program, bytes_per_rank: Mapping[int, int] | Sequence[in
     }
 
 
-def with_backward(program: Program, flops_per_chunk: Sequence[int]) -> Program:
+def with_backward(program: Program, flops_per_bucket: Sequence[int]) -> Program:
     """Put the backward pass in front of a step whose gathers start as soon as their gradients are there.
 
-    Every rank first runs the backward of each chunk in turn, followed at once by the chunk's momentum and gather; all
+    Every rank first runs the backward of each bucket in turn, followed at once by the bucket's momentum and gather; all
     gathers may be on their way together. The rest is in the order of :func:`prefetch`.
 
     Args:
         program: Canonical, see :func:`prefetch`.
-        flops_per_chunk: FLOPs of backward of each chunk on each rank.
+        flops_per_bucket: FLOPs of backward of each bucket on each rank.
     """
-    return {rank: _behind_backward(ops, rank, flops_per_chunk) for rank, ops in program.items()}
+    return {rank: _behind_backward(ops, rank, flops_per_bucket) for rank, ops in program.items()}
 
 
-def _behind_backward(ops: Sequence[Op], rank: int, flops_per_chunk: Sequence[int]) -> list[Op]:
-    _, chunks = _by_chunk(ops)
-    if len(chunks) != len(flops_per_chunk):
+def _behind_backward(ops: Sequence[Op], rank: int, flops_per_bucket: Sequence[int]) -> list[Op]:
+    _, buckets = _by_bucket(ops)
+    if len(buckets) != len(flops_per_bucket):
         raise ValueError(
-            f"flops_per_chunk has {len(flops_per_chunk)} numbers, but rank {rank} has {len(chunks)} chunks"
+            f"flops_per_bucket has {len(flops_per_bucket)} numbers, but rank {rank} has {len(buckets)} buckets"
         )
     early: list[Op] = []
     moved: set[str] = set()
-    for chunk, flops in zip(chunks, flops_per_chunk, strict=True):
-        backward = Op(kind=BACKWARD, key=next(iter(chunk.values())).key, rank=rank, cost=flops)
+    for bucket, flops in zip(buckets, flops_per_bucket, strict=True):
+        backward = Op(kind=BACKWARD, key=next(iter(bucket.values())).key, rank=rank, cost=flops)
         early.append(backward)
-        for op in _present(chunk, MOMENTUM, GATHER):
+        for op in _present(bucket, MOMENTUM, GATHER):
             moved.add(op.name)
             early.append(replace(op, deps=(*op.deps, backward.name)) if op.kind == MOMENTUM else op)
-    # Look-ahead over all chunks: only the order of what is left is taken from it.
-    return early + [op for op in _issue_ahead(ops, max(1, len(chunks)), 2) if op.name not in moved]
+    # Look-ahead over all buckets: only the order of what is left is taken from it.
+    return early + [op for op in _issue_ahead(ops, max(1, len(buckets)), 2) if op.name not in moved]

@@ -19,7 +19,7 @@ class Op:
 
     Attributes:
         kind: What is done, for example ``"gather"``. Programs are free to invent kinds.
-        key: Which one, for example the number of a chunk. ``kind`` and ``key`` name the op within its rank.
+        key: Which one, for example the number of a bucket. ``kind`` and ``key`` name the op within its rank.
         rank: Who does it.
         cost: FLOPs.
         lane: Ops of one lane (``"compute"`` or ``"transfer"``) run one after the other, in program order; the lanes run
@@ -55,3 +55,22 @@ class Op:
 
 Program = dict[int, list[Op]]
 """Rank -> its ops, in the order in which the rank issues them."""
+
+# Kinds of the ops of an optimizer step.
+MOMENTUM = "momentum"
+"""Update the momentum of the local pieces of a bucket and pack what goes to the owners."""
+GATHER = "gather"
+"""Bring the pieces to the owners."""
+NEWTON_SCHULZ = "newton_schulz"
+"""Unpack, orthogonalize the owned matrices, and pack the updates."""
+SCATTER = "scatter"
+"""Bring the updates back to the ranks that hold the pieces."""
+UPDATE = "update"
+"""Weight decay and update of the local pieces of the weights."""
+ADAMW = "adamw"
+"""AdamW for all parameters that are no matrices."""
+BACKWARD = "backward"
+"""The part of backward that ends with the last gradient of a bucket."""
+
+STEP_KINDS = (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)
+"""The ops of one bucket, in their order."""

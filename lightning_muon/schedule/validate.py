@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from lightning_muon.schedule.graph import Communications, build_graph
+from lightning_muon.schedule.counts import Owners
+from lightning_muon.schedule.graph import Communications, build_graph, where
 from lightning_muon.schedule.memory import peak_memory
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.program import COMPUTE, RECV, SEND, TRANSFER, Op, Program
-from lightning_muon.schedule.validate_step import validate_step
+from lightning_muon.schedule.program import (
+    COMPUTE,
+    GATHER,
+    MOMENTUM,
+    NEWTON_SCHULZ,
+    RECV,
+    SCATTER,
+    SEND,
+    STEP_KINDS,
+    TRANSFER,
+    UPDATE,
+    Op,
+    Program,
+)
 
 _LANES = (COMPUTE, TRANSFER)
 
@@ -44,12 +58,12 @@ def validate(program: Program, *, memory_bytes: int | None = None) -> None:
         if peak.bytes > memory_bytes:
             raise ValueError(
                 f"{peak.op} of rank {peak.rank} needs {peak.bytes} bytes of buffers, more than "
-                f"memory_bytes={memory_bytes}; lower the look-ahead or the chunk size"
+                f"memory_bytes={memory_bytes}; lower the look-ahead or the bucket size"
             )
 
 
 def check_plan(plan: MuonPlan) -> None:
-    """Check all that is known of a plan: :func:`validate` and :func:`~.validate_step.validate_step`.
+    """Check all that is known of a plan: :func:`validate` and :func:`~.validate_step`.
 
     Takes time in the number of ops. Where the plan lists the ops of some ranks only, communications count as what a
     rank does alone: that all ranks have them in the same order is what equal :meth:`~.muon.MuonPlan.fingerprint` say.
@@ -148,3 +162,136 @@ def _check_pair_order(program: Program) -> None:
                 f"rank {source} sends send[{sent[place]}] where rank {target} receives recv[{received[place]}]: "
                 "messages between two ranks arrive in the order in which they are sent"
             )
+
+
+_MAY_BE_ABSENT = (GATHER, SCATTER)
+# Which kind works on the result of an op, that of its own bucket only. (Other dependencies are those of buffers.)
+_HANDED_TO = {MOMENTUM: (NEWTON_SCHULZ,), GATHER: (NEWTON_SCHULZ,), NEWTON_SCHULZ: (UPDATE,), SCATTER: (UPDATE,)}
+
+
+def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool = True) -> None:
+    """Check that a program orthogonalizes each matrix once on each of its owners, and that nothing is skipped.
+
+    A matrix is in one bucket, and in the Newton-Schulz of this bucket on its owners only. On each rank a bucket has one
+    momentum, at most one gather, one Newton-Schulz, at most one scatter, and one update, each of which depends on the
+    one before; no result is used by two buckets.
+
+    Args:
+        program: With all ranks of the exchange group; ops of other kinds may be anywhere.
+        owners: For each matrix the ranks that own it, ascending.
+        is_whole: Whether the program has all ranks; otherwise other owners are taken to do their part.
+
+    Raises:
+        ValueError: Names the op and its rank.
+    """
+    bucket_of = _buckets(program, len(owners))
+    for rank, ops in program.items():
+        _check_step_of_rank(rank, ops)
+    _check_owners(program, owners, bucket_of, is_whole=is_whole)
+
+
+def _buckets(program: Program, num_matrices: int) -> list[str]:
+    """Key of the bucket of each matrix."""
+    items_of: dict[str, tuple[Op, tuple[int, ...]]] = {}
+    for ops in program.values():
+        for op in ops:
+            if op.kind in STEP_KINDS and op.kind != NEWTON_SCHULZ:
+                first, items = items_of.setdefault(op.key, (op, op.items))
+                # Ranks share the tuples of a plan, so this is quick.
+                if op.items is not items and op.items != items:
+                    raise ValueError(
+                        f"{where(op)} works on the matrices {_some(op.items)} and {where(first)} on {_some(items)}; "
+                        "all ops of a bucket but Newton-Schulz have all matrices of the bucket"
+                    )
+    bucket_of: list[str | None] = [None] * num_matrices
+    for key, (op, items) in items_of.items():
+        for matrix in items:
+            if not 0 <= matrix < num_matrices:
+                raise ValueError(f"{where(op)} works on matrix {matrix}, but there are {num_matrices} matrices")
+            if bucket_of[matrix] is not None:
+                raise ValueError(
+                    f"{where(op)} works on matrix {matrix}, which bucket {bucket_of[matrix]} has too; a matrix is in "
+                    "one bucket, once"
+                )
+            bucket_of[matrix] = key
+    if None in bucket_of:
+        raise ValueError(f"matrix {bucket_of.index(None)} is in no bucket, so no op of any rank updates it")
+    return [key for key in bucket_of if key is not None]
+
+
+def _check_step_of_rank(rank: int, ops: Sequence[Op]) -> None:
+    """One op of each kind per bucket, each behind the one before, and nobody else's."""
+    buckets: dict[str, dict[str, Op]] = {}
+    for op in ops:
+        if op.kind in STEP_KINDS and buckets.setdefault(op.key, {}).setdefault(op.kind, op) is not op:
+            raise ValueError(f"{op.name} of rank {rank} is there twice; a bucket has one op of each kind")
+    results = {
+        op.name: (kind, key) for key, bucket in buckets.items() for kind, op in bucket.items() if kind in _HANDED_TO
+    }
+    for key, bucket in buckets.items():
+        before: Op | None = None
+        for kind in STEP_KINDS:
+            op = bucket.get(kind)
+            if op is not None:
+                _check_step_deps(op, before, results)
+                before = op
+            elif kind not in _MAY_BE_ABSENT:
+                other = next(iter(bucket.values()))
+                raise ValueError(f"rank {rank} has {other.name} but no {kind}[{key}]; each bucket needs one")
+
+
+def _check_step_deps(op: Op, before: Op | None, results: Mapping[str, tuple[str, str]]) -> None:
+    """The op waits for the one before it in its bucket, and uses no result of other buckets.
+
+    Args:
+        op: Of a bucket.
+        before: The op before it in the bucket.
+        results: Name of an op -> its kind and key.
+    """
+    if before is not None and before.name not in op.deps:
+        raise ValueError(f"{where(op)} does not depend on {before.name}, whose result it works on; add it to its deps")
+    for name in op.deps:
+        kind, key = results.get(name, ("", op.key))
+        if key != op.key and op.kind in _HANDED_TO[kind]:
+            raise ValueError(
+                f"{where(op)} depends on {name}, whose result is for {op.kind}[{key}] alone; a result is used by its "
+                "own bucket, once"
+            )
+
+
+def _check_owners(program: Program, owners: Sequence[Owners], bucket_of: Sequence[str], *, is_whole: bool) -> None:
+    """Every matrix in one Newton-Schulz on each of its owners, and nowhere else."""
+    found: list[Owners] = [()] * len(owners)
+    for items, users in _by_items(op for ops in program.values() for op in ops if op.kind == NEWTON_SCHULZ):
+        first, ranks = users[0], tuple(sorted(op.rank for op in users))
+        for matrix in items:
+            if not 0 <= matrix < len(owners) or bucket_of[matrix] != first.key:
+                raise ValueError(f"{where(first)} works on matrix {matrix}, which is not in bucket {first.key}")
+            found[matrix] = ranks if not found[matrix] else tuple(sorted((*found[matrix], *ranks)))
+    for matrix, (ranks, wanted) in enumerate(zip(found, owners, strict=True)):
+        if not ranks and not wanted:
+            raise ValueError(f"matrix {matrix} has no owner, so newton_schulz[{bucket_of[matrix]}] leaves it out")
+        if not is_whole:
+            wanted = tuple(rank for rank in wanted if rank in program)
+        if ranks is wanted or ranks == wanted:
+            continue
+        name = f"newton_schulz[{bucket_of[matrix]}]"
+        for rank in sorted({*ranks, *wanted}):
+            if ranks.count(rank) != wanted.count(rank):
+                raise ValueError(
+                    f"{name} of rank {rank} has matrix {matrix} {ranks.count(rank)} times, but its owners are the "
+                    f"ranks {_some(wanted)}; each owner has it once and no other rank does"
+                )
+
+
+def _by_items(ops: Iterable[Op]) -> Iterable[tuple[tuple[int, ...], list[Op]]]:
+    """Ops of one bucket that share a tuple of matrices (all ranks, where every rank owns everything)."""
+    users: dict[tuple[int, str], list[Op]] = {}
+    for op in ops:
+        if op.items:
+            users.setdefault((id(op.items), op.key), []).append(op)
+    return [(listed[0].items, listed) for listed in users.values()]
+
+
+def _some(numbers: tuple[int, ...]) -> str:
+    return f"{numbers[:8]}" if len(numbers) <= 8 else f"{numbers[:8]} and {len(numbers) - 8} more"

@@ -115,7 +115,7 @@ def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool, 
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2000, 10**9])
-def test_the_size_of_chunks_changes_no_bit(gloo: ProcessPool, chunk_bytes: int) -> None:
+def test_the_size_of_buckets_changes_no_bit(gloo: ProcessPool, chunk_bytes: int) -> None:
     one = gloo.run(_train_on_mesh, (3,), 0, FLOAT32 | {"chunk_bytes": 5000}, world_size=3)[0]
     other = gloo.run(_train_on_mesh, (3,), 0, FLOAT32 | {"chunk_bytes": chunk_bytes}, world_size=3)[0]
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.binding import BoundParameter, ExchangeGroup, PlanOptions, bind
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.transfer import ChunkPieces, Transfer
+from lightning_muon.optim.step_plan import BoundParameter, ExchangeGroup, PlanOptions, bind
+from lightning_muon.optim.transfer import BucketPieces, Transfer
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.holdings import MatrixSpec
@@ -72,9 +72,9 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
         mock.patch.object(transfer_module, "start_all_to_all", wire.all_to_all),
         mock.patch.object(transfer_module, "start_messages", wire.messages),
     ):
-        for number, taken in enumerate(group.plan.chunks):
+        for number, taken in enumerate(group.plan.buckets):
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
-            transfer = Transfer(ChunkPieces(group, taken), pool, ("0", "0"))
+            transfer = Transfer(BucketPieces(group, taken), pool, ("0", "0"))
             pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
             for work in transfer.start_gather() if "gather" in kinds else ():

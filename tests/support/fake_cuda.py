@@ -67,7 +67,7 @@ def allow_fake_cuda() -> None:
 # Ops that launch nothing.
 _NO_KERNEL = frozenset(
     "view reshape _unsafe_view split split_with_sizes slice t transpose unbind select as_strided detach alias "
-    "unsqueeze squeeze expand permute lift_fresh device view_as unflatten tensor_split chunk is_same_size is_pinned "
+    "unsqueeze squeeze expand permute lift_fresh device view_as unflatten tensor_split bucket is_same_size is_pinned "
     "empty empty_strided new_empty empty_like new_empty_strided _local_scalar_dense".split()
 )
 # Tensors that one launch of a foreach kernel takes, by the number of lists; and the blocks of 65536 elements.
@@ -312,7 +312,7 @@ def world(size: int, *, rank: int = 0, races: bool = True) -> Iterator[Simulatio
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
         mock.patch.multiple("lightning_muon.comm.groups", new_group=fake_group, world_timeout=timedelta),
-        mock.patch("lightning_muon.optim.early.at_end_of_backward", simulation.at_end_of_backward.append),
+        mock.patch("lightning_muon.optim.backward_prefetch.at_end_of_backward", simulation.at_end_of_backward.append),
     ):
         try:
             yield simulation

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.mesh import ALONE, PrivateGroups, axis_group
-from lightning_muon.optim.binding import BoundParameter
-from lightning_muon.optim.early import SentEarly
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.flexdemo.exchange import Nodes
 from lightning_muon.optim.flexdemo.layout import NodeLayout, Rule
 from lightning_muon.optim.matrix_step import Gradients, States
 from lightning_muon.optim.state import StateCompletion, zero_state
+from lightning_muon.optim.step_plan import BoundParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class BetweenNodes(ABC):
     def check(self) -> None:  # noqa: B027 - most need not
         """Raise if the parameters that there are now cannot be exchanged; local."""
 
-    def plan(self, names: Mapping[Tensor, str], num_steps: int) -> SentEarly | None:
+    def plan(self, names: Mapping[Tensor, str], num_steps: int) -> BackwardPrefetch | None:
         """Make ready for the parameters that there are now, after so many steps; what is sent early.
 
         Collective over the nodes; every rank must call it.

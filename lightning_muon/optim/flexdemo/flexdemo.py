@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.exchange import start_all_reduce_sum
 from lightning_muon.comm.mesh import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
-from lightning_muon.optim.binding import COMPARED, Binding
-from lightning_muon.optim.early import SentEarly
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import step_sgd_
 from lightning_muon.optim.flexdemo.between_nodes import BetweenNodes, NodeStateCompletion, OptimizerView
 from lightning_muon.optim.flexdemo.config import (
@@ -35,6 +34,7 @@ from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
 from lightning_muon.optim.state import StateCompletion
+from lightning_muon.optim.step_plan import COMPARED, StepPlan
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.replicators.diloco import DiLoCo
 from lightning_muon.replicators.local_steps import LocalSteps
@@ -352,7 +352,7 @@ class FlexDeMo(PlannedOptimizer):
         self._require_mesh()
         return super()._bind()
 
-    def _early(self, binding: Binding, step: MatrixStep) -> SentEarly | None:
+    def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
         del step
         between = self._nodes()
         early = between.plan(binding.names, self.num_exchanges)
@@ -366,7 +366,7 @@ class FlexDeMo(PlannedOptimizer):
             agreed.verdict()
         return Agreement(self._nodes().updates(agreed.gradients, agreed.valid_early), frozenset())
 
-    def _step_elementwise(self, binding: Binding, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
+    def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         if self.config.base == "sgd":
             step_sgd_(binding, gradients, numbers)
         else:

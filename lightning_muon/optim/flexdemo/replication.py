@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.comm.reduce import SideStream
-from lightning_muon.optim.early import SentEarly, filled
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
 from lightning_muon.optim.flexdemo.bucket import Bucket
 from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes
 from lightning_muon.optim.matrix_step import Gradients
@@ -243,7 +243,7 @@ def like(local: Tensor, update: Tensor) -> Tensor:
     return torch.empty_like(local).copy_(update)
 
 
-class EarlyExchanges(SentEarly):
+class EarlyExchanges(BackwardPrefetch):
     """Sends each bucket as soon as the gradients of its parameters are there.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.python_time import Found, backward, measure, optimizer_of, rank_of, weights
-from lightning_muon.optim.binding import MatrixJob
+from lightning_muon.optim.step_plan import MatrixJob
 from lightning_muon.optim.transfer import Leg
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 
@@ -83,7 +83,7 @@ def test_chunks_that_are_sent_early_use_the_layout_of_the_first_step() -> None:
                 backward(found, [torch.zeros_like(tensor) for _, tensor in found])
                 optimizer.step()
         assert optimizer._bound is not None
-        num_chunks = len(optimizer._bound.matrix_step.chunks)
+        num_chunks = len(optimizer._bound.matrix_step.buckets)
         assert sorted(made) == ["gather"] * num_chunks + ["scatter"] * num_chunks
 
 

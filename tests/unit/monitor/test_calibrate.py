@@ -10,8 +10,7 @@ import pytest
 from lightning_muon.monitor.calibrate import calibrate, fit_compute, fit_line, fit_steps, sample_matrices
 from lightning_muon.monitor.timeline import Recording
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.kinds import GATHER, MOMENTUM, NEWTON_SCHULZ, UPDATE
-from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, TRANSFER, UPDATE, Op
 from lightning_muon.schedule.simulate import Span, simulate
 from tests.support.processes import ProcessPool
 

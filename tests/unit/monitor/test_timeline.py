@@ -14,8 +14,7 @@ from lightning_muon.monitor import timeline
 from lightning_muon.monitor.timeline import Recording, TimelineRecorder, predict, record_step, trace_events
 from lightning_muon.monitor.workload import make_optimizer
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.kinds import ADAMW, MOMENTUM, NEWTON_SCHULZ, SCATTER
-from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.program import ADAMW, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, Op
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, Timeline
 from lightning_muon.schedule.validate import validate

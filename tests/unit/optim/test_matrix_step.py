@@ -1,4 +1,4 @@
-"""The pipeline of chunks in one process: what is called when, and what is left alone."""
+"""The pipeline of buckets in one process: what is called when, and what is left alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import matrix_step
-from lightning_muon.optim.binding import BoundParameter, PlanOptions, bind
+from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import group_by_mesh
+from lightning_muon.optim.step_plan import BoundParameter, PlanOptions, bind
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.runtime.executor import HostExecutor, make_executor
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:

@@ -375,8 +375,8 @@ def test_guessing_by_shape_is_said_once() -> None:
         ParallelMuon([{"params": [model[1].weight]}], algorithm="muon").step()
 
 
-def test_a_step_needs_memory_for_a_few_chunks_only() -> None:
-    # 32 matrices of 64 KiB in chunks of 64 KiB: a step may hold a few of them, not a copy of all.
+def test_a_step_needs_memory_for_a_few_buckets_only() -> None:
+    # 32 matrices of 64 KiB in buckets of 64 KiB: a step may hold a few of them, not a copy of all.
     parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(32)]
     optimizer = ParallelMuon(parameters, compute_dtype="float32", chunk_bytes=2**16)
     for parameter in parameters:

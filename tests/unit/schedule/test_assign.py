@@ -1,14 +1,16 @@
-"""Owners: balance, ties, memory of earlier chunks, and what stays where it lies."""
+"""Owners: balance, ties, memory of earlier buckets, and what stays where it lies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import assign_owners, longest_first
+from lightning_muon.schedule import assign as assign_module
+from lightning_muon.schedule.assign import assign_owners, even_out, longest_first
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 
 
@@ -32,7 +34,7 @@ def test_bytes_break_ties_and_loads_are_remembered() -> None:
     assert longest_first([1, 2], [1, 1], loads, taken=[1, 0]) == {1: 0, 0: 2}
 
 
-def _chunks(*items: tuple[int, ...]) -> Program:
+def _buckets(*items: tuple[int, ...]) -> Program:
     return {
         UNASSIGNED: [
             Op(kind="newton_schulz", key=str(key), rank=UNASSIGNED, items=each) for key, each in enumerate(items)
@@ -44,9 +46,9 @@ def _items(program: Program) -> list[list[tuple[int, ...]]]:
     return [[op.items for op in program[rank]] for rank in sorted(program)]
 
 
-def test_each_rank_gets_its_part_of_each_chunk_in_the_order_of_the_chunk() -> None:
+def test_each_rank_gets_its_part_of_each_bucket_in_the_order_of_the_bucket() -> None:
     program = assign_owners(
-        _chunks((4, 3, 2), (1, 0)),
+        _buckets((4, 3, 2), (1, 0)),
         costs=[1, 10, 4, 5, 2],
         sizes=[1] * 5,
         sole_holders=[None] * 5,
@@ -59,21 +61,21 @@ def test_each_rank_gets_its_part_of_each_chunk_in_the_order_of_the_chunk() -> No
     assert {op.rank for op in program[1]} == {1}
 
 
-def test_only_the_last_chunks_of_longest_first_are_evened_out() -> None:
-    items = tuple((2 * chunk + 1, 2 * chunk) for chunk in range(6))
+def test_only_the_last_buckets_of_longest_first_are_evened_out() -> None:
+    items = tuple((2 * bucket + 1, 2 * bucket) for bucket in range(6))
     arguments = {"sizes": [1] * 12, "sole_holders": [None] * 12, "loads": [(0, 0), (30, 0)]}
     costs = [4, 3] * 6
-    program = assign_owners(_chunks(*items), costs=costs, strategy="lpt", **arguments)
+    program = assign_owners(_buckets(*items), costs=costs, strategy="lpt", **arguments)
     # All goes to rank 0 until it has as much as rank 1; round robin takes turns whatever the load.
     assert [op.items for op in program[0]][:2] == [(1, 0), (3, 2)]
     assert abs(sum(op.cost for op in program[0]) - sum(op.cost for op in program[1]) - 30) <= 1
-    turns = assign_owners(_chunks(*items), costs=costs, strategy="round_robin", **arguments)
+    turns = assign_owners(_buckets(*items), costs=costs, strategy="round_robin", **arguments)
     assert _items(turns) == [[(first,) for first, _ in items], [(second,) for _, second in items]]
 
 
 def test_what_lies_on_one_rank_counts_before_all_else_is_assigned() -> None:
     program = assign_owners(
-        _chunks((0,), (2, 1)),
+        _buckets((0,), (2, 1)),
         costs=[6, 5, 5],
         sizes=[1] * 3,
         sole_holders=[1, None, None],
@@ -86,7 +88,7 @@ def test_what_lies_on_one_rank_counts_before_all_else_is_assigned() -> None:
 
 def test_redundant_ranks_do_everything_but_what_lies_elsewhere() -> None:
     program = assign_owners(
-        _chunks((0,), (2, 1)),
+        _buckets((0,), (2, 1)),
         costs=[6, 5, 5],
         sizes=[1] * 3,
         sole_holders=[1, None, None],
@@ -94,3 +96,58 @@ def test_redundant_ranks_do_everything_but_what_lies_elsewhere() -> None:
         strategy="redundant",
     )
     assert _items(program) == [[(2, 1)], [(0,), (2, 1)]]
+
+
+def _loads_of(buckets: list[dict[int, int]], costs: list[int], num_ranks: int) -> list[tuple[int, int]]:
+    pairs = [pair for bucket in buckets for pair in bucket.items()]
+    totals = [sum(costs[matrix] for matrix, owner in pairs if owner == rank) for rank in range(num_ranks)]
+    return [(total, 2 * total) for total in totals]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=8), min_size=1, max_size=4), st.integers(1, 4), st.data()
+)
+def test_the_busiest_rank_never_gets_busier_and_no_exchange_is_left(
+    bucket_costs: list[list[int]], num_ranks: int, data: st.DataObject
+) -> None:
+    costs = [cost for bucket in bucket_costs for cost in bucket]
+    matrices = iter(range(len(costs)))
+    buckets = [{next(matrices): data.draw(st.integers(0, num_ranks - 1)) for _ in bucket} for bucket in bucket_costs]
+    members = [set(bucket) for bucket in buckets]
+    loads = _loads_of(buckets, costs, num_ranks)
+    most = max(loads)
+    even_out(buckets, costs, [2 * cost for cost in costs], loads)
+    assert [set(bucket) for bucket in buckets] == members
+    assert loads == _loads_of(buckets, costs, num_ranks)
+    assert max(loads) <= most
+    busiest = max(range(num_ranks), key=lambda rank: loads[rank][0])
+    for bucket in buckets:
+        for matrix in (matrix for matrix, owner in bucket.items() if owner == busiest):
+            assert all(costs[matrix] >= loads[busiest][0] - load for load, _ in loads)
+            for other, owner in bucket.items():
+                relief = costs[matrix] - costs[other]
+                assert relief <= 0 or relief >= loads[busiest][0] - loads[owner][0]
+
+
+def test_the_exchange_that_helps_most_is_made() -> None:
+    # 10 + 4 | 6 | 3: exchanging 10 for 6 leaves 10, moving 4 leaves 10 too and comes later; 10 for 3 leaves 10.
+    buckets = [{0: 0, 1: 1}, {2: 0, 3: 2}]
+    loads = [(14, 14), (6, 6), (3, 3)]
+    even_out(buckets, [10, 6, 4, 3], [10, 6, 4, 3], loads)
+    assert max(loads) == (10, 10)
+    assert sum(load for load, _ in loads) == 23
+
+
+def test_equal_loads_stay_as_they_are() -> None:
+    buckets = [{0: 0, 1: 1}]
+    even_out(buckets, [5, 5], [1, 1], loads := [(5, 1), (5, 1)])
+    assert buckets == [{0: 0, 1: 1}]
+    assert loads == [(5, 1), (5, 1)]
+
+
+def test_so_many_comparisons_are_made_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assign_module, "MOST_COMPARISONS", 1)
+    buckets = [dict.fromkeys(range(8), 0)]
+    even_out(buckets, [1] * 8, [1] * 8, [(8, 8), (0, 0)])
+    assert list(buckets[0].values()).count(1) == 1

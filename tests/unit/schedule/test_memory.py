@@ -60,11 +60,11 @@ def test_a_dependency_on_a_later_op_keeps_a_result_alive() -> None:
 @pytest.mark.parametrize("look_ahead", [1, 2, 3])
 def test_a_longer_step_needs_no_more_buffers(look_ahead: int) -> None:
     peaks: list[int] = []
-    for num_chunks in (8, 40):
-        plan = plan_step(sharded([12] * 3 * num_chunks, 3), num_ranks=3, itemsize=2, chunk_bytes=1)
-        assert len(plan.chunks) == num_chunks
+    for num_buckets in (8, 40):
+        plan = plan_step(sharded([12] * 3 * num_buckets, 3), num_ranks=3, itemsize=2, chunk_bytes=1)
+        assert len(plan.buckets) == num_buckets
         peaks.append(peak_memory(prefetch(plan.program, look_ahead)).bytes)
     assert peaks[0] == peaks[1]
-    # Per chunk 16 bytes are received by the owner; up to look_ahead gathers and a pair of scatters are on their way,
+    # Per bucket 16 bytes are received by the owner; up to look_ahead gathers and a pair of scatters are on their way,
     # each with what is packed for it.
     assert peaks[0] <= 16 * (2 * look_ahead + 4)

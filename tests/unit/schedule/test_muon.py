@@ -1,4 +1,4 @@
-"""The plan of a step: who owns what, what travels, and in which chunks."""
+"""The plan of a step: who owns what, what travels, and in which buckets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_muon.schedule.validate import check_plan
 from tests.unit.schedule.specs import grid, replicated, sharded
 
 
-def test_every_rank_has_the_five_ops_of_every_chunk_in_their_order() -> None:
+def test_every_rank_has_the_five_ops_of_every_bucket_in_their_order() -> None:
     plan = plan_step(sharded([10, 10, 10], 2), num_ranks=2, itemsize=2, chunk_bytes=20, key_prefix="a")
-    assert plan.chunks == ((2, 1), (0,))
+    assert plan.buckets == ((2, 1), (0,))
     for rank in (0, 1):
         assert [op.name for op in plan.program[rank]] == [
             *("momentum[a0]", "gather[a0]", "newton_schulz[a0]", "scatter[a0]", "update[a0]"),
@@ -35,7 +35,7 @@ def test_a_matrix_on_one_rank_stays_there_and_counts_in_the_balance() -> None:
     plan = plan_step([local, *sharded([60, 40], 2)], num_ranks=2, itemsize=4, chunk_bytes=10**6)
     assert plan.owners == ((1,), (0,), (0,))
     assert plan.flops == (100, 100)
-    assert plan.chunks == ((0,), (2, 1))
+    assert plan.buckets == ((0,), (2, 1))
     assert [op.kind for op in plan.program[0] if op.key == "0"] == ["momentum", "newton_schulz", "update"]
     assert [op.items for op in plan.program[0] if op.kind == "newton_schulz"] == [(), (2, 1)]
 
@@ -62,17 +62,17 @@ def test_every_rank_owns_everything_in_the_redundant_baseline() -> None:
     assert plan.program[3][1].bytes == 3 * 5 * 2
 
 
-def test_a_chunk_of_the_redundant_baseline_is_bounded_in_whole_bytes() -> None:
+def test_a_bucket_of_the_redundant_baseline_is_bounded_in_whole_bytes() -> None:
     specs = sharded([10] * 4, 2)
-    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20, strategy="redundant").chunks == (
+    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20, strategy="redundant").buckets == (
         *((3,), (2,), (1,), (0,)),
     )
-    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20).chunks == ((3, 2), (1, 0))
+    assert plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=20).buckets == ((3, 2), (1, 0))
 
 
-def test_the_rounds_of_round_robin_go_on_from_chunk_to_chunk() -> None:
+def test_the_rounds_of_round_robin_go_on_from_bucket_to_bucket() -> None:
     plan = plan_step(sharded([8] * 7, 3), num_ranks=3, itemsize=1, chunk_bytes=1, strategy="round_robin")
-    assert plan.chunks == ((6, 5, 4), (3, 2, 1), (0,))
+    assert plan.buckets == ((6, 5, 4), (3, 2, 1), (0,))
     assert plan.owners == ((0,), (2,), (1,), (0,), (2,), (1,), (0,))
     assert plan_step(sharded([8] * 4, 3), num_ranks=3, itemsize=1, chunk_bytes=64, strategy="round_robin").owners == (
         *((0,), (2,), (1,), (0,)),
@@ -92,7 +92,7 @@ def test_loads_of_before_are_evened_out() -> None:
     st.integers(1, 2000),
     st.sampled_from(["lpt", "round_robin"]),
 )
-def test_every_matrix_is_owned_once_and_is_in_one_chunk(
+def test_every_matrix_is_owned_once_and_is_in_one_bucket(
     numels: list[int], mesh: tuple[int, int], chunk_bytes: int, strategy: str
 ) -> None:
     num_ranks = mesh[0] * mesh[1]
@@ -105,7 +105,7 @@ def test_every_matrix_is_owned_once_and_is_in_one_chunk(
         strategy=strategy,  # type: ignore[arg-type]
         replica_of=grid(*mesh),
     )
-    assert sorted(job for chunk in plan.chunks for job in chunk) == list(range(len(numels)))
+    assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
     assert all(len(owners) == 1 and 0 <= owners[0] < num_ranks for owners in plan.owners)
     assert sum(plan.flops) == sum(spec.flops for spec in specs)
     for rank, ops in plan.program.items():

@@ -8,11 +8,10 @@ import pytest
 
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.kinds import GATHER, MOMENTUM
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
 from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, machine_of, rank_seconds
 from lightning_muon.schedule.passes import prefetch
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.program import GATHER, MOMENTUM, Op, Program
 from lightning_muon.schedule.simulate import simulate
 from tests.unit.schedule.specs import replicated
 
@@ -27,7 +26,7 @@ def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
 
 
 def _without_early(program: Program) -> Program:
-    """The step after a backward pass in which everything was gathered but the last chunk, which goes first now."""
+    """The step after a backward pass in which everything was gathered but the last bucket, which goes first now."""
     last = [op.key for op in program[0] if op.kind == GATHER][-1]
 
     def left(op: Op) -> Op:
@@ -65,7 +64,7 @@ def test_both_steps_take_as_long_as_in_the_simulator(
     assert found is not None
     in_step = simulate(prefetch(program, 3, scatter_buffers=3), machine).makespan
     in_backward = simulate(_without_early(program), machine).makespan + found.check_seconds
-    # The estimate takes all chunks for equally large, and leaves out how many may be on their way.
+    # The estimate takes all buckets for equally large, and leaves out how many may be on their way.
     assert found.in_step_seconds == pytest.approx(in_step, rel=0.25)
     assert found.in_backward_seconds == pytest.approx(in_backward, rel=0.25)
     if max(in_step, in_backward) > 1.3 * min(in_step, in_backward):
@@ -90,7 +89,7 @@ def test_gathers_start_early_only_over_links_that_the_step_waits_for(bandwidth: 
     assert found.pays is pays
 
 
-def test_one_chunk_has_no_head_start() -> None:
+def test_one_bucket_has_no_head_start() -> None:
     # Its last gradient is there when backward ends.
     program = _plan(8, 1024, 1024, 8).program
     found = _estimate(program, replace(_H100, bandwidth=(1e6,)))

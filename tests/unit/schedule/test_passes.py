@@ -13,8 +13,8 @@ from tests.unit.schedule.specs import sharded
 SHORT = {"momentum": "M", "gather": "G", "newton_schulz": "C", "scatter": "S", "update": "U", "adamw": "A"}
 
 
-def _program(num_chunks: int, num_ranks: int = 2) -> Program:
-    specs = sharded([10] * (num_chunks * num_ranks), num_ranks)
+def _program(num_buckets: int, num_ranks: int = 2) -> Program:
+    specs = sharded([10] * (num_buckets * num_ranks), num_ranks)
     return plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=1).program
 
 
@@ -67,7 +67,7 @@ def test_a_buffer_is_waited_for_before_it_is_filled_again() -> None:
     assert deps["newton_schulz[3]"] == ("gather[3]", "update[1]")
 
 
-def test_lists_of_several_exchange_groups_are_one_sequence_of_chunks() -> None:
+def test_lists_of_several_exchange_groups_are_one_sequence_of_buckets() -> None:
     ops = [
         op
         for prefix, num_ranks in (("a", 2), ("b", 1))
@@ -105,7 +105,7 @@ def test_a_busy_host_starts_no_transfer() -> None:
     assert [op.deps for op in program[0]] == [(), (), (), ("more[0]",)]
 
 
-def test_the_gather_of_a_chunk_starts_right_behind_its_backward() -> None:
+def test_the_gather_of_a_bucket_starts_right_behind_its_backward() -> None:
     program = with_backward(with_adamw(_program(3), [1, 1]), [30, 20, 10])
     assert _order(program[0]) == "B0 M0 G0 B1 M1 G1 B2 M2 G2 A0 C0 S0 C1 S1 U0 C2 S2 U1 U2"
     deps = {op.name: op.deps for op in program[0]}
@@ -113,5 +113,5 @@ def test_the_gather_of_a_chunk_starts_right_behind_its_backward() -> None:
     assert deps["gather[2]"] == ("momentum[2]",)
     assert deps["newton_schulz[2]"] == ("gather[2]", "update[0]")
     assert [op.cost for op in program[0] if op.kind == "backward"] == [30, 20, 10]
-    with pytest.raises(ValueError, match="flops_per_chunk has 2 numbers, but rank 0 has 3 chunks"):
+    with pytest.raises(ValueError, match="flops_per_bucket has 2 numbers, but rank 0 has 3 buckets"):
         with_backward(_program(3), [1, 2])

@@ -148,10 +148,10 @@ def test_the_order_in_which_ranks_are_listed_means_nothing(program: Program) -> 
     assert all(one.spans[rank] == other.spans[rank] for rank in program)
 
 
-def _muon(num_chunks: int, seconds: float, num_ranks: int = 4) -> Program:
-    """Chunks with one second of Newton-Schulz on each rank and a gather and a scatter of ``seconds`` each."""
+def _muon(num_buckets: int, seconds: float, num_ranks: int = 4) -> Program:
+    """Buckets with one second of Newton-Schulz on each rank and a gather and a scatter of ``seconds`` each."""
     numel = 1000 * num_ranks
-    specs = sharded([numel] * num_chunks * num_ranks, num_ranks, flops=[1000] * num_chunks * num_ranks)
+    specs = sharded([numel] * num_buckets * num_ranks, num_ranks, flops=[1000] * num_buckets * num_ranks)
     program = plan_step(specs, num_ranks=num_ranks, itemsize=1, chunk_bytes=1).program
     size = int(1000 * seconds)
     return {
@@ -174,8 +174,8 @@ def test_with_look_ahead_two_only_the_first_gather_and_the_last_scatter_are_seen
     assert timeline.hidden == pytest.approx(1 - 0.5 / 5)
 
 
-def test_more_scatter_buffers_keep_ranks_from_waiting_for_the_slowest_owner_of_each_chunk() -> None:
-    # In every chunk another rank has a matrix that takes twice as long: together all have the same to do.
+def test_more_scatter_buffers_keep_ranks_from_waiting_for_the_slowest_owner_of_each_bucket() -> None:
+    # In every bucket another rank has a matrix that takes twice as long: together all have the same to do.
     program = {
         rank: [
             replace(op, cost=2000 if int(op.key) % 4 == rank else 1000) if op.kind == "newton_schulz" else op
@@ -227,8 +227,8 @@ def test_the_10b_shapes_on_8_ranks_keep_the_arithmetic_busy() -> None:
 
 
 def test_200000_ops_take_seconds() -> None:
-    num_ranks, num_chunks = 1000, 40
-    specs = [MatrixSpec(name="w", numel=num_ranks, flops=1, held=(1,) * num_ranks)] * (num_ranks * num_chunks)
+    num_ranks, num_buckets = 1000, 40
+    specs = [MatrixSpec(name="w", numel=num_ranks, flops=1, held=(1,) * num_ranks)] * (num_ranks * num_buckets)
     program = prefetch(plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=1).program, 2)
     assert sum(len(ops) for ops in program.values()) == 200_000
     start = time.perf_counter()

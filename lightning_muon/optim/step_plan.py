@@ -187,7 +187,7 @@ class MatrixJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What decides over owners, chunks and order; see :class:`~lightning_muon.config.MuonConfig`.
+    """What decides over owners, buckets and order; see :class:`~lightning_muon.config.MuonConfig`.
 
     Attributes:
         itemsize: Bytes of an element on the wire.
@@ -211,7 +211,7 @@ class ExchangeGroup:
         axes: Ranks that communicate, over a process group of this exchange group alone.
         replica_of: Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
         jobs: Matrices.
-        plan: Owners and chunks.
+        plan: Owners and buckets.
         sends_early: Whether gathers start during backward; equal on all ranks of the mesh.
         estimate: What ``overlap="auto"`` has decided by; ``None`` if nothing is gathered or the user has decided.
     """
@@ -235,7 +235,7 @@ class ExchangeGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class Binding:
+class StepPlan:
     """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters."""
 
     parameters: tuple[BoundParameter, ...]
@@ -261,7 +261,7 @@ def bind(
     *,
     options: PlanOptions,
     settings: str,
-) -> Binding:
+) -> StepPlan:
     """Make the plan, and check that all ranks made the same.
 
     Collective over ``meshes``; every rank of them must call it.
@@ -305,7 +305,7 @@ def bind(
         estimate = estimates.get(number)
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
         groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan, sends_early, estimate))
-    return Binding(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
+    return StepPlan(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
 
 
 # Coordinate in a mesh -> number of the node of the rank there.

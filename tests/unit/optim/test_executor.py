@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_muon.runtime import executor as executor_module
-from lightning_muon.runtime.executor import HostExecutor, StreamExecutor, make_executor
+from lightning_muon.optim import executor as executor_module
+from lightning_muon.optim.executor import HostExecutor, StreamExecutor, make_executor
 from lightning_muon.schedule.program import TRANSFER, Op
 
 GATHER = Op(kind="gather", key="0", rank=0, lane=TRANSFER)

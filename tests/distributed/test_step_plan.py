@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.mesh import PrivateGroups
-from lightning_muon.optim import binding as binding_module
-from lightning_muon.optim.binding import Binding, BoundParameter, PlanOptions, bind
+from lightning_muon.optim import step_plan as binding_module
 from lightning_muon.optim.meshes import group_by_mesh
+from lightning_muon.optim.step_plan import BoundParameter, PlanOptions, StepPlan, bind
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel
@@ -24,7 +24,7 @@ from lightning_muon.schedule.overlap import machine_of
 from tests.support.processes import ProcessPool
 
 
-def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", overlap: str = "step") -> Binding:
+def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", overlap: str = "step") -> StepPlan:
     group = {"ns_steps": 5}
     parameters = [
         BoundParameter(

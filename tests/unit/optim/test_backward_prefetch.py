@@ -1,4 +1,4 @@
-"""Which chunks may be gathered early, and that what is sent is what the step would send."""
+"""Which buckets may be gathered early, and that what is sent is what the step would send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import ParallelMuon
-from lightning_muon.optim.early_gathers import EarlyGathers
+from lightning_muon.optim.backward_prefetch import GatherPrefetch
 from lightning_muon.params.layout import local_tensor
 from tests.support.processes import ProcessPool
 
@@ -40,13 +40,13 @@ def _gradients(model: nn.Module, step: int) -> dict[Tensor, Tensor]:
     return {p: local_tensor(p.grad) for p in model.parameters() if p.grad is not None}
 
 
-def _early(optimizer: ParallelMuon) -> EarlyGathers:
+def _early(optimizer: ParallelMuon) -> GatherPrefetch:
     assert optimizer._bound is not None
     step = optimizer._bound.matrix_step
-    return EarlyGathers(step, lambda: optimizer.state, lambda: True, step.gathered_chunks)
+    return GatherPrefetch(step, lambda: optimizer.state, lambda: True, step.gathered_buckets)
 
 
-def _chunks_of_sharded_weights() -> None:
+def _buckets_of_sharded_weights() -> None:
     model, optimizer = _bound(is_sharded=True)
     early = _early(optimizer)
     by_name = dict(model.named_parameters())
@@ -55,25 +55,25 @@ def _chunks_of_sharded_weights() -> None:
     keys = early.keys(set(matrices))
     # What AdamW takes is in none.
     assert keys
-    found = {tensor for key in keys for tensor in early._chunks[key]}
+    found = {tensor for key in keys for tensor in early._buckets[key]}
     assert found == set(matrices)
     assert early.keys_of([model.get_parameter("2.bias")]) == []
-    assert all(by_name[early._leader[key]] in early._chunks[key] for key in keys)
+    assert all(by_name[early._leader[key]] in early._buckets[key] for key in keys)
     # Backward finishes the last weights first.
-    assert early._chunks[keys[0]][0] is matrices[2]
+    assert early._buckets[keys[0]][0] is matrices[2]
 
 
 def test_all_matrices_that_are_divided_may_go_early(gloo: ProcessPool) -> None:
-    gloo.run(_chunks_of_sharded_weights, world_size=2)
+    gloo.run(_buckets_of_sharded_weights, world_size=2)
 
 
-def _chunks_of_whole_weights() -> int:
+def _buckets_of_whole_weights() -> int:
     _, optimizer = _bound(is_sharded=False)
-    return len(_early(optimizer)._chunks)
+    return len(_early(optimizer)._buckets)
 
 
 def test_whole_weights_have_nothing_to_gather_early(gloo: ProcessPool) -> None:
-    assert gloo.run(_chunks_of_whole_weights, world_size=2) == [0, 0]
+    assert gloo.run(_buckets_of_whole_weights, world_size=2) == [0, 0]
 
 
 def _sent() -> None:
@@ -82,11 +82,11 @@ def _sent() -> None:
     momenta = {p: local_tensor(s["momentum_buffer"]).clone() for p, s in optimizer.state.items()
                if "momentum_buffer" in s}  # fmt: skip
     gradients = _gradients(model, 7)
-    keys = list(early._chunks)
+    keys = list(early._buckets)
     assert [early.is_sent(key) for key in keys] == [True] * len(keys), "backward has finished"
     for key in keys:
         assert not early.differs(key, gradients)
-        for tensor in early._chunks[key]:
+        for tensor in early._buckets[key]:
             if local_tensor(tensor).numel():
                 changed = gradients | {tensor: gradients[tensor] + 1}
                 assert early.differs(key, changed)

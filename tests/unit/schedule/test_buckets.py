@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.communication import insert_communication, owners_of
+from lightning_muon.schedule.buckets import fill_buckets, insert_communication, owners_of
 from lightning_muon.schedule.holdings import MatrixSpec, holdings
 from lightning_muon.schedule.muon import plan_step
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
@@ -19,7 +19,7 @@ def _assigned(*by_rank: tuple[int, ...]) -> Program:
     }
 
 
-def _chunk(*items: int) -> Op:
+def _bucket(*items: int) -> Op:
     return Op(kind="newton_schulz", key="0", rank=UNASSIGNED, items=items)
 
 
@@ -34,7 +34,7 @@ def test_owners_are_read_off_in_ascending_order() -> None:
 def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
     # Rank 0 owns 12 elements and holds 6 + 4; rank 1 owns 8 and holds as much.
     program = insert_communication(
-        _assigned((0,), (1,)), holdings(sharded([12, 8], 2), [0, 0]), itemsize=2, chunks=[_chunk(1, 0)]
+        _assigned((0,), (1,)), holdings(sharded([12, 8], 2), [0, 0]), itemsize=2, buckets=[_bucket(1, 0)]
     )
     momentum, gather, newton_schulz, scatter, update = program[0]
     assert (momentum.memory, momentum.bytes) == (4 * 2, 10 * 12 + 4 * 2)
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
 
 def test_on_a_grid_only_updates_travel_between_replicas() -> None:
     where = holdings(sharded([12], 4, 2), grid(2, 2))
-    program = insert_communication(_assigned((0,), (), (), ()), where, itemsize=1, chunks=[_chunk(0)])
+    program = insert_communication(_assigned((0,), (), (), ()), where, itemsize=1, buckets=[_bucket(0)])
     gathers, scatters = ([ops[index] for ops in program.values()] for index in (1, 3))
     assert [op.axis_bytes for op in gathers] == [(6, 0), (6, 0), (0, 0), (0, 0)]
     assert [op.axis_bytes for op in scatters] == [(6, 12), (6, 0), (0, 6), (0, 6)]
@@ -63,11 +63,11 @@ def test_on_a_grid_only_updates_travel_between_replicas() -> None:
 
 def test_ops_that_move_nothing_on_any_rank_are_left_out() -> None:
     where = holdings(replicated([5, 6], 2), [0, 1])
-    program = insert_communication(_assigned((0,), (1,)), where, itemsize=1, chunks=[_chunk(1, 0)])
+    program = insert_communication(_assigned((0,), (1,)), where, itemsize=1, buckets=[_bucket(1, 0)])
     assert [op.kind for op in program[1]] == ["momentum", "newton_schulz", "scatter", "update"]
     assert program[1][1].deps == ("momentum[0]",)
     both = (1, 0)
-    program = insert_communication(_assigned(both, both), where, itemsize=1, chunks=[_chunk(*both)])
+    program = insert_communication(_assigned(both, both), where, itemsize=1, buckets=[_bucket(*both)])
     assert [op.kind for op in program[1]] == ["momentum", "newton_schulz", "update"]
 
 
@@ -85,7 +85,7 @@ def test_what_all_ranks_receive_is_what_has_to_arrive(numels: list[int], mesh: t
     assert memory["newton_schulz"] == memory["scatter"] == mesh[0] * sum(numels) - own
 
 
-def test_idle_ranks_of_chunks_that_stay_can_be_left_out() -> None:
+def test_idle_ranks_of_buckets_that_stay_can_be_left_out() -> None:
     specs = [MatrixSpec(name="expert", numel=8, flops=1, held=(0, 8, 0)), *sharded([6], 3)]
     full, short = (
         plan_step(specs, num_ranks=3, itemsize=2, chunk_bytes=100, keep_idle=keep_idle) for keep_idle in (True, False)
@@ -102,3 +102,52 @@ def test_idle_ranks_of_chunks_that_stay_can_be_left_out() -> None:
         ("newton_schulz[0]", 1, 2 * 8 * 2),
         ("update[0]", 0, 8 * 10),
     ]
+
+
+def _ops(count: int) -> Program:
+    return {
+        UNASSIGNED: [
+            Op(kind="newton_schulz", key=str(i), rank=UNASSIGNED, cost=10**i, items=(i,))
+            for i in reversed(range(count))
+        ]
+    }
+
+
+def _items(program: Program) -> list[tuple[int, ...]]:
+    return [op.items for op in program[UNASSIGNED]]
+
+
+def test_a_bucket_is_closed_when_every_owner_has_a_matrix_and_its_bytes_are_reached() -> None:
+    program = fill_buckets(_ops(7), sizes=[10] * 7, sole_holders=[None] * 7, num_owners=2, chunk_bytes=15)
+    assert _items(program) == [(6, 5, 4), (3, 2, 1), (0,)]
+    program = fill_buckets(_ops(7), sizes=[10] * 7, sole_holders=[None] * 7, num_owners=3, chunk_bytes=1)
+    assert _items(program) == [(6, 5, 4), (3, 2, 1), (0,)]
+
+
+def test_where_every_rank_owns_all_a_bucket_has_at_most_its_bytes_or_one_matrix() -> None:
+    program = fill_buckets(_ops(4), sizes=[10, 10, 99, 10], sole_holders=[None] * 4, num_owners=1, chunk_bytes=20)
+    assert _items(program) == [(3,), (2,), (1, 0)]
+
+
+def test_an_op_has_the_cost_and_the_number_of_its_bucket() -> None:
+    program = fill_buckets(
+        _ops(3), sizes=[1] * 3, sole_holders=[None] * 3, num_owners=2, chunk_bytes=1, key_prefix="mesh-"
+    )
+    assert [(op.key, op.cost) for op in program[UNASSIGNED]] == [("mesh-0", 110), ("mesh-1", 1)]
+
+
+def test_matrices_on_one_rank_come_first_with_a_bound_for_each_rank() -> None:
+    holders = [None, 0, 1, 0, 1, None]
+    program = fill_buckets(_ops(6), sizes=[10] * 6, sole_holders=holders, num_owners=2, chunk_bytes=20)
+    assert _items(program) == [(4, 3, 2, 1), (5, 0)]
+    program = fill_buckets(_ops(6), sizes=[10] * 6, sole_holders=holders, num_owners=2, chunk_bytes=5)
+    assert _items(program) == [(4, 3), (2, 1), (5, 0)]
+
+
+def test_ranks_fill_their_buckets_side_by_side_whatever_the_order_of_their_matrices() -> None:
+    program = fill_buckets(_ops(6), sizes=[10] * 6, sole_holders=[0, 0, 0, 1, 1, 1], num_owners=2, chunk_bytes=10)
+    assert _items(program) == [(5, 2), (4, 1), (3, 0)]
+
+
+def test_no_matrices_make_no_buckets() -> None:
+    assert fill_buckets({UNASSIGNED: []}, sizes=[], sole_holders=[], num_owners=2, chunk_bytes=1) == {UNASSIGNED: []}

@@ -1,9 +1,9 @@
 """Communication that starts while backward still runs, and the proof that what it sent is what the step would send.
 
 FSDP2 calls the post-accumulate-grad hooks of a sharded parameter after its reduce-scatter. When all gradients of a
-chunk are there, and the chunks before it are on their way, the chunk is sent on a bet: that nobody changes gradients,
-state or hyper-parameters before the step. At the step each rank finds out whether it would send the same now, and all
-ranks compare notes (:mod:`lightning_muon.optim.gradients`): a chunk that any rank has sent is sent by all, so that
+bucket are there, and the buckets before it have been sent, the bucket is sent speculatively: until the step, gradients,
+state and hyper-parameters may still change. At the step each rank checks whether it would send the same now, and all
+ranks agree (:mod:`lightning_muon.optim.gradients`): a bucket that any rank has sent is sent by all, so that
 communications match, and its result counts only if no rank has found a difference. So gradient clipping, scalers,
 further backward passes and parameters that only some ranks use are exact; they cost the head start.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,17 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.torch import at_end_of_backward
 from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
-from lightning_muon.optim.matrix_step import Gradients
+from lightning_muon.optim.matrix_step import Gradients, MatrixBucket, MatrixStep, States
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.schedule.program import MOMENTUM
 
 _log = logging.getLogger(__name__)
-# A chunk that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
+# A bucket that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
 _FREE_FAILURES, _LONGEST_PAUSE = 1, 64
 
 
 @dataclass
 class _Progress:
-    """Of one chunk.
+    """Of one bucket.
 
     Attributes:
         missing: Parameters whose gradients are still to come.
@@ -47,36 +48,36 @@ class _Progress:
     resume: int = 0
 
 
-class SentEarly(ABC):
-    """Watches the gradients of one plan and sends its chunks when they are complete, in their order.
+class BackwardPrefetch(ABC):
+    """Watches the gradients of one plan and sends its buckets when they are complete, in their order.
 
-    Local to construct; each chunk that is sent is a communication.
+    Local to construct; each bucket that is sent is a communication.
 
     Args:
-        chunks: Parameters of each chunk by its key, in the order in which backward finishes them.
-        leader: Name of the first parameter of each chunk, for the log.
+        buckets: Parameters of each bucket by its key, in the order in which backward finishes them.
+        leader: Name of the first parameter of each bucket, for the log.
     """
 
-    def __init__(self, chunks: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
-        self._chunks, self._leader = chunks, leader
-        self._progress = {key: _Progress(set(tensors)) for key, tensors in chunks.items()}
+    def __init__(self, buckets: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
+        self._buckets, self._leader = buckets, leader
+        self._progress = {key: _Progress(set(tensors)) for key, tensors in buckets.items()}
         self._keys_of: dict[Tensor, list[str]] = {}
-        for key, tensors in chunks.items():
+        for key, tensors in buckets.items():
             for tensor in tensors:
                 self._keys_of.setdefault(tensor, []).append(key)
         self._arrivals = {tensor: Arrivals() for tensor in self._keys_of}
         self._num_steps = 0
         # On CUDA gradients are read on a stream of its own, and whoever writes to them has to come after that.
         self._reads_late = local_tensor(next(iter(self._keys_of))).is_cuda if self._keys_of else False
-        self._remove_hooks = watch_gradients(self, self._keys_of, SentEarly.arrived)
+        self._remove_hooks = watch_gradients(self, self._keys_of, BackwardPrefetch.arrived)
 
     @abstractmethod
     def _start(self, key: str, gradients: Gradients) -> None:
-        """Send a chunk; every gradient of it is there. Changes nothing that a skipped step must keep."""
+        """Send a bucket; every gradient of it is there. Changes nothing that a skipped step must keep."""
 
     @abstractmethod
     def _drop(self, key: str) -> None:
-        """Wait for a chunk whose result is not wanted, and give its buffers back."""
+        """Wait for a bucket whose result is not wanted, and give its buffers back."""
 
     @abstractmethod
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
@@ -84,78 +85,78 @@ class SentEarly(ABC):
 
     @abstractmethod
     def _wait_until_read(self, key: str) -> None:
-        """Go on when a chunk that was sent has read its gradients; on CUDA only the current stream waits."""
+        """Go on when a bucket that was sent has read its gradients; on CUDA only the current stream waits."""
 
     def _is_ready(self, key: str) -> bool:
-        """Whether all but the gradients is there that a chunk is made of."""
+        """Whether all but the gradients is there that a bucket is made of."""
         del key
         return True
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
-        """The chunks of these parameters, in their order."""
-        return [key for key, members in self._chunks.items() if members[0] in tensors]
+        """The buckets of these parameters, in their order."""
+        return [key for key, members in self._buckets.items() if members[0] in tensors]
 
     def keys_of(self, tensors: Collection[Tensor]) -> list[str]:
-        """The chunks that hold any of these parameters."""
+        """The buckets that hold any of these parameters."""
         return [key for tensor in tensors for key in self._keys_of.get(tensor, ())]
 
     def is_sent(self, key: str) -> bool:
-        """Whether this rank has sent the chunk since the last step."""
+        """Whether this rank has sent the bucket since the last step."""
         return self._progress[key].is_sent
 
     def lacks(self, key: str, gradients: Gradients) -> bool:
-        """Whether this rank has sent the chunk, and a gradient of it is gone."""
-        return self.is_sent(key) and any(tensor not in gradients for tensor in self._chunks[key])
+        """Whether this rank has sent the bucket, and a gradient of it is gone."""
+        return self.is_sent(key) and any(tensor not in gradients for tensor in self._buckets[key])
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether the step would send other bits than this rank has sent: a bool on the device.
 
         Args:
-            key: A chunk; one that this rank has not sent does not differ.
-            gradients: Local gradients now, all of the chunk.
+            key: A bucket; one that this rank has not sent does not differ.
+            gradients: Local gradients now, all of the bucket.
         """
         if self.is_sent(key):
             return self._differs(key, gradients)
-        return torch.zeros((), dtype=torch.bool, device=local_tensor(self._chunks[key][0]).device)
+        return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
 
-        Collective over the ranks that share chunks; every rank must call it, with equal ``sent`` and ``void``.
+        Collective over the ranks that share buckets; every rank must call it, with equal ``sent`` and ``void``.
 
         Args:
-            sent: Chunks that any rank has sent.
+            sent: Buckets that any rank has sent.
             void: Those of them that do not count.
             gradients: Local gradients; parameters without one send zeros.
         """
         for key, progress in self._progress.items():
             if key in sent and not progress.is_sent:
-                self._start(key, filled(self._chunks[key], gradients))
+                self._start(key, filled(self._buckets[key], gradients))
         if self._num_steps > 0:
             # What no rank could send, since a parameter is not in use, must not hold back what comes after it.
-            self._pause([key for key in self._chunks if key not in sent])
+            self._pause([key for key in self._buckets if key not in sent])
         self._num_steps += 1
         self.failed(void)
         for key, progress in self._progress.items():
             progress.is_sent = False
-            progress.missing = set(self._chunks[key])
+            progress.missing = set(self._buckets[key])
         for arrivals in self._arrivals.values():
             arrivals.begin_step()
 
     def succeeded(self, valid: Collection[str]) -> None:
-        """These chunks were used by the step; the same on all ranks."""
+        """These buckets were used by the step; the same on all ranks."""
         for key in valid:
             self._progress[key].failures = 0
 
     def failed(self, void: Collection[str]) -> None:
-        """These chunks are of no use, and their buffers are free again; the same on all ranks."""
-        dropped = [key for key in self._chunks if key in void]
+        """These buckets are of no use, and their buffers are free again; the same on all ranks."""
+        dropped = [key for key in self._buckets if key in void]
         for key in dropped:
             self._drop(key)
         self._pause(dropped)
 
     def _pause(self, keys: Sequence[str]) -> None:
-        """Leave chunks to the step for a while, if it was in vain to try them early more than once in a row."""
+        """Leave buckets to the step for a while, if it was in vain to try them early more than once in a row."""
         for key in keys:
             progress = self._progress[key]
             if self._num_steps < progress.resume:
@@ -177,7 +178,7 @@ class SentEarly(ABC):
 
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
-        """A gradient has been accumulated; send the chunks that are complete now, in their order."""
+        """A gradient has been accumulated; send the buckets that are complete now, in their order."""
         if not self._arrivals[tensor].add():
             return
         is_complete = False
@@ -189,16 +190,16 @@ class SentEarly(ABC):
             self._send_complete()
 
     def _send_complete(self) -> None:
-        """Send what is complete; a chunk waits for all before it, so that the order is the same on all ranks."""
+        """Send what is complete; a bucket waits for all before it, so that the order is the same on all ranks."""
         for key, progress in self._progress.items():
             if progress.is_sent or self._num_steps < progress.resume:
                 continue
-            if progress.missing or not all(_can_be_sent(tensor) for tensor in self._chunks[key]):
+            if progress.missing or not all(_can_be_sent(tensor) for tensor in self._buckets[key]):
                 return
             if not self._is_ready(key):
                 return
             progress.is_sent = True
-            self._start(key, {tensor: local_gradient(tensor) for tensor in self._chunks[key]})
+            self._start(key, {tensor: local_gradient(tensor) for tensor in self._buckets[key]})
             if self._reads_late:
                 at_end_of_backward(partial(self._wait_until_read, key))
 
@@ -226,3 +227,45 @@ def local_gradient(tensor: Tensor) -> Tensor:
     grad = tensor.grad
     assert grad is not None
     return local_tensor(grad).to(tensor.dtype)
+
+
+class GatherPrefetch(BackwardPrefetch):
+    """Those of some buckets of one plan whose parameters are DTensors.
+
+    Each bucket that is sent is a communication over the private group of its exchange group.
+
+    Args:
+        step: Runs the ops.
+        states: Of the optimizer, which may be replaced at any time.
+        is_valid: Whether the hyper-parameters are such that a step can be taken.
+        buckets: Buckets that are gathered, in the order in which backward finishes them.
+    """
+
+    def __init__(
+        self,
+        step: MatrixStep,
+        states: Callable[[], States],
+        is_valid: Callable[[], bool],
+        buckets: Sequence[MatrixBucket],
+    ) -> None:
+        buckets = [bucket for bucket in buckets if all(isinstance(tensor, DTensor) for tensor in bucket.tensors)]
+        leaders = {bucket.key: bucket.group.jobs[bucket.taken[0]].matrix.name for bucket in buckets}
+        super().__init__({bucket.key: bucket.tensors for bucket in buckets}, leaders)
+        self._step, self._states, self._is_valid = step, states, is_valid
+
+    def _is_ready(self, key: str) -> bool:
+        states = self._states()
+        return self._is_valid() and all("momentum_buffer" in states.get(tensor, ()) for tensor in self._buckets[key])
+
+    def _start(self, key: str, gradients: Gradients) -> None:
+        # What is sent without being ready, because other ranks have sent it, is of no use: there will be a new plan.
+        self._step.start_early(key, gradients, self._states(), packs=self._is_ready(key))
+
+    def _wait_until_read(self, key: str) -> None:
+        self._step.executor.wait(f"{MOMENTUM}[{key}]")
+
+    def _drop(self, key: str) -> None:
+        self._step.drop_early(key)
+
+    def _differs(self, key: str, gradients: Gradients) -> Tensor:
+        return self._step.differs_from_early(key, gradients, self._states())

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim import binding, gradients
+from lightning_muon.optim import gradients, step_plan
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.schedule.cost import CostModel
 from tests.distributed.backward_passes import (
@@ -97,7 +97,7 @@ def test_sharing_the_work_of_replicas_gives_the_same_bits(gloo: ProcessPool, ded
 
 
 def _count_early(backward: Callable[[Net, ParallelMuon, int], None], options: dict[str, Any]) -> list[tuple[int, int]]:
-    """Chunks sent before the step begins, and those of them that counted, for each step."""
+    """Buckets sent before the step begins, and those of them that counted, for each step."""
     model = sharded((dist.get_world_size(),))
     optimizer = make_optimizer(model, **options)
     counts: list[tuple[int, int]] = []
@@ -111,15 +111,15 @@ def _count_early(backward: Callable[[Net, ParallelMuon, int], None], options: di
     return counts
 
 
-def test_all_chunks_are_on_their_way_when_backward_ends(gloo: ProcessPool) -> None:
-    # Four matrices (first, second, branch, last) in chunks of two. The first step makes the plan; the second one learns
+def test_all_buckets_are_on_their_way_when_backward_ends(gloo: ProcessPool) -> None:
+    # Four matrices (first, second, branch, last) in buckets of two. The first step makes the plan; the second learns
     # that the gradients of first and second come in two parts, because the forward pass uses them twice.
     for counts in gloo.run(_count_early, plain, EARLY, world_size=2):
         assert counts == [(0, 0), (2, 1), (2, 2), (2, 2)]
 
 
 def _waits_as_on_cuda() -> bool:
-    """Does backward end only when every chunk that it has sent has read its gradients?"""
+    """Does backward end only when every bucket that it has sent has read its gradients?"""
     model = sharded((dist.get_world_size(),))
     optimizer = make_optimizer(model, **EARLY)
     plain(model, optimizer, 0)
@@ -165,7 +165,7 @@ def test_overlap_step_sends_nothing_early(gloo: ProcessPool) -> None:
 
 def _count_with_auto(bandwidth: float) -> tuple[list[tuple[int, int]], str]:
     machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
-    with mock.patch.object(binding, "machine_of", return_value=machine):
+    with mock.patch.object(step_plan, "machine_of", return_value=machine):
         counts = _count_early(plain, {"overlap": "auto"})
         optimizer = make_optimizer(sharded((dist.get_world_size(),)), overlap="auto")
         optimizer.step()
@@ -204,7 +204,7 @@ def _nan_after_early(looks_at_once: bool) -> tuple[bool, bool]:
 
 
 def _step_over_nan() -> tuple[bool, bool]:
-    """A NaN reaches the step when its chunk is on the way: is nothing changed, and does the next step work?"""
+    """A NaN reaches the step when its bucket is on the way: is nothing changed, and does the next step work?"""
     model = sharded((dist.get_world_size(),))
     optimizer = make_optimizer(model, max_skipped_steps=0)
     plain(model, optimizer, 0)
@@ -251,7 +251,7 @@ def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
 
 
 def _buffer_bytes(overlap: str, clips: bool) -> tuple[int, int]:
-    """Bytes of all buffers between backward and the step, and after it: 16 matrices of 16 x 16, two to a chunk."""
+    """Bytes of all buffers between backward and the step, and after it: 16 matrices of 16 x 16, two to a bucket."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -271,19 +271,19 @@ def _buffer_bytes(overlap: str, clips: bool) -> tuple[int, int]:
     return before, optimizer._bound.matrix_step._pool.nbytes
 
 
-# On each of two ranks a chunk sends half of one matrix and receives half of another, there and back.
-_BYTES_OF_A_CHUNK_ONE_WAY = 2 * 8 * 16 * 4
+# On each of two ranks a bucket sends half of one matrix and receives half of another, there and back.
+_BYTES_OF_A_BUCKET_ONE_WAY = 2 * 8 * 16 * 4
 
 
-def test_a_step_has_buffers_for_the_chunks_that_it_looks_ahead(gloo: ProcessPool) -> None:
+def test_a_step_has_buffers_for_the_buckets_that_it_looks_ahead(gloo: ProcessPool) -> None:
     for before, after in gloo.run(_buffer_bytes, "step", False, world_size=2):
-        assert before == after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+        assert before == after == (3 + 3) * _BYTES_OF_A_BUCKET_ONE_WAY
 
 
-def test_early_gathers_have_buffers_for_all_chunks_until_the_step_is_over(gloo: ProcessPool) -> None:
+def test_early_gathers_have_buffers_for_all_buckets_until_the_step_is_over(gloo: ProcessPool) -> None:
     for before, after in gloo.run(_buffer_bytes, "backward", False, world_size=2):
-        assert before == (8 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
-        assert after == 3 * _BYTES_OF_A_CHUNK_ONE_WAY
+        assert before == (8 + 3) * _BYTES_OF_A_BUCKET_ONE_WAY
+        assert after == 3 * _BYTES_OF_A_BUCKET_ONE_WAY
     # Of no use: the step has gathered by itself.
     for _, after in gloo.run(_buffer_bytes, "backward", True, world_size=2):
-        assert after == (3 + 3) * _BYTES_OF_A_CHUNK_ONE_WAY
+        assert after == (3 + 3) * _BYTES_OF_A_BUCKET_ONE_WAY

@@ -1,1 +1,0 @@
-"""Runs programs: the ops of one rank, in order, on the lanes that the schedule chose."""
