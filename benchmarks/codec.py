@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
+from lightning_muon.flexdemo.replicator import Components, Turn
+from lightning_muon.flexdemo.replicators import DCTTopK, largest
 from lightning_muon.math import dct as codec
-from lightning_muon.replicators.dct_topk import DCTTopK, largest
-from lightning_muon.replicators.replicator import Components, Turn
 
 TURN = Turn(step=0, part=0)
 

@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.options import Options
 from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicator import Components, Replicator, Turn
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.integrations.fabric.registry import register_fabric_strategies
 from lightning_muon.integrations.lightning.registry import register_strategies
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.full import Full
-from lightning_muon.replicators.none import NoReplication
-from lightning_muon.replicators.random import Random
-from lightning_muon.replicators.replicator import Components, Replicator, Turn
-from lightning_muon.replicators.slicing import Slicing
-from lightning_muon.replicators.striding import Striding
 from lightning_muon.sharding.context_parallel import (
     context_attention,
     gather_sequence,

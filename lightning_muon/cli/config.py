@@ -16,7 +16,7 @@ import torch
 
 from lightning_muon.config import MuonConfig, check_whole
 from lightning_muon.engine.options import SECTION, Options
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.registry import Sharding
 
 _DESCRIPTION = """Write a config file of accelerate with a section lightning_muon, in which every option is a comment

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_muon.cli.plan_flexdemo_options import STRATEGY_NAME, config_from_yaml, muon_part
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.mesh_sizes import MeshSizes
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.params.routing import Route, route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import get_args
 
 from lightning_muon.cli.plan_specs import Mesh
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig, ValueFormatName
-from lightning_muon.optim.flexdemo.parts import (
+from lightning_muon.flexdemo.bucket_plan import (
     BucketPlan,
     Shape,
     aligned,
@@ -21,10 +20,9 @@ from lightning_muon.optim.flexdemo.parts import (
     returned_dtype,
     sent_bytes,
 )
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.local_steps import LocalSteps
-from lightning_muon.replicators.replicator import Replicator
+from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
+from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 # Bits per second of a node's link, for all its ranks together: data centres, offices, homes.
@@ -47,7 +45,7 @@ class Traffic:
         reduced: Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
         returned: The sums of all that is added up, which come back.
         dense: What of ``gathered`` and ``reduced`` belongs to parameters that are not compressed.
-        sent: Over the link of the node, by :func:`~lightning_muon.optim.flexdemo.parts.sent_bytes`; by formula
+        sent: Over the link of the node, by :func:`~lightning_muon.flexdemo.bucket_plan.sent_bytes`; by formula
             ``(R - 1) * gathered + (R - 1) / R * (reduced + returned)``.
     """
 

@@ -9,14 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightning_muon.config import MuonConfig, nearest
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.full import Full
-from lightning_muon.replicators.none import NoReplication
-from lightning_muon.replicators.random import Random
-from lightning_muon.replicators.slicing import Slicing
-from lightning_muon.replicators.striding import Striding
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 
 STRATEGY_NAME = "flexdemo"
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)

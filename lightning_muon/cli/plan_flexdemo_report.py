@@ -8,11 +8,8 @@ from typing import Any
 
 from lightning_muon.cli.plan_flexdemo import LINKS, Row, SlowLinks
 from lightning_muon.cli.plan_report import WIDTH, table
-from lightning_muon.replicators.checks import period
-from lightning_muon.replicators.local_steps import LocalSteps
-from lightning_muon.replicators.random import Random
-from lightning_muon.replicators.slicing import Slicing
-from lightning_muon.replicators.striding import Striding
+from lightning_muon.flexdemo.replicator import LocalSteps, period
+from lightning_muon.flexdemo.replicators import Random, Slicing, Striding
 
 _SCALES = {"MB": 1e6, "GB": 1e9}
 # Options of replicators that make a difference to the bytes, beside the rate.

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import require_muon

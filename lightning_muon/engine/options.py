@@ -12,7 +12,7 @@ from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_wh
 from lightning_muon.engine.conversion import OptimizerChoice, check_choice, config_of
 from lightning_muon.engine.mesh_sizes import MeshSizes, Size
 from lightning_muon.engine.parsing import build, build_class, check_keys, class_with_keys, read_yaml
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
 from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
 from lightning_muon.sharding.wrap import WrapPolicy

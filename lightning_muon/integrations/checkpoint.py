@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon.comm.agreement import fail_together
+from lightning_muon.flexdemo.node_state import Rule
+from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.integrations.node_states import expect_saved_nodes, share_whole
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
-from lightning_muon.optim.flexdemo.layout import Rule
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.full_weights import full_state_dict
 

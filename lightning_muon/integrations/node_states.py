@@ -2,7 +2,7 @@
 
 Such a state is a tensor (nodes, *shape of the parameter). With the same number of nodes each gets its own back, bit for
 bit. With another number all nodes get the same, by the rules of ``FlexDeMo.per_node``: see
-:func:`~lightning_muon.optim.flexdemo.layout.shared_among`.
+:func:`~lightning_muon.flexdemo.node_state.shared_among`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_muon.optim.flexdemo.layout import Rule, shared_among
+from lightning_muon.flexdemo.node_state import Rule, shared_among
 from lightning_muon.params.layout import local_tensor
 
 

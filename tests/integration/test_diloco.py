@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo
 from tests.integration.training import PACKAGES, language_model, load, loader, strategy_class, trainer
 from tests.support.processes import ProcessPool
 

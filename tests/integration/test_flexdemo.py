@@ -15,12 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_muon
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.full import Full
-from lightning_muon.replicators.none import NoReplication
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication
 from tests.integration.training import (
     EXACT,
     PACKAGES,

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.optim.flexdemo.config import ExchangeOverlap, FlexDeMoConfig
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.full import Full
+from lightning_muon.flexdemo.config import ExchangeOverlap, FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, Full
 from tests.integration.training import (
     PACKAGES,
     Network,

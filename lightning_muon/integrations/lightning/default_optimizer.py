@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 
 STRATEGY_NAME = "parallel_muon"
 # Package -> the module of ours that defines its strategy class, in order of preference.

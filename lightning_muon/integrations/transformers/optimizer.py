@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.transformers.late_state import TrainerFlexDeMo, TrainerMuon
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import route_module

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
-from lightning_muon.replicators.replicator import Turn
+from lightning_muon.flexdemo.replicator import Turn
 from tests.distributed.flexdemo.setup import (
     MATRICES,
     MESHES,

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, Random
-from lightning_muon.optim.flexdemo.replication import Replication
+from lightning_muon.flexdemo.momentum_sync import Replication
 from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
 from tests.distributed.flexdemo.setup import assert_close, assert_equal, local
 from tests.reference.flexdemo import Rules

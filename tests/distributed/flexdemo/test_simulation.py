@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Striding
 from lightning_muon.comm.mesh import AxisGroup
-from lightning_muon.optim.flexdemo import exchange
-from lightning_muon.optim.flexdemo.bucket import Bucket
-from lightning_muon.optim.flexdemo.exchange import Exchange, Nodes
-from lightning_muon.optim.flexdemo.parts import Shape, plan_buckets
-from lightning_muon.replicators.replicator import Turn
+from lightning_muon.flexdemo import node_exchange
+from lightning_muon.flexdemo.bucket import Bucket
+from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
+from lightning_muon.flexdemo.node_exchange import Exchange, Nodes
+from lightning_muon.flexdemo.replicator import Turn
 from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train_all
 from tests.support.processes import ProcessPool
 
@@ -128,7 +128,7 @@ def test_one_process_gives_the_bits_of_many(
 ) -> None:
     office = PostOffice()
     for name in ("start_messages", "start_messages_together"):
-        monkeypatch.setattr(exchange, name, office.start_messages)
+        monkeypatch.setattr(node_exchange, name, office.start_messages)
     options = SMALL | {"replicator": replicator, "chunk_bytes": 4000}
     formats = ("fp32", "bf16", "int8", "sign")
     cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in formats]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
-from lightning_muon.optim.flexdemo.exchange import Exchange
+from lightning_muon.flexdemo.node_exchange import Exchange
 from tests.distributed.flexdemo.models import Plan, ShardedNet
 from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, assert_equal, local, train, train_all
 from tests.support.processes import ProcessPool

@@ -22,14 +22,10 @@ from lightning_muon.cli.plan_flexdemo import (
     slow_links,
 )
 from lightning_muon.cli.plan_specs import Mesh
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.parts import Shape, plan_buckets, sent_bytes
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.full import Full
-from lightning_muon.replicators.none import NoReplication
-from lightning_muon.replicators.random import Random
-from lightning_muon.replicators.replicator import Replicator
+from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets, sent_bytes
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicator import Replicator
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 

@@ -9,10 +9,8 @@ import pytest
 
 from lightning_muon.cli.plan_flexdemo_options import config_from_words, config_from_yaml, muon_part
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.random import Random
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Random
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ class _Namespace(SimpleNamespace):
         return getattr(self, key, default)
 
 
-_REPLICATOR = {"class_path": "lightning_muon.replicators.dct_topk.DCTTopK", "init_args": {"top_k": 5}}
+_REPLICATOR = {"class_path": "lightning_muon.flexdemo.replicators.DCTTopK", "init_args": {"top_k": 5}}
 
 
 @pytest.mark.parametrize("kind", [dict, _Namespace])

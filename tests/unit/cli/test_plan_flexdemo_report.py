@@ -11,11 +11,8 @@ from lightning_muon.cli.plan_flexdemo import LINKS, SlowLinks, slow_links
 from lightning_muon.cli.plan_flexdemo_report import exchange_name, slow_links_as_dict, slow_links_as_text
 from lightning_muon.cli.plan_report import WIDTH
 from lightning_muon.cli.plan_specs import Mesh
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.none import NoReplication
-from lightning_muon.replicators.random import Random
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication, Random
 from lightning_muon.schedule.shapes import read_shapes
 
 

@@ -19,8 +19,8 @@ from lightning_muon.engine.conversion import (
     describe_optimizers,
     optimizer_warnings,
 )
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
 
 
 class _Module(nn.Module):

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import (
 
 from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.engine.conversion import convert_to_flexdemo, convert_to_muon, has_matrices, repoint_schedulers
-from lightning_muon.optim.flexdemo.config import FlexDeMoConfig
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
-from lightning_muon.replicators.diloco import DiLoCo
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicators import DiLoCo
 
 
 def _model() -> nn.Sequential:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.integrations.node_states import expect_saved_nodes, share_whole
-from lightning_muon.optim.flexdemo.layout import Rule
 
 _RULES: dict[str, Rule] = {"residual": "sum", "node_weights": "mean"}
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication
 from lightning_muon.integrations.node_weights import NodeWeights, common_weights, copied, of_first_node, steps_left_out
-from lightning_muon.optim.flexdemo.flexdemo import FlexDeMo
-from lightning_muon.replicators.dct_topk import DCTTopK
-from lightning_muon.replicators.diloco import DiLoCo
-from lightning_muon.replicators.none import NoReplication
 from tests.support.processes import ProcessPool
 
 

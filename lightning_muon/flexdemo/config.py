@@ -1,0 +1,164 @@
+"""Every option of FlexDeMo and its default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from lightning_muon.config import (
+    AdjustLr,
+    DtypeName,
+    MuonConfig,
+    check_hyperparameters,
+    check_number,
+    check_one_of,
+    check_shared_options,
+    check_whole,
+    explains_keywords,
+)
+from lightning_muon.flexdemo.replicator import LocalSteps, Replicator, check_replicator
+from lightning_muon.flexdemo.replicators import DCTTopK
+
+Base = Literal["sgd", "adamw", "muon"]
+Merge = Literal["contributors", "mean"]
+ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
+Compat = Literal["none", "demo", "detonation"]
+ExchangeOverlap = Literal["auto", "backward", "step"]
+
+
+@explains_keywords()
+@dataclass(frozen=True, kw_only=True)
+class FlexDeMoConfig:
+    """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
+
+    Args:
+        lr: Learning rate, per optimizer step.
+        base: What applies the merged update: ``"sgd"``, ``"adamw"`` (its moments follow the update), or ``"muon"``
+            (Newton-Schulz for matrices, without a second momentum; AdamW for the rest). Where nodes train by
+            themselves (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
+        replicator: What the nodes send each other; see :mod:`lightning_muon.flexdemo.replicators`.
+        decay: Of the momentum that is not sent, per step.
+        sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
+        merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
+            by the number of all nodes (``"mean"``).
+        weight_decay: Decoupled weight decay; a step multiplies the weights by ``1 - lr * weight_decay``.
+        value_format: Of the values on the wire; what rounding loses stays in the momentum. Parameters that travel
+            dense have at least ``"bf16"``.
+        dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
+        delay: Apply an exchange so many steps after it began: 0 or 1.
+        overlap: ``"backward"``: each buffer is sent as soon as the gradients of its parameters are there. ``"step"``:
+            all in the optimizer step. ``"auto"``: ``"backward"``, since links between nodes are slow. The weights are
+            the same, bit for bit.
+        compat: ``"demo"`` multiplies gradients by the learning rate before they enter the momentum, as DeMo does;
+            ``"detonation"`` cuts the flattened shard into strips, too, as DeToNATION does. For comparisons.
+        check_every: After so many steps all nodes compare their weights; 0 never.
+        chunk_bytes: Parameters (4 bytes for each element) that travel in one buffer.
+        momentum: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"`` where nodes train by themselves.
+        nesterov: As ``momentum``.
+        betas: Decay rates of AdamW.
+        adamw_eps: Denominator term of AdamW.
+        ns_coefficients: As in :class:`~lightning_muon.MuonConfig`.
+        ns_steps: As in :class:`~lightning_muon.MuonConfig`.
+        eps: As in :class:`~lightning_muon.MuonConfig`.
+        adjust_lr_fn: As in :class:`~lightning_muon.MuonConfig`.
+        adamw_patterns: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
+        muon_patterns: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
+        fused: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
+        compute_dtype: As in :class:`~lightning_muon.MuonConfig`.
+        wire_dtype: As in :class:`~lightning_muon.MuonConfig`; of what travels inside a node.
+        error_if_nonfinite: Skip the step on all ranks of all nodes when a gradient has a NaN or Inf.
+        max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
+    """
+
+    lr: float = 1e-3
+    base: Base = "sgd"
+    replicator: Replicator | LocalSteps = field(default_factory=DCTTopK)
+    decay: float = 0.999
+    sign: bool | Literal["auto"] = "auto"
+    merge: Merge = "contributors"
+    weight_decay: float = 0.0
+    value_format: ValueFormatName = "bf16"
+    dense_below: int = 4096
+    delay: int = 0
+    overlap: ExchangeOverlap = "auto"
+    compat: Compat = "none"
+    check_every: int = 100
+    chunk_bytes: int = 16 * 2**20
+    momentum: float = MuonConfig.momentum
+    nesterov: bool = MuonConfig.nesterov
+    betas: tuple[float, float] = MuonConfig.betas
+    adamw_eps: float = MuonConfig.adamw_eps
+    ns_coefficients: tuple[float, float, float] = MuonConfig.ns_coefficients
+    ns_steps: int = MuonConfig.ns_steps
+    eps: float = MuonConfig.eps
+    adjust_lr_fn: AdjustLr = MuonConfig.adjust_lr_fn
+    adamw_patterns: tuple[str, ...] = ()
+    muon_patterns: tuple[str, ...] = ()
+    fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
+    compute_dtype: DtypeName = MuonConfig.compute_dtype
+    wire_dtype: DtypeName = MuonConfig.wire_dtype
+    error_if_nonfinite: bool = MuonConfig.error_if_nonfinite
+    max_skipped_steps: int = MuonConfig.max_skipped_steps
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(vars(self))
+        check_shared_options(vars(self))
+        choices = {
+            "base": Base,
+            "merge": Merge,
+            "value_format": ValueFormatName,
+            "compat": Compat,
+            "overlap": ExchangeOverlap,
+        }
+        for key, allowed in choices.items():
+            check_one_of(key, getattr(self, key), get_args(allowed))
+        for key, smallest in (("dense_below", 0), ("check_every", 0), ("chunk_bytes", 4)):
+            check_whole(key, getattr(self, key), at_least=smallest)
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay must be 0 or 1 steps, got {self.delay!r}")
+        if self.sign not in (True, False, "auto"):
+            raise ValueError(f"sign must be True, False or 'auto', got {self.sign!r}")
+        check_number("decay", self.decay)
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        if not isinstance(self.replicator, Replicator | LocalSteps):
+            raise TypeError(f"replicator must be a Replicator, such as DCTTopK(top_k=8), got {self.replicator!r}")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if isinstance(self.replicator, Replicator):
+            check_replicator(self.replicator)
+        if isinstance(self.replicator, LocalSteps):
+            for key in ("delay", "value_format", "compat"):
+                if getattr(self, key) != getattr(type(self), key):
+                    raise ValueError(
+                        f"{key}={getattr(self, key)!r} means nothing with {self.replicator}, which exchanges no "
+                        "momenta; remove it"
+                    )
+        for key in () if self.has_inner_momentum else ("momentum", "nesterov"):
+            if getattr(self, key) != getattr(type(self), key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r} is of base='muon' in nodes that train by themselves (DiLoCo, "
+                    f"NoReplication), got base={self.base!r} and {self.replicator}; the momentum that is exchanged has "
+                    "decay=..., remove it"
+                )
+        if self.compat == "detonation" and not isinstance(self.replicator, DCTTopK):
+            raise ValueError(f"compat='detonation' cuts strips for DCTTopK, got {self.replicator}")
+
+    @property
+    def effective_replicator(self) -> Replicator | LocalSteps:
+        """The replicator, as ``compat`` makes it."""
+        if self.compat == "detonation" and isinstance(self.replicator, DCTTopK):
+            return replace(self.replicator, strips=True)
+        return self.replicator
+
+    @property
+    def has_inner_momentum(self) -> bool:
+        """Whether matrices keep a moving average of their gradients in each node, as in ParallelMuon."""
+        return self.base == "muon" and isinstance(self.replicator, LocalSteps)
+
+    @property
+    def takes_sign(self) -> bool:
+        """Whether the sign of the merged update is applied."""
+        return self.base == "sgd" if self.sign == "auto" else self.sign

@@ -1,0 +1,405 @@
+"""FlexDeMo: hybrid sharding whose nodes exchange only the fast-moving components of their momenta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.exchange import start_all_reduce_sum
+from lightning_muon.comm.mesh import axis_group, host_group
+from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
+from lightning_muon.flexdemo.config import (
+    Base,
+    Compat,
+    ExchangeOverlap,
+    FlexDeMoConfig,
+    Merge,
+    ValueFormatName,
+)
+from lightning_muon.flexdemo.diloco import IndependentNodes, OuterStep
+from lightning_muon.flexdemo.inter_node_sync import BetweenNodes, NodeStateCompletion, OptimizerView
+from lightning_muon.flexdemo.momentum_sync import MomentumExchange
+from lightning_muon.flexdemo.node_state import NodeLayout, Rule, node_mesh
+from lightning_muon.flexdemo.replica_consistency import check_equal
+from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
+from lightning_muon.flexdemo.replicators import DiLoCo
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch
+from lightning_muon.optim.elementwise import step_sgd_
+from lightning_muon.optim.gradients import Agreement
+from lightning_muon.optim.matrix_step import Gradients, MatrixStep
+from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
+from lightning_muon.optim.state import StateCompletion
+from lightning_muon.optim.step_plan import COMPARED, StepPlan
+from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.sharding.runtime import free_unsharded
+
+_DEFAULTS = FlexDeMoConfig()
+_OF_BASE = ("algorithm", "momentum", "nesterov")
+
+
+@explains_keywords()
+class FlexDeMo(PlannedOptimizer):
+    """SGD, AdamW or Muon on momenta of which the nodes send each other only what moves fast.
+
+    With the gradient ``g``, the mean over the ranks of one node, every rank keeps for its shard the part of the
+    momentum that was not sent yet, its residual: ``residual <- decay * residual + g``, of which the replicator
+    takes components, for example the largest cosine coefficients of each 64 x 64 block; what is sent leaves the
+    residual; the merged components of all nodes, turned back, are the update that the base optimizer gets. Weights
+    stay equal on all nodes, bit for bit.
+
+    Parameters are sharded inside of a node only (``fully_shard(module, mesh=mesh["shard"])``), and all nodes begin
+    with equal weights. ``step()``, ``state_dict()`` and ``load_state_dict()`` are collective over ``mesh``; every rank
+    must call them. With one node nothing travels, and all of the gradient is the update.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = FlexDeMo(model, lr=1e-3, base="sgd", replicator=DCTTopK(top_k=8))
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+
+    Args:
+        params: A module, parameters, named parameters, or groups; as in :class:`~lightning_muon.ParallelMuon`.
+        lr: Learning rate. For this and the others see :class:`~lightning_muon.FlexDeMoConfig`.
+        base: ``"sgd"``, ``"adamw"`` or ``"muon"``.
+        replicator: What the nodes send each other.
+        decay: Of the residual.
+        sign: Apply the sign of the update.
+        merge: ``"contributors"`` or ``"mean"``.
+        weight_decay: Decoupled weight decay.
+        mesh: 2-D, with the axes ``("replicate", "shard")``: nodes, and the ranks of each. Needed as soon as there is
+            more than one process.
+        value_format: Of what travels between nodes.
+        dense_below: Smaller parameters travel whole.
+        delay: Steps by which an update is late.
+        overlap: When exchanges begin.
+        compat: Conventions of other implementations.
+        check_every: Steps between comparisons of the weights of all nodes.
+        chunk_bytes: Parameters that travel in one buffer.
+        momentum: Of Muon, where nodes train by themselves.
+        nesterov: Likewise.
+        betas: Of AdamW.
+        adamw_eps: Of AdamW.
+        ns_coefficients: Newton-Schulz polynomial of Muon.
+        ns_steps: Newton-Schulz iterations.
+        eps: Lower bound of the norm before Newton-Schulz.
+        adjust_lr_fn: Rule of the learning rate per shape.
+        adamw_patterns: Names that AdamW takes.
+        muon_patterns: Names that Muon takes.
+        fused: Names of fused weights and their parts.
+        compute_dtype: Of Newton-Schulz.
+        wire_dtype: Of what travels inside of a node.
+        error_if_nonfinite: Skip a step on all ranks where a gradient has a NaN or Inf.
+        max_skipped_steps: So many steps in a row are skipped.
+
+    Source: From et al. 2025, arXiv:2502.06728, Algorithm 1; DeMo: Peng et al. 2024, arXiv:2411.19870.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = FlexDeMoConfig.lr,
+        *,
+        base: Base = FlexDeMoConfig.base,
+        replicator: Replicator | LocalSteps = _DEFAULTS.replicator,
+        decay: float = FlexDeMoConfig.decay,
+        sign: bool | Literal["auto"] = FlexDeMoConfig.sign,
+        merge: Merge = FlexDeMoConfig.merge,
+        weight_decay: float = FlexDeMoConfig.weight_decay,
+        mesh: DeviceMesh | None = None,
+        value_format: ValueFormatName = FlexDeMoConfig.value_format,
+        dense_below: int = FlexDeMoConfig.dense_below,
+        delay: int = FlexDeMoConfig.delay,
+        overlap: ExchangeOverlap = FlexDeMoConfig.overlap,
+        compat: Compat = FlexDeMoConfig.compat,
+        check_every: int = FlexDeMoConfig.check_every,
+        chunk_bytes: int = FlexDeMoConfig.chunk_bytes,
+        momentum: float = FlexDeMoConfig.momentum,
+        nesterov: bool = FlexDeMoConfig.nesterov,
+        betas: tuple[float, float] = FlexDeMoConfig.betas,
+        adamw_eps: float = FlexDeMoConfig.adamw_eps,
+        ns_coefficients: tuple[float, float, float] = FlexDeMoConfig.ns_coefficients,
+        ns_steps: int = FlexDeMoConfig.ns_steps,
+        eps: float = FlexDeMoConfig.eps,
+        adjust_lr_fn: AdjustLr = FlexDeMoConfig.adjust_lr_fn,
+        adamw_patterns: tuple[str, ...] = (),
+        muon_patterns: tuple[str, ...] = (),
+        fused: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused,
+        compute_dtype: DtypeName = FlexDeMoConfig.compute_dtype,
+        wire_dtype: DtypeName = FlexDeMoConfig.wire_dtype,
+        error_if_nonfinite: bool = FlexDeMoConfig.error_if_nonfinite,
+        max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,
+    ) -> None:
+        values = locals()
+        self.config = FlexDeMoConfig(**{field.name: values[field.name] for field in fields(FlexDeMoConfig)})
+        self._mesh = None if mesh is None else node_mesh(mesh)
+        self._between: BetweenNodes | None = None
+        self._checked: Bound | None = None
+        without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
+        defaults = {key: values.get(key) for key in COMPARED} | without
+        defaults |= {"algorithm": "auto" if base == "muon" else "adamw", "num_exchanges": 0}
+        super().__init__(
+            params,
+            defaults,
+            self._planned_options(),
+            layout=self._own_layout(),
+            max_skipped_steps=max_skipped_steps,
+        )
+
+    @classmethod
+    def from_config(cls, params: Any, config: FlexDeMoConfig, **overrides: Any) -> FlexDeMo:
+        """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
+        return cls(params, **(vars(config) | overrides))
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the nodes from ``mesh``, before anything else is asked of the optimizer; local."""
+        if self._mesh is not None and self._mesh != mesh:
+            raise ValueError(
+                f"FlexDeMo was made for {self._mesh}, but the model is trained on {mesh}; leave out mesh=, or set the "
+                "replicate_size and shard_size of the strategy to it"
+            )
+        self._mesh, self._between = node_mesh(mesh), None
+        if self.is_fresh:
+            self._existing_state.clear()  # That of a process alone.
+        self._layout = self._own_layout()
+
+    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
+        """As in :class:`~lightning_muon.ParallelMuon`, for a model that is sharded inside of a node."""
+        if layout is not None:
+            raise ValueError(
+                "FlexDeMo takes gradients that FSDP2 has averaged inside of a node; set sharding='fsdp', and "
+                "optimizer=FlexDeMoConfig(...) so that nodes are left to FlexDeMo"
+            )
+        self._require_mesh()
+        super().attach(module)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Not where nodes exchange their momenta."""
+        return self.config.has_inner_momentum
+
+    @property
+    def num_exchanges(self) -> int:
+        """Steps that were taken."""
+        return self.param_groups[0]["num_exchanges"]
+
+    @property
+    def sent_bytes_per_step(self) -> int:
+        """Bytes that this rank sends to other nodes in a step; with DiLoCo on average."""
+        return self._nodes().sent_bytes()
+
+    @property
+    def per_node(self) -> Mapping[str, Rule]:
+        """Entries of the saved state of a parameter that have the shape (R, *shape) -> what other nodes get of them.
+
+        See :func:`~lightning_muon.flexdemo.node_state.shared_among`.
+        """
+        return self._nodes().per_node
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Inside, parameters are equal on all nodes also where nodes train by themselves for a while; local.
+
+        With DiLoCo they are those of the last average: what is to be saved or evaluated as the model. FSDP2 gathers
+        weights anew if the optimizer knows the module; else call ``reshard()`` on the model before and after.
+        """
+        with self._nodes().common_weights():
+            self._weights_have_changed()
+            try:
+                yield
+            finally:
+                self._weights_have_changed()
+
+    def summary(self) -> str:
+        """What applies the updates, what travels between nodes, and the table of parameters."""
+        config = self.config
+        nodes = 1 if self._mesh is None else self._mesh.size(0)
+        head = (
+            f"FlexDeMo: base {config.base}, {config.effective_replicator}, {config.value_format}, {nodes} nodes, "
+            f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
+        )
+        return head if config.base == "sgd" else f"{head}\n{super().summary()}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; what is on its way is waited for."""
+        self._require_mesh()
+        between = self._nodes()
+        between.finish_in_flight()
+        packed = super().state_dict()
+        for number, parameter in enumerate(self._all_parameters()):
+            packed["state"][number] |= between.saved(parameter)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. What differs from node to node may come from another number of nodes; see the docs."""
+        between = self._nodes()
+        self._abandon()
+        # torch would round it to the dtype of the parameter.
+        extra = between.own_state | between.saved(self._all_parameters()[0]).keys()
+        others = {
+            number: {key: value for key, value in state.items() if key not in extra}
+            for number, state in state_dict["state"].items()
+        }
+        between.check_saved(state_dict["state"].values())
+        # What the base optimizer is made of is no hyper-parameter that a state may bring.
+        own = [{key: group[key] for key in _OF_BASE} for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": others})
+        for group, of_base in zip(self.param_groups, own, strict=True):
+            group.update(of_base)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        with torch.no_grad():
+            for number, parameter in zip(numbers, self._all_parameters(), strict=True):
+                between.load(parameter, state_dict["state"].get(number, {}))
+        self._weights_have_changed()
+
+    def _weights_have_changed(self) -> None:
+        """Let the next forward gather the weights of now; local."""
+        if self._module is not None:
+            free_unsharded(self._module)
+
+    def _abandon(self) -> None:
+        """Receive all that is on its way, so that it is not taken for something later, and forget the plan.
+
+        Collective over all ranks of all nodes; every rank must call it.
+        """
+        self._nodes().finish_in_flight()
+        early = None if self._bound is None else self._bound.early
+        if early is not None and self._mesh is not None:
+            keys = early.keys(set(self._all_parameters()))
+            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32, device="cpu")
+            everyone = host_group(axis_group(self._mesh, (0, 1)))
+            if everyone.group is not None and keys:
+                start_all_reduce_sum(counts, everyone).wait()
+            sent = [key for key, count in zip(keys, counts.tolist(), strict=True) if count]
+            early.settle(sent, sent, {})
+            early.close()
+        self._bound = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, with what this class adds."""
+        self._nodes().finish_in_flight()
+        return super().__getstate__() | {"config": self.config, "_mesh": self._mesh, "_between": None, "_checked": None}
+
+    def _planned_options(self) -> PlannedOptions:
+        config = self.config
+        return PlannedOptions(
+            mesh=None,
+            compute_dtype=config.compute_dtype,
+            wire_dtype=config.wire_dtype,
+            chunk_bytes=MuonConfig.chunk_bytes,
+            assignment=MuonConfig.assignment,
+            # One owner for several nodes would have whole matrices travel between them.
+            dedupe="never",
+            overlap="step",
+            look_ahead=MuonConfig.look_ahead,
+            adamw_patterns=config.adamw_patterns,
+            muon_patterns=config.muon_patterns,
+            fused=config.fused,
+            error_if_nonfinite=config.error_if_nonfinite,
+        )
+
+    def _own_layout(self) -> Layout:
+        return TensorLayout() if self._mesh is None else NodeLayout(self._mesh)
+
+    def _require_mesh(self) -> None:
+        if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "FlexDeMo needs to know the nodes: FlexDeMo(..., mesh=init_device_mesh(device_type, (num_nodes, "
+                "ranks_per_node), mesh_dim_names=('replicate', 'shard')))"
+            )
+
+    def _nodes(self) -> BetweenNodes:
+        """How this node follows the others."""
+        if self._between is None:
+            view = OptimizerView(
+                self.config,
+                self._mesh,
+                lambda: self._existing_state,
+                self._all_parameters,
+                self._learning_rates,
+            )
+            replicator = self.config.replicator
+            if isinstance(replicator, DiLoCo):
+                self._between = OuterStep(view, replicator)
+            elif isinstance(replicator, LocalSteps):
+                self._between = IndependentNodes(view)
+            else:
+                self._between = MomentumExchange(view)
+        return self._between
+
+    def _learning_rates(self) -> dict[Tensor, float]:
+        """Of all parameters; 0 while a hyper-parameter is such that the step will raise, and drop what was sent."""
+        are_right = self._checked_groups.are_right(self.param_groups)
+        return {p: float(group["lr"]) if are_right else 0.0 for group in self.param_groups for p in group["params"]}
+
+    def _own_completion(self) -> StateCompletion:
+        has_moments = self.config.base != "sgd"
+        return NodeStateCompletion(self._nodes, has_moments=has_moments, has_momentum=self.has_momentum)
+
+    def _can_make_state(self) -> bool:
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return (is_alone or self._mesh is not None) and super()._can_make_state()
+
+    def _bind(self) -> Bound:
+        self._require_mesh()
+        return super()._bind()
+
+    def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
+        del step
+        between = self._nodes()
+        early = between.plan(binding.names, self.num_exchanges)
+        if isinstance(self._layout, NodeLayout):
+            self._layout.set_arrival_order(between.order)
+        return early
+
+    def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
+        del bound
+        if agreed.verdict is not None:
+            agreed.verdict()
+        return Agreement(self._nodes().updates(agreed.gradients, agreed.valid_early), frozenset())
+
+    def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
+        if self.config.base == "sgd":
+            step_sgd_(binding, gradients, numbers)
+        else:
+            super()._step_elementwise(binding, gradients, numbers)
+
+    def _step(self, *, has_loss: bool) -> None:
+        super()._step(has_loss=has_loss)
+        count = self.num_exchanges + 1
+        for group in self.param_groups:
+            group["num_exchanges"] = count
+        self._nodes().finish(count)
+        every = self.config.check_every
+        # Also right after a new plan: weights that were not equal from the beginning show at once.
+        is_due = every > 0 and (count % every == 0 or self._checked is not self._bound)
+        if is_due and self._mesh is not None:
+            self._check_nodes(self._mesh)
+            self._checked = self._bound
+
+    def _check_nodes(self, mesh: DeviceMesh) -> None:
+        """Collective over all ranks of all nodes; every rank must call it."""
+        assert self._bound is not None
+        names = self._bound.binding.names
+        parameters = self._all_parameters()
+        check_equal(
+            [(names[p], tensor) for p, tensor in zip(parameters, self._nodes().common(parameters), strict=False)],
+            nodes=host_group(axis_group(mesh, (0,))),
+            everyone=host_group(axis_group(mesh, (0, 1))),
+        )
+
+    def _settings(self) -> str:
+        return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; most options of FlexDeMo are the same for all groups."""
+        for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
+            raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
+        super().add_param_group(param_group)

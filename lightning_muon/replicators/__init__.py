@@ -1,1 +1,0 @@
-"""What nodes send each other of their momenta: one file for each way, behind one small interface."""

@@ -1,0 +1,136 @@
+"""Shapes, replicators and buckets that several tests share, and nodes in one process whose messages go by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
+from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.flexdemo import node_exchange
+from lightning_muon.flexdemo.bucket import Bucket
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, num_blocks, plan_buckets
+from lightning_muon.flexdemo.node_exchange import Nodes
+from lightning_muon.flexdemo.replicator import LocalSteps
+from lightning_muon.flexdemo.wire import position_bytes, value_format
+
+REPLICATORS: list[Replicator] = [
+    DCTTopK(chunk_size=8, top_k=5),
+    DCTTopK(chunk_size=16, top_k=3, strips=True),
+    Random(rate=0.25, seed=3),
+    Striding(rate=1 / 3),
+    Slicing(rate=0.25),
+    Full(),
+]
+FORMATS = ("fp32", "bf16", "int8", "sign")
+# Primes, smaller than a block, whole blocks, a convolution, a stack, one and no dimension.
+SHAPES: list[tuple[int, ...]] = [(13, 7), (127, 13), (3, 4), (16, 24), (6, 4, 3, 3), (3, 10, 6), (5,), (), (1, 19)]
+
+
+def short_name(value: object) -> str:
+    """Of a parameter of a test."""
+    return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> list[Shape]:
+    return [Shape(tuple(tensor.shape), tuple(tensor.shape)) for tensor in tensors]
+
+
+def plans_for(tensors: Sequence[Tensor], replicator: Replicator, **options: Any) -> list[BucketPlan]:
+    """Plans for whole tensors, with few that travel dense."""
+    options = {"value_format_name": "fp32", "dense_below": 10, "chunk_bytes": 10**6} | options
+    return plan_buckets(shapes_of(tensors), replicator=replicator, **options)
+
+
+def drawn(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def one_bucket(
+    tensors: Sequence[Tensor], replicator: Replicator, seed: int, **options: Any
+) -> tuple[Bucket, dict[Tensor, Tensor]]:
+    """A bucket of all tensors, and its residuals, which are drawn."""
+    (plan,) = plans_for(tensors, replicator, **options)
+    residuals = dict(zip(tensors, drawn([tuple(t.shape) for t in tensors], seed), strict=True))
+    return Bucket(plan, tensors, residuals), residuals
+
+
+@dataclass
+class Delivery:
+    """What a node receives, which is there as soon as it was sent."""
+
+    post: PostOffice
+    receive: Mapping[int, Tensor]
+    rank: int
+    leg: str
+    is_taken: bool = False
+
+    def is_completed(self) -> bool:
+        boxes = self.post.boxes
+        return self.is_taken or all(boxes.get((self.leg, sender, self.rank)) for sender in self.receive)
+
+    def wait(self) -> None:
+        if self.is_taken:
+            return
+        for sender, tensor in self.receive.items():
+            tensor.copy_(self.post.boxes[self.leg, sender, self.rank].pop(0))
+        self.is_taken = True
+
+
+@dataclass
+class PostOffice:
+    """Stands in for the messages between nodes.
+
+    Attributes:
+        boxes: (leg, sender, receiver) -> messages.
+        sent_bytes: By sender.
+    """
+
+    boxes: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
+    sent_bytes: dict[int, int] = field(default_factory=dict)
+
+    def start_messages(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: Any) -> list[Delivery]:
+        for receiver, tensor in send.items():
+            self.boxes.setdefault((group.group, group.rank, receiver), []).append(tensor.clone())
+            self.sent_bytes[group.rank] = self.sent_bytes.get(group.rank, 0) + tensor.numel()
+        return [Delivery(self, dict(receive), group.rank, group.group)] if receive else []
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> PostOffice:
+        """Carry the messages of all exchanges of the test."""
+        for name in ("start_messages", "start_messages_together"):
+            monkeypatch.setattr(node_exchange, name, self.start_messages)
+        return self
+
+
+def nodes_of(num_nodes: int) -> list[Nodes]:
+    """What each of the nodes knows of them."""
+    coordinates = tuple((other,) for other in range(num_nodes))
+    return [
+        Nodes(*(AxisGroup(leg, node, coordinates) for leg in ("there", "back")))  # type: ignore[arg-type]
+        for node in range(num_nodes)
+    ]
+
+
+def matrix_bytes(replicator: Replicator, values: str, rows: int, cols: int) -> int:
+    """Bytes that a node sends of a ``rows x cols`` matrix which is held by one rank, with that value format."""
+    if rows * cols == 0:
+        return 0
+    shape = replicator.block_shape(rows, cols)
+    count, numel = num_blocks(shape, rows, cols), math.prod(shape) if shape else rows * cols
+    num_sent = replicator.num_sent(numel)
+    of_positions = count * num_sent * position_bytes(numel) if replicator.sends_positions else 0
+    return value_format(values).num_bytes(count, num_sent) + of_positions
+
+
+def bits_per_parameter(replicator: Replicator | LocalSteps, values: str, rows: int, cols: int) -> float:
+    """Bits that a node sends for each parameter of a ``rows x cols`` matrix and step, counted from its message."""
+    if isinstance(replicator, LocalSteps):
+        return replicator.bits_per_parameter()
+    return 8 * matrix_bytes(replicator, values, rows, cols) / (rows * cols)

@@ -1,0 +1,122 @@
+"""Options of FlexDeMo: defaults, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, Full, NoReplication, Random
+from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig as Config
+
+
+def test_options_of_muon_have_its_names_and_defaults() -> None:
+    ours, muon = Config(), MuonConfig()
+    shared = {field.name for field in fields(Config)} & {field.name for field in fields(MuonConfig)}
+    # Plain SGD decays nothing; buckets of nodes and the overlap between them are others than those of Muon.
+    own = {"weight_decay", "chunk_bytes", "overlap"}
+    assert {name for name in shared if getattr(ours, name) != getattr(muon, name)} <= own
+    assert {"ns_steps", "betas", "fused", "max_skipped_steps"} <= shared
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    config = FlexDeMoConfig()
+    assert (config.base, config.decay, config.replicator) == ("sgd", 0.999, DCTTopK(chunk_size=64, top_k=32))
+    assert (config.value_format, config.dense_below, config.delay, config.merge) == ("bf16", 4096, 0, "contributors")
+
+
+def test_options_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(FrozenInstanceError):
+        FlexDeMoConfig().decay = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
+        ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
+        ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16', 'int8', 'sign'\), got 'fp8'"),
+        ({"compat": "paper"}, r"compat must be one of \('none', 'demo', 'detonation'\), got 'paper'"),
+        ({"overlap": "off"}, r"overlap must be one of \('auto', 'backward', 'step'\), got 'off'"),
+        ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
+        ({"dense_below": 10.5}, "dense_below must be an integer of at least 0, got 10.5"),
+        ({"check_every": -1}, "check_every must be an integer of at least 0, got -1"),
+        ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
+        ({"chunk_bytes": 3}, "chunk_bytes must be an integer of at least 4, got 3"),
+        ({"delay": 2}, "delay must be 0 or 1 steps, got 2"),
+        ({"delay": -1}, "delay must be 0 or 1 steps, got -1"),
+        ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
+        ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
+        ({"decay": -0.1}, r"decay must be in \[0, 1\], got -0.1"),
+        ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),
+        ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
+        ({"lr": "1e-3"}, "lr must be a number, got '1e-3'"),
+        ({"error_if_nonfinite": "no"}, "error_if_nonfinite must be True or False, got 'no'"),
+        ({"wire_dtype": "float16"}, r"wire_dtype must be one of \('auto', 'float32', 'bfloat16'\), got 'float16'"),
+        ({"muon_patterns": "*.x"}, "muon_patterns must be a sequence of patterns, .* got '\\*.x'"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps must be an integer of at least 0, got -1"),
+        ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
+        ({"lr": float("inf")}, "lr must be finite and >= 0, got inf"),
+        ({"weight_decay": -0.1}, "weight_decay must be finite and >= 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"ns_steps": 0}, r"ns_steps must be in \[1, 99\], got 0"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of .* got 'rms'"),
+        ({"compat": "detonation", "replicator": Full()}, r"compat='detonation' cuts strips for DCTTopK, got Full\(\)"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_with_what_would_be_right(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        FlexDeMoConfig(**options)
+
+
+@pytest.mark.parametrize("replicator", ["dct", None, DCTTopK, 8], ids=str)
+def test_a_replicator_must_be_one(replicator: Any) -> None:
+    with pytest.raises(TypeError, match=r"replicator must be a Replicator, such as DCTTopK\(top_k=8\), got "):
+        FlexDeMoConfig(replicator=replicator)
+
+
+@pytest.mark.parametrize("replicator", [DiLoCo(period=4), NoReplication()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("options", [{"delay": 1}, {"value_format": "int8"}, {"compat": "demo"}], ids=str)
+def test_what_means_nothing_for_nodes_by_themselves_is_refused(replicator: Any, options: dict[str, Any]) -> None:
+    (key,) = options
+    with pytest.raises(ValueError, match=f"{key}=.* means nothing with {type(replicator).__name__}.* remove it"):
+        FlexDeMoConfig(replicator=replicator, **options)
+    FlexDeMoConfig(replicator=replicator, base="adamw")
+
+
+@pytest.mark.parametrize(
+    ("base", "sign", "takes_sign"),
+    [
+        ("sgd", "auto", True),
+        ("adamw", "auto", False),
+        ("muon", "auto", False),
+        ("sgd", False, False),
+        ("adamw", True, True),
+    ],
+)
+def test_signs_are_taken_for_sgd_unless_said_otherwise(base: Any, sign: Any, takes_sign: bool) -> None:
+    assert FlexDeMoConfig(base=base, sign=sign).takes_sign is takes_sign
+
+
+@pytest.mark.parametrize("options", [{}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
+@pytest.mark.parametrize("key", ["momentum", "nesterov"])
+def test_an_inner_momentum_needs_muon_in_nodes_that_train_by_themselves(options: dict[str, Any], key: str) -> None:
+    value = {"momentum": 0.9, "nesterov": False}[key]
+    for replicator in (DiLoCo(period=2), NoReplication()):
+        assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum
+    with pytest.raises(ValueError, match=rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it"):
+        FlexDeMoConfig(**options, **{key: value})
+
+
+@pytest.mark.parametrize("options", [{"decay": 0.0}, {"decay": 1.0}, {"delay": 1}, {"replicator": Random(rate=1.0)}])
+def test_values_at_the_border_are_taken(options: dict[str, Any]) -> None:
+    config = FlexDeMoConfig(**options)
+    assert {key: getattr(config, key) for key in options} == options
+
+
+def test_a_wrong_keyword_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^FlexDeMoConfig: .*'decy'; did you mean 'decay'"):
+        FlexDeMoConfig(decy=0.9)  # type: ignore[call-arg]

@@ -1,0 +1,175 @@
+"""Messages of buckets between nodes in one process: who waits for what, and the same result everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
+from lightning_muon.comm.mesh import ALONE
+from lightning_muon.flexdemo.bucket import Bucket
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, segment
+from lightning_muon.flexdemo.node_exchange import Exchange, Nodes, pack_segment, sum_of_segments
+from lightning_muon.flexdemo.replicator import Components, Turn
+from tests.unit.flexdemo.cases import (
+    FORMATS,
+    REPLICATORS,
+    PostOffice,
+    drawn,
+    nodes_of,
+    one_bucket,
+    short_name,
+)
+
+# Values of several segments, of one, and of less than one.
+SHAPES: list[tuple[int, ...]] = [(40, 33), (127, 13), (5,), (3, 4), (1,)]
+TURN = Turn(2, 0)
+
+
+@pytest.fixture
+def post(monkeypatch: pytest.MonkeyPatch) -> PostOffice:
+    return PostOffice().take_over(monkeypatch)
+
+
+def _components(
+    replicator: Replicator, num_nodes: int, value_format: str = "fp32", seed: int = 0
+) -> tuple[list[Bucket], list[list[Components]]]:
+    """The same bucket on all nodes, with momenta of their own, and what they send."""
+    tensors = drawn(SHAPES, seed)
+    buckets: list[Bucket] = []
+    for node in range(num_nodes):
+        bucket, residuals = one_bucket(tensors, replicator, 100 * seed + node, value_format_name=value_format)
+        bucket.load(residuals)
+        buckets.append(bucket)
+    return buckets, [bucket.encode(TURN) for bucket in buckets]
+
+
+def _started(buckets: Sequence[Bucket], sent: Sequence[list[Components]], nodes: Sequence[Nodes]) -> list[Exchange]:
+    return [Exchange(b.plan, own, each) for b, own, each in zip(buckets, sent, nodes, strict=True)]
+
+
+def _decoded(bucket: Bucket, components: Sequence[Components]) -> list[Tensor]:
+    updates = {tensor: torch.empty_like(tensor) for tensor in bucket.parameters}
+    bucket.decode(components, TURN, updates, sign=False)
+    return list(updates.values())
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicator", REPLICATORS, ids=short_name)
+def test_all_nodes_get_the_mean_of_what_was_sent_with_equal_bits(
+    post: PostOffice, replicator: Replicator, num_nodes: int, value_format: str
+) -> None:
+    buckets, sent = _components(replicator, num_nodes, value_format)
+    exchanges = _started(buckets, sent, nodes_of(num_nodes))
+    for each in exchanges:
+        each.nodes.send_until(each)
+    found = [_decoded(buckets[0], each.result("mean")) for each in exchanges]
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    own = [_decoded(buckets[0], components) for components in sent]
+    for index, update in enumerate(found[0]):
+        expected = sum((node[index].double() for node in own), torch.zeros(())) / num_nodes
+        is_rounded = num_nodes > 2 and not replicator.sends_positions and value_format != "fp32"
+        # Sums travel in bfloat16, with 8 bits: 2^-9 of numbers of size 4. Else float32, and a transform.
+        torch.testing.assert_close(update.double(), expected, rtol=0, atol=0.01 if is_rounded else 1e-5)
+    assert all(not box for box in post.boxes.values())
+
+
+def test_sums_are_rounded_alike_on_the_node_that_adds_and_on_the_others(post: PostOffice) -> None:
+    buckets, sent = _components(Full(), 3, "bf16")
+    exchanges = _started(buckets, sent, nodes_of(3))
+    for each in exchanges:
+        each.nodes.send_until(each)
+    for each in exchanges:
+        for values, _ in each.result("contributors"):
+            assert torch.equal(values, values.bfloat16().float())
+
+
+def test_a_sum_is_sent_only_when_everything_has_arrived_unless_one_waits(post: PostOffice) -> None:
+    buckets, sent = _components(Striding(rate=0.5), 3)
+    nodes = nodes_of(3)
+    first = [Exchange(buckets[n].plan, sent[n], nodes[n]) for n in (0, 1)]
+    nodes[0].bring_forward(step=0)
+    assert list(nodes[0].waiting) == [first[0]]
+    assert not [box for box in post.boxes if box[0] == "back"]
+    Exchange(buckets[2].plan, sent[2], nodes[2])
+    nodes[0].bring_forward(step=0)
+    assert not nodes[0].waiting
+    assert {box[2] for box in post.boxes if box[:2] == ("back", 0)} == {1, 2}
+
+
+def test_the_sums_of_a_later_step_stay_until_it_comes(post: PostOffice) -> None:
+    buckets, sent = _components(Full(), 3)
+    nodes = nodes_of(3)
+    for bucket, own, each in zip(buckets, sent, nodes, strict=True):
+        Exchange(bucket.plan, own, each, due=5)
+    nodes[0].bring_forward(step=4)
+    assert len(nodes[0].waiting) == 1
+    nodes[0].bring_forward(step=5)
+    assert not nodes[0].waiting
+
+
+def test_sums_are_sent_in_the_order_of_the_exchanges_whoever_is_waited_for(post: PostOffice) -> None:
+    nodes = nodes_of(3)
+    of_buckets = [_started(*_components(Full(), 3, seed=seed), nodes) for seed in (1, 2, 3)]
+    # Node 0 wants the second one, node 1 the last one, node 2 waits for none.
+    nodes[0].send_until(of_buckets[1][0])
+    nodes[1].send_until(of_buckets[2][1])
+    nodes[2].bring_forward(step=0)
+    assert list(nodes[0].waiting) == [of_buckets[2][0]]
+    assert not nodes[1].waiting
+    nodes[0].send_until(of_buckets[2][0])
+    for number, exchanges in enumerate(of_buckets):
+        found = [each.result("mean") for each in exchanges]
+        _, sent = _components(Full(), 3, seed=number + 1)
+        expected = torch.stack([own[0].values for own in sent]).mean(0)
+        for components in found:
+            torch.testing.assert_close(components[0].values, expected, rtol=0, atol=1e-6)
+
+
+def test_whole_messages_have_no_second_leg(post: PostOffice) -> None:
+    nodes = nodes_of(3)
+    exchanges = _started(*_components(DCTTopK(chunk_size=8, top_k=3), 3), nodes)
+    assert not any(each.waiting for each in nodes)
+    for each in exchanges:
+        each.result("contributors")
+    assert {leg for leg, _, _ in post.boxes} == {"there"}
+
+
+def test_an_exchange_of_nothing_sends_nothing(post: PostOffice) -> None:
+    for nodes in nodes_of(3):
+        assert Exchange(BucketPlan((0,), ()), [], nodes).result("mean") == []
+        assert not nodes.waiting
+    assert not post.sent_bytes
+
+
+def test_a_process_alone_gets_its_own_components_back() -> None:
+    for replicator in (DCTTopK(chunk_size=8, top_k=3), Random(rate=0.5)):
+        (bucket,), (sent,) = _components(replicator, 1)
+        for (values, positions), own in zip(
+            Exchange(bucket.plan, sent, Nodes(ALONE, ALONE)).result("mean"), sent, strict=True
+        ):
+            assert torch.equal(values, own.values)
+            assert (positions is None) == (own.positions is None)
+
+
+@pytest.mark.parametrize("num_nodes", [3, 5])
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_segments_are_added_up_value_by_value(value_format: str, num_nodes: int) -> None:
+    buckets, sent = _components(Striding(rate=0.5), num_nodes, value_format)
+    plan = buckets[0].plan
+    for node in range(num_nodes):
+        messages = {
+            other: pack_segment(plan, sent[other], node, num_nodes) for other in range(num_nodes) if other != node
+        }
+        found = sum_of_segments(plan, sent[node], messages, node, num_nodes)
+        pieces = []
+        for index, part in enumerate(plan.parts):
+            start, stop = segment(part, node, num_nodes)
+            values = torch.stack([own[index].values.flatten()[start:stop].double() for own in sent])
+            pieces.append(values.sum(0) / num_nodes)
+        tolerance = 0.0 if value_format == "fp32" else 2**-8
+        torch.testing.assert_close(found.double(), torch.cat(pieces), rtol=tolerance, atol=1e-6)

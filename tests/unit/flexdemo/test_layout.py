@@ -1,0 +1,163 @@
+"""Tensors of all nodes as one DTensor, and the way back on another number of nodes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, node_mesh, part_of
+from lightning_muon.params.layout import Decoupled
+from tests.support.processes import ProcessPool
+
+AXES = ("replicate", "shard")
+# Rows that do not divide, fewer rows than ranks, a stack.
+SHAPES = [(13, 7), (1, 5), (3, 4, 2), (6,)]
+MESHES = [(2, 2), (3, 1), (1, 3), (4, 1)]
+
+
+def _mesh(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+
+
+def _saved(shape: tuple[int, ...], num_nodes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_nodes)
+    return torch.randn((num_nodes, *shape), generator=generator)
+
+
+def _parameter(shape: tuple[int, ...], mesh: DeviceMesh, dim: int = 0) -> Tensor:
+    return distribute_tensor(torch.zeros(shape), mesh["shard"], [Shard(dim)], src_data_rank=None)
+
+
+def _rows(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
+    """The shard of this rank, as FSDP2 divides."""
+    pieces = list(torch.chunk(whole, mesh.size(1), dim))
+    rank = mesh.get_local_rank("shard")
+    return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
+
+
+def _put_together(mesh_shape: tuple[int, int]) -> None:
+    mesh = _mesh(mesh_shape)
+    layout, node = NodeLayout(mesh), mesh.get_local_rank("replicate")
+    for shape in SHAPES:
+        for dim in range(min(2, len(shape))):
+            parameter, whole = _parameter(shape, mesh, dim), _saved(shape, mesh_shape[0])
+            local = _rows(whole[node], mesh, dim).clone()
+            found = layout.of_all_nodes(parameter, local)
+            assert isinstance(found, DTensor)
+            assert found.placements == (Shard(0), Shard(1 + dim))
+            assert found.device_mesh == mesh
+            assert torch.equal(found.full_tensor(), whole)
+            local.fill_(3)
+            assert (found.to_local() == 3).all(), "memory is not shared"
+            assert layout.mesh_and_placements(parameter) == (mesh, (Decoupled(), Shard(dim)))
+    plain = torch.zeros(3, 2)
+    assert layout.mesh_and_placements(plain) == (mesh, (Decoupled(), Replicate()))
+    found = layout.of_all_nodes(plain, torch.full((3, 2), float(node)))
+    assert torch.equal(found.full_tensor(), torch.arange(float(mesh_shape[0]))[:, None, None].expand(-1, 3, 2))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_the_parts_of_all_nodes_are_one_tensor(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
+    gloo.run(_put_together, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1])
+
+
+def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum", "mean"], is_dtensor: bool) -> None:
+    mesh = _mesh(mesh_shape)
+    layout, (num_nodes, _), node = NodeLayout(mesh), mesh_shape, mesh.get_local_rank("replicate")
+    for shape in SHAPES:
+        whole = _saved(shape, num_saved)
+        value = whole.clone()
+        if is_dtensor:
+            placements = [Shard(0), Shard(1)] if num_saved == num_nodes else [Shard(1), Replicate()]
+            value = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        found = local_of_nodes(value, _parameter(shape, mesh), layout, rule=rule)
+        if num_saved == num_nodes:
+            assert torch.equal(found, _rows(whole[node], mesh))
+        else:
+            expected = whole.double().sum(0) / (num_nodes if rule == "sum" else num_saved)
+            torch.testing.assert_close(found.double(), _rows(expected, mesh), rtol=0, atol=1e-6)
+        assert found.dtype == torch.float32
+        found.fill_(5)
+        assert torch.equal(value.full_tensor() if is_dtensor else value, whole), "memory is shared"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_dtensor", [False, True])
+@pytest.mark.parametrize("rule", ["sum", "mean"])
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_a_node_gets_its_own_or_its_share_of_all(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], rule: str, is_dtensor: bool
+) -> None:
+    for num_saved in {mesh_shape[0], 1, 3}:
+        gloo.run(_taken_apart, mesh_shape, num_saved, rule, is_dtensor, world_size=mesh_shape[0] * mesh_shape[1])
+
+
+@pytest.mark.parametrize(("rule", "divisor"), [("sum", 1), ("mean", 3)])
+def test_a_process_alone_takes_what_several_nodes_had(rule: Any, divisor: int) -> None:
+    parameter, whole = nn.Parameter(torch.zeros(4, 3)), _saved((4, 3), 3)
+    found = local_of_nodes(whole, parameter, None, rule=rule)
+    torch.testing.assert_close(found, whole.sum(0) / divisor, rtol=0, atol=1e-6)
+    assert torch.equal(local_of_nodes(whole[1:2], parameter, None, rule=rule), whole[1])
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 4), (2, 3, 4), (2, 12), (2, 1, 4, 3)])
+def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) has the shape .*\(number of nodes, \*shape\)"):
+        local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None, rule="sum")
+
+
+def _parts(mesh_shape: tuple[int, int]) -> None:
+    mesh = _mesh(mesh_shape)
+    for shape in SHAPES:
+        whole = _saved(shape, 1)[0]
+        parameter = _parameter(shape, mesh)
+        for value in (whole, distribute_tensor(whole, mesh["shard"], [Shard(0)], src_data_rank=None)):
+            assert torch.equal(part_of(value, parameter), _rows(whole, mesh))
+            assert torch.equal(part_of(value, torch.zeros(shape)), whole)
+
+
+def test_a_part_is_taken_of_whole_and_of_divided_tensors(gloo: ProcessPool) -> None:
+    gloo.run(_parts, (1, 3), world_size=3)
+    gloo.run(_parts, (2, 2), world_size=4)
+
+
+def _wrong_axes(names: tuple[str, str] | None) -> None:
+    node_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
+
+
+@pytest.mark.parametrize("names", [("shard", "replicate"), ("dp", "tp"), None], ids=str)
+def test_a_mesh_with_other_axes_is_refused(gloo: ProcessPool, names: tuple[str, str] | None) -> None:
+    gloo.expect_error_on_all_ranks(
+        _wrong_axes, names, match="axes .*'replicate', 'shard'.*got .*init_device_mesh", world_size=2
+    )
+
+
+def _on_the_whole_mesh() -> None:
+    mesh = _mesh((2, 1))
+    parameter = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    NodeLayout(mesh).mesh_and_placements(parameter)
+
+
+def test_a_parameter_that_is_replicated_by_others_is_refused(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _on_the_whole_mesh, match=r"shape \(4, 3\) lies on .*fully_shard\(module, mesh=mesh\['shard'\]\)", world_size=2
+    )
+
+
+def _order() -> None:
+    layout = NodeLayout(_mesh((1, 1)))
+    one, two, three, four = (torch.zeros(1) for _ in range(4))
+    wanted = [four, two, one]
+    assert [set(map(id, group)) for group in layout.in_order(wanted)] == [{id(t) for t in wanted}]
+    layout.set_arrival_order([[three, two], [three], [one]])
+    found = [[next(n for n, t in enumerate((one, two, three, four)) if t is x) for x in g] for g in
+             layout.in_order(wanted)]  # fmt: skip
+    assert found == [[1], [0], [3]]
+
+
+def test_parameters_come_in_the_order_of_their_updates_and_the_rest_last(gloo: ProcessPool) -> None:
+    gloo.run(_order, world_size=1)
