@@ -16,8 +16,9 @@ from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
 from lightning_muon.optim.elementwise import add_scaled_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, ParamGroup, PlanOptions
+from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, ParamGroup
 from lightning_muon.optim.transfer import BucketPieces, Transfer
+from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for
 from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE, Op

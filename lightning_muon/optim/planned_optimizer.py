@@ -36,12 +36,12 @@ from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, 
 from lightning_muon.optim.step_plan import (
     BoundParameter,
     CheckedGroups,
-    PlanOptions,
     StepPlan,
     bind,
     check_group_,
     completed_groups,
 )
+from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -15,17 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather, require_equal
-from lightning_muon.comm.mesh import AxisGroup, PrivateGroups
+from lightning_muon.comm.mesh import ALONE, AxisGroup, PrivateGroups, axis_group
 from lightning_muon.comm.nodes import nodes_of
-from lightning_muon.config import Assignment, Dedupe, Overlap, check_hyperparameters
-from lightning_muon.math.newton_schulz import newton_schulz_flops
-from lightning_muon.optim.homes import ExchangeHome, ExchangeHomes, Loads
+from lightning_muon.config import check_hyperparameters
 from lightning_muon.optim.meshes import MeshMembers
-from lightning_muon.params.layout import AxisPlacement, Layout, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
+from lightning_muon.params.exchange import (
+    MeshRanks,
+    ParameterToPlan,
+    Pieces,
+    PlannedExchange,
+    PlanOptions,
+    plan_exchanges,
+)
+from lightning_muon.params.layout import AxisPlacement, Layout
+from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.params.routing import Route
-from lightning_muon.schedule.dedupe import sharing_pays
-from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.overlap import EarlyEstimate, RankSeconds, estimate_early, machine_of, rank_seconds
 from lightning_muon.schedule.validate import check_plan
 
@@ -133,39 +136,6 @@ class BoundParameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object.
-
-    Attributes:
-        by_rank: Rank -> its part of the parameter, by rank; ranks without elements are left out.
-        held: Number of elements on each rank.
-        slices: The calling rank's part in its local tensor; ``None`` if that is all of it, or nothing.
-    """
-
-    by_rank: Mapping[int, Box]
-    held: tuple[int, ...]
-    slices: tuple[slice, ...] | None
-
-    @cached_property
-    def _cut(self) -> tuple[int, tuple[int, ...]] | None:
-        return cut_of(self.by_rank.values())
-
-    @cached_property
-    def _parts(self) -> list[Box]:
-        """The different parts, in the order in which they start."""
-        return sorted(set(self.by_rank.values()), key=lambda part: part.start)
-
-    def views(self, whole: Tensor, box: Box) -> dict[tuple[int, ...], Tensor]:
-        """The part of every rank in a tensor that holds just ``box``, the matrix; by the start of its box."""
-        if self._cut is None:
-            parts = [whole[part.slices_in(box)] for part in self._parts]
-        else:
-            dim, sizes = self._cut
-            parts = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
-        return dict(zip((part.start for part in self._parts), parts, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
 class MatrixJob:
     """One Newton-Schulz job: a logical matrix and where it lies.
 
@@ -183,24 +153,6 @@ class MatrixJob:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
         slices = self.pieces.slices
         return local if slices is None else local[slices]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What decides over owners, buckets and order; see :class:`~lightning_muon.config.MuonConfig`.
-
-    Attributes:
-        itemsize: Bytes of an element on the wire.
-        device_type: Where Newton-Schulz runs.
-    """
-
-    itemsize: int
-    device_type: str
-    chunk_bytes: int
-    assignment: Assignment
-    dedupe: Dedupe
-    look_ahead: int
-    overlap: Overlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,38 +226,48 @@ def bind(
         settings: What else must be equal on all ranks, for example the dtypes.
     """
     _compare(parameters, meshes, f"{settings} {options}")
-    found = _group_jobs(parameters, options)
-    private = private_groups.of([home.axes for home, _ in found])
-    loads = Loads()
-    plans: list[MuonPlan] = []
-    for number, ((home, jobs), axes) in enumerate(zip(found, private, strict=True)):
-        specs = _specs(jobs)
-        plan = plan_step(
-            specs,
-            num_ranks=axes.size,
-            itemsize=options.itemsize,
-            chunk_bytes=options.chunk_bytes,
-            strategy=options.assignment,
-            replica_of=home.replica_of,
-            loads=loads.of(home),
-            key_prefix=f"{number}.",
-            ranks=(axes.rank,),
-        )
-        check_plan(plan)
-        loads.add(home, specs, plan, options.itemsize)
+    planned, bound = _plan(parameters, meshes, options)
+    axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]
+    private = private_groups.of(axes_of)
+    for (_, each), axes in zip(planned, private, strict=True):
+        check_plan(each.plan)
         if axes.group is not None:
-            require_equal([("plan", plan.fingerprint())], axes.group, "the plan of ParallelMuon")
-        plans.append(plan)
-    homes = [home for home, _ in found]
+            require_equal([("plan", each.plan.fingerprint())], axes.group, "the plan of ParallelMuon")
     estimates: Mapping[int, EarlyEstimate | None] = {}
     if options.overlap == "auto":
-        estimates = _estimates(list(zip(homes, plans, strict=True)), meshes, options)
+        estimates = _estimates(planned, meshes, options)
     groups: list[ExchangeGroup] = []
-    for number, (plan, axes, (home, jobs)) in enumerate(zip(plans, private, found, strict=True)):
+    for number, ((_, each), axes) in enumerate(zip(planned, private, strict=True)):
         estimate = estimates.get(number)
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
-        groups.append(ExchangeGroup(axes, home.replica_of, tuple(jobs), plan, sends_early, estimate))
+        jobs = tuple(MatrixJob(bound[placed.parameter], placed.matrix, placed.pieces) for placed in each.matrices)
+        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan, sends_early, estimate))
     return StepPlan(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
+
+
+# With the mesh of the parameters.
+_Planned = Sequence[tuple[DeviceMesh | None, PlannedExchange]]
+
+
+def _plan(
+    parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], options: PlanOptions
+) -> tuple[_Planned, list[BoundParameter]]:
+    """The exchange groups, and the parameters to which their matrices belong. Local."""
+    ranks = {
+        members.mesh: MeshRanks(
+            () if members.mesh is None else tuple(members.mesh.shape), members.axes.coordinates, members.axes.rank
+        )
+        for members in meshes
+    }
+    bound: list[BoundParameter] = []
+    to_plan: list[ParameterToPlan] = []
+    for each in parameters:
+        if each.tensor.requires_grad and each.route.kind != "elementwise":
+            mesh, placements = each.mesh_and_placements
+            bound.append(each)
+            to_plan.append(ParameterToPlan(each.route, each.shape, ranks[mesh], placements, each.group["ns_steps"]))
+    mesh_of = {found: mesh for mesh, found in ranks.items()}
+    return [(mesh_of[each.ranks.mesh], each) for each in plan_exchanges(to_plan, options)], bound
 
 
 # Coordinate in a mesh -> number of the node of the rank there.
@@ -313,7 +275,7 @@ _Nodes = Mapping[tuple[int, ...], int]
 
 
 def _estimates(
-    planned: Sequence[tuple[ExchangeHome, MuonPlan]], meshes: Sequence[MeshMembers], options: PlanOptions
+    planned: _Planned, meshes: Sequence[MeshMembers], options: PlanOptions
 ) -> dict[int, EarlyEstimate | None]:
     """Of each exchange group by its number: equal on all ranks of its mesh, each of which brings what it takes itself.
 
@@ -323,11 +285,12 @@ def _estimates(
     for members in meshes:
         nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
         own: dict[int, RankSeconds] = {}
-        for number, (home, plan) in enumerate(planned):
-            if home.mesh == members.mesh:
-                between = (_spans_nodes(nodes, home.sharded), _spans_nodes(nodes, home.mesh_axes))
+        for number, (mesh, each) in enumerate(planned):
+            if mesh == members.mesh:
+                ranks = each.ranks
+                between = (_spans_nodes(nodes, ranks.sharded), _spans_nodes(nodes, ranks.mesh_axes))
                 machine = machine_of(options.device_type, is_between_machines=between)
-                own[number] = rank_seconds(plan.program[home.axes.rank], machine)
+                own[number] = rank_seconds(each.plan.program[ranks.rank], machine)
         of_ranks = gather(own, members.host.group) if members.host.group is not None else [own]
         # Groups have other numbers on ranks that belong to other meshes, too.
         by_group = zip(*(each.values() for each in of_ranks), strict=True)
@@ -365,131 +328,3 @@ def _describe(parameter: BoundParameter) -> str:
         f"{parameter.shape} {parameter.tensor.dtype} {placements} {parameter.route.kind} {parameter.route.splits} "
         f"trainable={parameter.tensor.requires_grad} {options}"
     )
-
-
-def _group_jobs(
-    parameters: Sequence[BoundParameter], options: PlanOptions
-) -> list[tuple[ExchangeHome, list[MatrixJob]]]:
-    """Trainable matrices by the ranks among which they travel; those that stay within a replica come first."""
-    placed = list(_placed(parameters))
-    num_alike: Counter[tuple[DeviceMesh | None, tuple[int, ...]]] = Counter()
-    for each in placed:
-        num_alike[each.mesh, each.sharded] += len(each.matrices)
-    found: dict[ExchangeHome, list[MatrixJob]] = {}
-    homes, places = ExchangeHomes(), _Places()
-    for each in placed:
-        # Matrices of one shape share the answer, for example the experts of a stack.
-        answers: dict[tuple[int, int], tuple[list[MatrixJob], _Place]] = {}
-        for matrix in each.matrices:
-            shape = matrix.rows, matrix.cols
-            if shape not in answers:
-                is_shared = _is_shared(each, matrix, num_alike[each.mesh, each.sharded], options)
-                home = homes.get(each.mesh, each.sharded, is_shared=is_shared)
-                answers[shape] = found.setdefault(home, []), places.get(each, home)
-            jobs, place = answers[shape]
-            jobs.append(MatrixJob(each.parameter, matrix, place.pieces(matrix)))
-    return sorted(found.items(), key=lambda item: item[0].spans_replicas)
-
-
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """A trainable parameter with its matrices, where it lies, and the axes of more than one rank that shard it."""
-
-    parameter: BoundParameter
-    matrices: tuple[LogicalMatrix, ...]
-    mesh: DeviceMesh | None
-    mesh_shape: tuple[int, ...]
-    placements: tuple[AxisPlacement, ...]
-    sharded: tuple[int, ...]
-
-
-def _placed(parameters: Sequence[BoundParameter]) -> Iterator[_Placed]:
-    for parameter in parameters:
-        if not parameter.tensor.requires_grad or parameter.route.kind == "elementwise":
-            continue
-        mesh, placements = parameter.mesh_and_placements
-        mesh_shape = tuple(mesh.shape) if mesh is not None else ()
-        sharded = sharded_axes(placements, mesh_shape, parameter.route.name)
-        matrices = logical_matrices(parameter.shape, parameter.route)
-        yield _Placed(parameter, matrices, mesh, mesh_shape, placements, sharded)
-
-
-def _is_shared(placed: _Placed, matrix: LogicalMatrix, num_matrices: int, options: PlanOptions) -> bool:
-    """Whether one owner serves all replicas; ``num_matrices`` lie like this one."""
-    if options.dedupe != "auto":
-        return options.dedupe == "always"
-    replica_ranks = math.prod(placed.mesh_shape[axis] for axis in placed.sharded)
-    return sharing_pays(
-        _flops(placed.parameter, matrix),
-        matrix.box.numel * options.itemsize,
-        device_type=options.device_type,
-        num_matrices=num_matrices,
-        num_replicas=math.prod(placed.mesh_shape) // replica_ranks,
-        replica_ranks=replica_ranks,
-    )
-
-
-class _Place:
-    """How the parameters of one shape and placement lie on the ranks of a home."""
-
-    def __init__(self, placed: _Placed, home: ExchangeHome) -> None:
-        shape = placed.parameter.shape
-        self._home = home
-        self._shards = Shards(held_boxes(shape, placed.mesh_shape, placed.placements, home.axes.coordinates))
-        self._known: dict[Box, Pieces] = {}
-
-    def pieces(self, matrix: LogicalMatrix) -> Pieces:
-        """Where a matrix of such a parameter lies."""
-        if matrix.box not in self._known:
-            self._known[matrix.box] = self._find(matrix)
-        return self._known[matrix.box]
-
-    def _find(self, matrix: LogicalMatrix) -> Pieces:
-        axes, replica_of = self._home.axes, self._home.replica_of
-        by_rank = self._shards.pieces(matrix.box)
-        replica = [piece for rank, piece in by_rank.items() if replica_of[rank] == replica_of[axes.rank]]
-        if not tile(replica, matrix.box):
-            raise ValueError(
-                f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
-                "ParallelMuon does not take this order of sharding"
-            )
-        held = [0] * axes.size
-        for rank, piece in by_rank.items():
-            held[rank] = piece.numel
-        mine, outer = by_rank.get(axes.rank), self._shards.boxes[axes.rank]
-        return Pieces(by_rank, tuple(held), None if mine in (None, outer) else mine.slices_in(outer))
-
-
-class _Places:
-    """Makes each place once: a large model has few different shapes."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], _Place] = {}
-
-    def get(self, placed: _Placed, home: ExchangeHome) -> _Place:
-        """How a parameter lies on the ranks of ``home``."""
-        key = home, placed.parameter.shape, placed.placements
-        if key not in self._found:
-            self._found[key] = _Place(placed, home)
-        return self._found[key]
-
-
-def _specs(jobs: Sequence[MatrixJob]) -> list[MatrixSpec]:
-    # Equal tuples are one object: the planner is fast for those.
-    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
-    held = {pieces: shared.setdefault(pieces.held, pieces.held) for pieces in {job.pieces: None for job in jobs}}
-    return [
-        MatrixSpec(
-            name=job.matrix.name,
-            numel=job.matrix.rows * job.matrix.cols,
-            flops=_flops(job.parameter, job.matrix),
-            held=held[job.pieces],
-            rows=job.matrix.rows,
-            cols=job.matrix.cols,
-        )
-        for job in jobs
-    ]
-
-
-def _flops(parameter: BoundParameter, matrix: LogicalMatrix) -> int:
-    return newton_schulz_flops(matrix.rows, matrix.cols, parameter.group["ns_steps"])

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import step_plan as binding_module
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, PlanOptions, StepPlan, bind
+from lightning_muon.optim.step_plan import BoundParameter, StepPlan, bind
+from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel

@@ -16,8 +16,9 @@ from lightning_muon.comm.exchange import BufferPool
 from lightning_muon.comm.mesh import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, ExchangeGroup, PlanOptions, bind
+from lightning_muon.optim.step_plan import BoundParameter, ExchangeGroup, bind
 from lightning_muon.optim.transfer import BucketPieces, Transfer
+from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.holdings import MatrixSpec

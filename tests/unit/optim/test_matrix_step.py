@@ -14,7 +14,8 @@ from lightning_muon.optim import matrix_step
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, PlanOptions, bind
+from lightning_muon.optim.step_plan import BoundParameter, bind
+from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
 
