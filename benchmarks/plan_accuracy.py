@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from statistics import median
 
-from lightning_muon.monitor.compare import Comparison, compare
+from lightning_muon.monitor.calibrate import Comparison, compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
@@ -31,7 +31,7 @@ GATED = ModelShapes(
         for name, shape in (
             ("qkv", (1152, 384)),
             ("out", (384, 384)),
-            ("gate", (1024, 384)),
+            ("barrier", (1024, 384)),
             ("up", (1024, 384)),
             ("down", (384, 1024)),
         )

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_muon import ParallelMuon
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.config import Overlap
 from lightning_muon.optim.gradients import agree_on_gradients

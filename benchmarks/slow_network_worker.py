@@ -22,7 +22,7 @@ from namespaces import sent_bytes, set_rate
 from slow_network_contenders import CONTENDERS, Contender, Job, make_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 NUM_NODES = 2
 NUM_HELD_OUT = 8

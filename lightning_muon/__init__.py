@@ -26,9 +26,9 @@ from lightning_muon.sharding.context_parallel import (
     pad_to_multiple,
     split_sequence,
 )
-from lightning_muon.sharding.full_weights import full_state_dict
-from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.registry import make_mode
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import make_mode
+from lightning_muon.sharding.weights import full_state_dict
 
 if TYPE_CHECKING:
     from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy

@@ -17,7 +17,7 @@ import torch
 from lightning_muon.config import MuonConfig, check_whole
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.sharding.modes.registry import Sharding
+from lightning_muon.sharding.modes import Sharding
 
 _DESCRIPTION = """Write a config file of accelerate with a section lightning_muon, in which every option is a comment
 with its default. Start a program with it, as it is: lightning-muon launch --config_file FILE program.py"""

@@ -25,8 +25,7 @@ from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, Plan
 from lightning_muon.cli.plan_zero2 import plan_zero2
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.monitor.calibrate import calibrate
-from lightning_muon.monitor.compare import matrix_shapes
+from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes, write_shapes

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_muon.cli.plan_report import table
 from lightning_muon.cli.plan_specs import Mesh
-from lightning_muon.grad_sync.buckets import BUCKET_BYTES
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.schedule.between_nodes import ShardExchange, shard_exchanges
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import ModelShapes

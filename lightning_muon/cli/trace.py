@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_muon.config import Assignment, MuonConfig, check_plan_options
-from lightning_muon.monitor.compare import Comparison, compare
+from lightning_muon.monitor.calibrate import Comparison, compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 _Result = TypeVar("_Result")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.sharding.fsdp import callable_children
-from lightning_muon.sharding.runtime import own_places
+from lightning_muon.sharding.fsdp_runtime import own_places
+from lightning_muon.sharding.shard_model import callable_children
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MARK = "is_fsdp_entry"

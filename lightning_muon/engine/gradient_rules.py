@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.engine.options import ClipGroups
-from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
+from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.sharding.modes.mode import ShardingMode
-from lightning_muon.sharding.replicas import names_of
+from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.weights import names_of
 
 
 class GradientRules:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.lightning import LightningPackage, materialize_sharded
-from lightning_muon.sharding.fsdp import plan_units, shard_model
-from lightning_muon.sharding.modes.mode import ModeOptions
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.shard_model import plan_units, shard_model
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
 # These update running statistics, which stay float32, and take no weights of another dtype.

@@ -13,9 +13,9 @@ from lightning_muon.engine.conversion import OptimizerChoice, check_choice, conf
 from lightning_muon.engine.mesh_sizes import MeshSizes, Size
 from lightning_muon.engine.parsing import build, build_class, check_keys, class_with_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
-from lightning_muon.sharding.modes.registry import MODES, Sharding, check_mode
-from lightning_muon.sharding.wrap import WrapPolicy
+from lightning_muon.sharding.mode import BucketBytes, ModeOptions
+from lightning_muon.sharding.modes import MODES, Sharding, check_mode
+from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
@@ -46,7 +46,7 @@ class Options:
             and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
             are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
             A mapping of its keys stands for a config.
-        wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.wrap.find_units`.
+        wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.units.find_units`.
         reshard_after_forward: Free the whole weights of a unit between forward and backward.
         sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
             divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
@@ -217,8 +217,8 @@ def _check_decoupled_nodes(sharding: str, sizes: MeshSizes) -> None:
 def _check_combinations(sharding: str, options: ModeOptions, *, num_tensor_ranks: int) -> None:
     """Raise ``ValueError`` for an option that ``sharding`` cannot honour."""
     mode = MODES[sharding]
-    if num_tensor_ranks > 1 and not mode.divides_weights:
-        others = [name for name, other in MODES.items() if other.divides_weights]
+    if num_tensor_ranks > 1 and not mode.shards_weights:
+        others = [name for name, other in MODES.items() if other.shards_weights]
         raise ValueError(
             f"tensor_size={num_tensor_ranks} needs sharding={others[0]!r}, got {sharding!r}, which keeps plain weights"
         )

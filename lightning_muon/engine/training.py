@@ -14,8 +14,8 @@ from lightning_muon.engine.conversion import OptimizerProxy, ReplacedParameters
 from lightning_muon.engine.gradient_rules import GradientRules, SingleReductionGuard
 from lightning_muon.engine.options import ClipGroups
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.sharding.modes.mode import ShardingMode
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.mode import ShardingMode
 
 
 class Training:
@@ -246,8 +246,8 @@ class Training:
     def _watch(self) -> None:
         self.mode.watch(self.module)
         if self._watchdog is None:
-            assert self.mode.unit_order is not None
-            self._watchdog = Watchdog(self.mode.unit_order, silence=self._max_silence)
+            assert self.mode.call_log is not None
+            self._watchdog = Watchdog(self.mode.call_log, silence=self._max_silence)
             self._watchdog.start()
 
     def _require_optimizers(self, what: str) -> _Rules:

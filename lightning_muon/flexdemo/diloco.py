@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.bucket import Bucket, signs
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets, sent_bytes
 from lightning_muon.flexdemo.inter_node_sync import BetweenNodes, OptimizerView

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.mesh import ALONE, PrivateGroups, axis_group
+from lightning_muon.comm.groups import ALONE, PrivateGroups, axis_group
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_exchange import Nodes
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule

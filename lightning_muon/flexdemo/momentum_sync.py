@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_muon.comm.reduce import SideStream
+from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.flexdemo.bucket import Bucket, signs
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets, sent_bytes
 from lightning_muon.flexdemo.inter_node_sync import BetweenNodes, OptimizerView

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_muon.comm.exchange import start_messages, start_messages_together
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.collectives import start_messages, start_messages_together
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo.bucket import merged, pack, unpack
 from lightning_muon.flexdemo.bucket_plan import (
     BucketPlan,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_muon.params.layout import AxisPlacement, Decoupled, TensorLayout, local_tensor
-from lightning_muon.sharding.broadcast import mesh_device
+from lightning_muon.sharding.weights import mesh_device
 
 AXES = ("replicate", "shard")
 Rule = Literal["sum", "mean"]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.comm.mesh import axis_group, host_group
+from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
 from lightning_muon.flexdemo.config import (
     Base,
@@ -38,7 +38,7 @@ from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, Plan
 from lightning_muon.optim.state import StateCompletion
 from lightning_muon.optim.step_plan import COMPARED, StepPlan
 from lightning_muon.params.layout import Layout, TensorLayout
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")

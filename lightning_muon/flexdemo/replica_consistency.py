@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.params.layout import local_tensor
 
 _NOT_SHARDED = (

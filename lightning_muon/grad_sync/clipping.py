@@ -1,4 +1,4 @@
-"""Gradient clipping for parameters that are divided over meshes of any kind, or not at all."""
+"""Gradient clipping for parameters that are sharded over meshes of any kind, or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.params.layout import Layout, TensorLayout, sharded_axes
 
 _TENSORS = TensorLayout()
@@ -78,7 +78,7 @@ def total_norm(parameters: Iterable[Tensor], *, layout: Layout = _TENSORS, pipel
     sums are reduced first, and stay so; all ranks of their mesh, or none of them, must have them.
 
     Collective over the meshes of ``parameters`` (one all-reduce of one number for each distinct set of ranks over which
-    parameters are divided) and over ``pipeline``; every rank must call it, also without gradients of its own.
+    parameters are sharded) and over ``pipeline``; every rank must call it, also without gradients of its own.
 
     Args:
         parameters: In the same order on all ranks that share a mesh; a tensor that occurs twice counts once.
@@ -104,7 +104,7 @@ class Sharers:
     parameters: list[Tensor] = field(default_factory=list)
 
 
-def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, divided: bool) -> list[Sharers]:
+def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> list[Sharers]:
     """Parameters by the set of ranks that share them, in an order in which all ranks can communicate.
 
     Collective over sets of ranks that span several axes the first time; every rank of them must call it.
@@ -113,11 +113,11 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, divided: bool) -> 
         parameters: In the same order on all ranks that share a mesh. Frozen ones and those without gradients count,
             so that the sets do not depend on what a rank has computed.
         layout: Where their parts lie.
-        divided: Only the axes that divide a parameter, instead of all axes of its mesh.
+        sharded: Only the axes that shard a parameter, instead of all axes of its mesh.
     """
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
-        mesh, axes = _mesh_and_axes(parameter, layout, divided=divided)
+        mesh, axes = _mesh_and_axes(parameter, layout, sharded=sharded)
         kinds.setdefault((mesh, axes), []).append(parameter)
     found: dict[tuple[int, ...], Sharers] = {}
     # Two kinds that have the same ranks for one rank have them for each of these ranks, so the order is theirs too.
@@ -149,12 +149,12 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [norms[id(gradient)] for gradient in gradients]
 
 
-def _mesh_and_axes(parameter: Tensor, layout: Layout, *, divided: bool) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Mesh of a parameter and its axes of more than one rank; ``divided`` leaves out those that replicate it."""
+def _mesh_and_axes(parameter: Tensor, layout: Layout, *, sharded: bool) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Mesh of a parameter and its axes of more than one rank; ``sharded`` leaves out those that replicate it."""
     mesh, placements = layout.mesh_and_placements(parameter)
     if mesh is None:
         return None, ()
-    if divided:
+    if sharded:
         return mesh, sharded_axes(placements, mesh.shape, f"a parameter {tuple(parameter.shape)}")
     return mesh, tuple(axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1)
 
@@ -165,7 +165,7 @@ def _square(parameters: Sequence[Tensor], layout: Layout, pipeline: AxisGroup | 
     Collective as :func:`total_norm` is; every rank must call it.
     """
     _reduce_partial_sums(parameters)
-    sharers = by_ranks(parameters, layout, divided=True)
+    sharers = by_ranks(parameters, layout, sharded=True)
     squares = [_local_square(_gradients(each.parameters, layout), each.device) for each in sharers]
     pending = [
         start_all_reduce_sum(square, each.group)

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.comm.host_copy import start_reading
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.grad_sync.clipping import Sharers, by_ranks, local_gradient, local_norms
 from lightning_muon.params.layout import Layout, TensorLayout
@@ -101,7 +100,7 @@ def find_nonfinite(
     """
     if known_norm is not None and bool(known_norm.isfinite()):
         return []
-    sharers = sorted(by_ranks(parameters, layout, divided=False), key=lambda each: each.group.size)
+    sharers = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
     counts = _count_on_all_ranks(sharers, layout, pipeline)
     found: list[str] = []
     for each, per_parameter in zip(sharers, counts, strict=False):

@@ -11,22 +11,127 @@ are exact; they cost the head start.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
-from lightning_muon.comm.mesh import AxisGroup, host_group
-from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
-from lightning_muon.grad_sync.buckets import BUCKET_BYTES, Bucket, make_buckets, num_bytes
-from lightning_muon.grad_sync.transport import Pending, Traffic, Transport
+from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
+from lightning_muon.grad_sync.transports import LaunchLog, Pending, Transport
+
+# As in torch's DistributedDataParallel (bucket_cap_mb=25).
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class GradientBucket:
+    """Parameters of one dtype and device.
+
+    Attributes:
+        index: Place in the order of launches.
+        parameters: In the order in which backward is expected to reach them.
+    """
+
+    index: int
+    parameters: tuple[Tensor, ...]
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Size of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def make_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> list[GradientBucket]:
+    """Buckets of at most ``bucket_bytes`` in the order in which backward completes them; pure.
+
+    Backward is expected to reach the parameters in the reverse of the given order. A parameter that is larger than
+    ``bucket_bytes`` has a bucket of its own.
+
+    Args:
+        parameters: Different tensors, in the order of the modules.
+        bucket_bytes: At least 1.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    current: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: list[list[int]] = []
+    for index in reversed(range(len(parameters))):
+        key, size = (parameters[index].dtype, parameters[index].device), num_bytes(parameters[index])
+        if key not in current or sizes[key] + size > bucket_bytes:
+            current[key], sizes[key] = [], 0
+            groups.append(current[key])
+        current[key].append(index)
+        sizes[key] += size
+    groups.sort(key=lambda group: -group[-1])
+    return [GradientBucket(number, tuple(parameters[index] for index in group)) for number, group in enumerate(groups)]
+
+
+Owner = TypeVar("Owner")
+
+
+@dataclass
+class Arrivals:
+    """How often the hook of a parameter is called in a step: more than once if backward reaches it in several ways.
+
+    Learnt from the step before: accumulation in several passes, activation checkpointing.
+    """
+
+    expected: int = 1
+    seen: int = 0
+
+    def add(self) -> bool:
+        """Count one; whether it is the last one that is expected."""
+        self.seen += 1
+        return self.seen == self.expected
+
+    def begin_step(self) -> None:
+        """Expect as many as there were."""
+        self.expected, self.seen = max(1, self.seen), 0
+
+
+def watch_gradients(
+    owner: Owner, parameters: Iterable[Tensor], arrived: Callable[[Owner, Tensor], None]
+) -> Callable[[], object]:
+    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; local.
+
+    The hooks go with ``owner``, also if it is dropped without a word: Python's garbage collector does not look into
+    the hooks of tensors. Frozen parameters are watched for the time when they are not frozen.
+
+    Returns:
+        Removes the hooks.
+    """
+    reference = weakref.ref(owner)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            arrived(alive, parameter)
+
+    return weakref.finalize(owner, _remove, [_register(parameter, hook) for parameter in parameters])
+
+
+def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Torch refuses hooks on frozen parameters, but keeps them while a parameter is frozen."""
+    is_trainable = parameter.requires_grad
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trainable)
+    return handle
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -86,7 +191,7 @@ class GradientReducer:
         self._transport, self._group, self._host = transport, group, host_group(group)
         _check(self._parameters, names, self._host)
         self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
-        self.traffic = Traffic()
+        self.traffic = LaunchLog()
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
         self._divisor = float(group.size)
@@ -221,12 +326,12 @@ class GradientReducer:
         self._sent: set[Tensor] = set()
         self._num_launched = 0
         self._resends = False
-        self._launched = Traffic()
+        self._launched = LaunchLog()
         self._missing = [self._expected.intersection(bucket.parameters) for bucket in self.buckets]
         for arrivals in self._arrivals.values():
             arrivals.begin_step()
 
-    def _launch(self, bucket: Bucket, parameters: Collection[Tensor], *, from_hook: bool = False) -> None:
+    def _launch(self, bucket: GradientBucket, parameters: Collection[Tensor], *, from_hook: bool = False) -> None:
         """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
         gradients: dict[Tensor, Tensor | None] = {}
         for parameter in bucket.parameters:

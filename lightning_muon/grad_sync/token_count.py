@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
-from lightning_muon.comm.host_copy import start_reading
-from lightning_muon.comm.mesh import AxisGroup, host_group
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
+from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 _WHAT_TO_DO = "call self.trainer.strategy.report_tokens(n) in training_step"
 _EXPECTED = "a whole number of at least 0, or a 0-d tensor of integers or float32"

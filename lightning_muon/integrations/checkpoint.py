@@ -23,7 +23,7 @@ from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.integrations.node_states import expect_saved_nodes, share_whole
 from lightning_muon.params.uses import clean_name
-from lightning_muon.sharding.full_weights import full_state_dict
+from lightning_muon.sharding.weights import full_state_dict
 
 
 class Checkpoint:

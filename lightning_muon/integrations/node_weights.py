@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicator import LocalSteps
 from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.sharding.broadcast import mesh_device
+from lightning_muon.sharding.weights import mesh_device
 
 
 class NodeWeights:

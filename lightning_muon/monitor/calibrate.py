@@ -1,28 +1,85 @@
-"""A cost model measured on this machine, with all ranks at work at once."""
+"""A cost model measured on this machine with all ranks at work at once, and measured steps beside predicted ones."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_muon.comm.exchange import parts, start_all_to_all
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.collectives import parts, start_all_to_all
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.config import MuonConfig
 from lightning_muon.monitor.ranks import run_on_ranks, this_device
 from lightning_muon.monitor.timeline import Recording, predict, record_step
-from lightning_muon.monitor.workload import make_optimizer
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.params.logical import logical_matrices
+from lightning_muon.params.routing import Route
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import MOMENTUM, NEWTON_SCHULZ, UPDATE
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
-from lightning_muon.schedule.simulate import Span
+from lightning_muon.schedule.simulate import Span, Timeline
+
+
+def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any) -> ParallelMuon:
+    """ParallelMuon on weights and gradients of these shapes, sharded as FSDP2 does.
+
+    Collective over the default process group; every rank must call it.
+
+    Args:
+        model: Shapes; frozen parameters are left out.
+        num_replicas: Size of the replicate axis; must divide the number of ranks.
+        **options: Of :class:`~lightning_muon.ParallelMuon`.
+    """
+    num_ranks = dist.get_world_size()
+    if num_ranks % num_replicas:
+        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
+    device = this_device()
+    mesh = init_device_mesh(
+        device.type, (num_replicas, num_ranks // num_replicas), mesh_dim_names=("replicate", "shard")
+    )
+    # Replicas hold equal weights.
+    torch.manual_seed(mesh.get_local_rank("shard"))
+    trained = [parameter for parameter in model.parameters if not parameter.frozen]
+    groups: list[dict[str, Any]] = []
+    for algorithm, chosen in (
+        ("muon", [parameter for parameter in trained if parameter.kind != "elementwise"]),
+        ("adamw", [parameter for parameter in trained if parameter.kind == "elementwise"]),
+    ):
+        named = [(parameter.name, _weight(parameter, mesh)) for parameter in chosen]
+        if named:
+            groups.append({"params": named, "algorithm": algorithm})
+    fused = {parameter.name: parameter.splits for parameter in trained if parameter.splits}
+    return ParallelMuon(groups, fused=fused, **options)
+
+
+def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
+    """With a gradient."""
+    placements: tuple[Placement, ...] = (Replicate(), Shard(parameter.shard_dim) if parameter.shape else Replicate())
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shape = torch.Size(parameter.shape)
+    local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), coordinate, placements)
+    stride = torch.empty(shape, device="meta").stride()
+
+    def draw() -> Tensor:
+        local = torch.randn(local_shape, device=mesh.device_type)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    weight = nn.Parameter(draw())
+    weight.grad = draw()
+    return weight
+
 
 # Larger sides are cut to this: products reach their full rate long before, and the measurement stays short.
 _LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
@@ -223,3 +280,82 @@ def _agree(values: Sequence[float]) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64, device=this_device())
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One step as it ran and as it was predicted.
+
+    Attributes:
+        recording: The fastest of the steps that were recorded: other work on the machine only ever adds.
+        cost: Measured just before.
+        predicted: The same ops in the same order, simulated.
+        measured_seconds: Duration of each recorded step.
+    """
+
+    recording: Recording
+    cost: CostModel
+    predicted: Timeline
+    measured_seconds: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        """Seconds of the fastest step."""
+        return self.recording.timeline.makespan
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured duration."""
+        return self.predicted.makespan / self.measured
+
+
+def compare(
+    model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]
+) -> list[Comparison]:
+    """Calibrate, then record a few steps with each set of options, and predict the same.
+
+    Collective over the default process group; every rank must call it.
+
+    Args:
+        model: Shapes of the weights, which are random.
+        num_replicas: Size of the replicate axis.
+        num_steps: Recorded steps for each set of options.
+        options: Of :class:`~lightning_muon.ParallelMuon`.
+    """
+    cost = calibrate(matrix_shapes(model), num_ranks=dist.get_world_size(), num_replicas=num_replicas)
+    return [_compare_one(model, num_replicas, num_steps, each, cost) for each in options]
+
+
+def matrix_shapes(model: ModelShapes) -> list[tuple[int, int]]:
+    """Rows and columns of every matrix that Newton-Schulz sees."""
+    return [
+        (matrix.rows, matrix.cols)
+        for parameter in model.parameters
+        if parameter.kind != "elementwise" and not parameter.frozen
+        for matrix in logical_matrices(
+            parameter.shape,
+            Route(
+                name=parameter.name,
+                kind=parameter.kind,  # type: ignore[arg-type]
+                reason=parameter.reason,
+                splits=parameter.splits,
+                split_dim=parameter.split_dim,
+            ),
+        )
+    ]
+
+
+def _compare_one(
+    model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any], cost: CostModel
+) -> Comparison:
+    optimizer = make_optimizer(model, num_replicas=num_replicas, **options)
+    optimizer.step()
+    recordings = [record_step(optimizer) for _ in range(num_steps)]
+    fastest = min(recordings, key=lambda recording: recording.timeline.makespan)
+    device_type = optimizer.param_groups[0]["params"][0].device.type
+    return Comparison(
+        recording=fastest,
+        cost=cost,
+        predicted=predict(fastest, cost, device_type=device_type),
+        measured_seconds=tuple(recording.timeline.makespan for recording in recordings),
+    )

@@ -1,4 +1,4 @@
-"""Where a rank stands while it does not get on, and what the positions of all ranks prove."""
+"""Where a rank stands while it makes no progress, whether its process lives, and what the positions of all prove."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import collective_counts
-from lightning_muon.sharding.unit_order import UnitOrder
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 
@@ -26,11 +28,11 @@ class Position:
         shard: The lowest rank with which it shares the weights.
         mesh: The lowest rank with which it shares gradients.
         skipped: Number of notes of this step that are left out, the first ones; ranks further apart prove nothing.
-        notes: The other notes of :class:`~lightning_muon.sharding.unit_order.UnitOrder`.
+        notes: The other notes of :class:`~lightning_muon.sharding.fsdp_call_log.FsdpCallLog`.
         crossing_skipped: As ``skipped``, of the notes that all ranks have in common.
         crossing: These notes.
-        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else. A gate
-            of the order counts as a group of its own.
+        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else. A
+            barrier of the call log counts as a group of its own.
         counts: Collectives launched in each process group.
         beat: How often the rank has looked since it last got on.
         left: Whether the rank has ended its run.
@@ -52,7 +54,7 @@ class Position:
 
     @classmethod
     def current(
-        cls, order: UnitOrder, thread: int, *, beat: int, left: bool = False, failure: str | None = None
+        cls, order: FsdpCallLog, thread: int, *, beat: int, left: bool = False, failure: str | None = None
     ) -> Position:
         """The position of this process, whose ``thread`` trains; local."""
         skipped, notes = order.notes()
@@ -73,8 +75,8 @@ class Position:
             failure=failure,
         )
 
-    def with_gates(self, counts: Mapping[str, int], waits_in: str | None) -> Position:
-        """Add to how many gates of each name the rank has come, and the one in which it waits."""
+    def with_barriers(self, counts: Mapping[str, int], waits_in: str | None) -> Position:
+        """Add to how many barriers of each name the rank has come, and the one in which it waits."""
         return replace(self, group=waits_in or self.group, counts={**self.counts, **counts})
 
     def to_text(self) -> str:
@@ -104,7 +106,7 @@ def waiting_place(thread: int) -> tuple[str, int] | None:
         return None
 
 
-def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
+def find_mismatch(positions: Mapping[int, Position], order: FsdpCallLog) -> str | None:
     """The reason why these ranks can never meet, ``None`` if they may.
 
     Args:
@@ -122,7 +124,7 @@ def find_mismatch(positions: Mapping[int, Position], order: UnitOrder) -> str | 
     return None
 
 
-def _different_notes(positions: Mapping[int, Position], order: UnitOrder) -> str | None:
+def _different_notes(positions: Mapping[int, Position], order: FsdpCallLog) -> str | None:
     """Compare the notes of ranks in the same step: all of them inside each shard group, others over each mesh."""
     compared: dict[tuple[int, bool, int], dict[int, tuple[int, list[int]]]] = {}
     for rank, position in positions.items():
@@ -162,6 +164,65 @@ def _ends_differ(a: Position, b: Position) -> bool:
     return a.crossing_skipped + len(a.crossing) != b.crossing_skipped + len(b.crossing)
 
 
-def _place(position: Position, order: UnitOrder) -> str:
+def _place(position: Position, order: FsdpCallLog) -> str:
     last = order.text(position.notes[-1]) if position.notes else "has run no unit in this step"
     return f"waits after it {last}" if position.notes else last
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process that others on the same host can look up.
+
+    Attributes:
+        host: The running kernel and the namespace of process numbers; empty where the system does not tell them.
+        pid: Number of the process in that namespace.
+        start: When it was started, in ticks since the kernel was; tells it from a later process of the same number.
+    """
+
+    host: str
+    pid: int
+    start: str
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """The calling process."""
+        pid = os.getpid()
+        _, start = _state_and_start(pid)
+        return cls(_host() if start else "", pid, start)
+
+    @classmethod
+    def from_text(cls, text: str) -> ProcessIdentity:
+        """The inverse of :meth:`to_text`."""
+        host, pid, start = text.split(" ")
+        return cls(host, int(pid), start)
+
+    def to_text(self) -> str:
+        """For the other ranks."""
+        return f"{self.host} {self.pid} {self.start}"
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether :meth:`is_gone` can tell. Never where the system has no ``/proc``."""
+        return self.host != "" and self.host == _host()
+
+    def is_gone(self) -> bool:
+        """Whether the process, one of this host, has ended."""
+        state, start = _state_and_start(self.pid)
+        # Z and X: it has ended, and its parent has not asked for its exit code yet.
+        return start != self.start or state in ("Z", "X")
+
+
+def _host() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State and start time of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0].decode(), fields[19].decode()

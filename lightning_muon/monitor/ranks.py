@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_muon.comm.gloo_exit import let_gloo_finish_at_exit
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 _TIMEOUT = timedelta(minutes=10)
 

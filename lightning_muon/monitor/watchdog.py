@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_muon.compat.torch import default_store
-from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
-from lightning_muon.monitor.processes import ProcessIdentity
-from lightning_muon.monitor.unblock import break_communication
-from lightning_muon.sharding.unit_notes import Gate
-from lightning_muon.sharding.unit_order import UnitOrder
+from lightning_muon.compat.torch import default_store, process_groups
+from lightning_muon.monitor.positions import Position, ProcessIdentity, find_mismatch, waiting_place
+from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
@@ -68,7 +66,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
+        self, order: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
     ) -> None:
         self._order = order
         self._patience, self._interval = patience, interval
@@ -79,9 +77,9 @@ class Watchdog:
         self._message = ""
         self._failure: str | None = None
         self._left = False
-        self._num_gates: Counter[str] = Counter()
-        self._gate: str | None = None
-        self._gate_keys: dict[str, list[str]] = {}
+        self._num_barriers: Counter[str] = Counter()
+        self._barrier: str | None = None
+        self._barrier_keys: dict[str, list[str]] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
         self._neighbours: dict[int, ProcessIdentity] | None = None
         self._main = threading.main_thread().ident or 0
@@ -103,13 +101,13 @@ class Watchdog:
             )
         self._store.set(f"process{self._rank}", ProcessIdentity.current().to_text())
         self._store.set(f"alive{self._rank}", "starts")
-        self._num_gates.update(dict.fromkeys(self._order.gate_names, 0))
+        self._num_barriers.update(dict.fromkeys(self._order.barrier_names, 0))
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
         # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
         if self._order.uses_gloo:
-            self._order.gate = self._wait_for_all
+            self._order.barrier = self._wait_for_all
 
     def close(self) -> None:
         """Stop watching; the others learn that this rank waits for nobody any more; local.
@@ -199,8 +197,8 @@ class Watchdog:
             return
         self._thread.join(timeout=2 * self._interval)
         self._thread, self._failure = None, None
-        self._num_gates.clear()
-        self._gate_keys.clear()
+        self._num_barriers.clear()
+        self._barrier_keys.clear()
         self._heard.clear()
         self._neighbours = None
         self._closed.clear()
@@ -222,46 +220,46 @@ class Watchdog:
 
     def _stop_watching(self) -> None:
         self._closed.set()
-        self._order.gate = None
+        self._order.barrier = None
 
-    def _wait_for_all(self, gate: Gate) -> None:
-        """The gate of the order. Collective over ``gate.ranks``; every rank of them must call it.
+    def _wait_for_all(self, barrier: Barrier) -> None:
+        """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it.
 
         A rank that does not is why this thread watches.
         """
         if self._stopped.is_set():
             raise RuntimeError(self._message)
-        name, (arrived, everyone) = gate.name, (f"{at} {gate.name} {gate[2:]}" for at in ("arrived", "all"))
-        self._num_gates[name] += 1
-        self._gate = name
+        name, (arrived, everyone) = barrier.name, (f"{at} {barrier.name} {barrier[2:]}" for at in ("arrived", "all"))
+        self._num_barriers[name] += 1
+        self._barrier = name
         deadline = time.monotonic() + self._timeout
-        if self._store.add(arrived, 1) == len(gate.ranks):
+        if self._store.add(arrived, 1) == len(barrier.ranks):
             self._store.set(everyone, "")
         while not self._store.check([everyone]):
             if self._stopped.wait(_POLL_SECONDS):
                 raise RuntimeError(self._message)
             if time.monotonic() > deadline:
-                # For those that are too late the gate stays shut.
-                self._store.add(arrived, len(gate.ranks))
-                raise RuntimeError(self._late(gate))
-        self._gate = None
-        if self._rank == gate.ranks[0]:
-            # All ranks are here, so none reads the keys of the gate before any more.
-            for key in self._gate_keys.get(name, []):
+                # Ranks that come later must not pass.
+                self._store.add(arrived, len(barrier.ranks))
+                raise RuntimeError(self._late(barrier))
+        self._barrier = None
+        if self._rank == barrier.ranks[0]:
+            # All ranks are here, so none reads the keys of the barrier before any more.
+            for key in self._barrier_keys.get(name, []):
                 self._store.delete_key(key)
-        self._gate_keys[name] = [arrived, everyone]
+        self._barrier_keys[name] = [arrived, everyone]
 
-    def _late(self, gate: Gate) -> str:
-        """Which ranks have not come to a gate in time."""
+    def _late(self, barrier: Barrier) -> str:
+        """Which ranks have not come to a barrier in time."""
         self._publish(beat=1)
         time.sleep(self._interval)  # Those that are here publish it as well.
-        seen = {rank: self._read(rank) for rank in gate.ranks}
-        mine = self._num_gates[gate.name]
-        missing = [rank for rank, where in seen.items() if where is None or where.counts.get(gate.name, 0) < mine]
+        seen = {rank: self._read(rank) for rank in barrier.ranks}
+        mine = self._num_barriers[barrier.name]
+        missing = [rank for rank, where in seen.items() if where is None or where.counts.get(barrier.name, 0) < mine]
         return (
-            f"rank {self._rank} {self._order.text(gate.note)} and has waited {self._timeout:.0f} s for the other ranks "
-            f"to do the same; missing: {', '.join(map(str, missing)) or 'none any more'}. They have died or are slower "
-            "than the timeout of the process group, which is an option of the strategy and of init_process_group."
+            f"rank {self._rank} {self._order.text(barrier.note)} and has waited {self._timeout:.0f} s for the other "
+            f"ranks to do the same; missing: {', '.join(map(str, missing)) or 'none any more'}. They have died or are "
+            "slower than the timeout of the process group, an option of the strategy and of init_process_group."
         )
 
     def _watch(self) -> None:
@@ -291,7 +289,7 @@ class Watchdog:
 
     def _publish(self, beat: int) -> None:
         position = Position.current(self._order, self._main, beat=beat, left=self._left, failure=self._failure)
-        self._store.set(f"position{self._rank}", position.with_gates(self._num_gates, self._gate).to_text())
+        self._store.set(f"position{self._rank}", position.with_barriers(self._num_barriers, self._barrier).to_text())
 
     def _judges(self) -> bool:
         """Whether this rank compares: it is the lowest one that still trains and gives signs of life."""
@@ -383,7 +381,7 @@ class Watchdog:
 
 
 @contextmanager
-def watching(order: UnitOrder, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+def watching(order: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
     """Watch, and explain exceptions, while the block runs. Every rank must enter it."""
     watchdog = Watchdog(order, patience=patience, interval=interval)
     watchdog.start()
@@ -420,3 +418,54 @@ def _store_ports(store: dist.Store) -> set[int]:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return {store.port} if isinstance(store, dist.TCPStore) else set()
+
+
+def break_communication(keep_ports: Collection[int] = ()) -> None:
+    """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
+
+    NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
+    sleeps on until its timeout), but sees closed connections; so those TCP connections are shut down that came in
+    at a port on which this process listens. Each connection of gloo came in at one of its two ends. All process groups
+    are unusable afterwards. Needs ``/proc`` for gloo.
+
+    Args:
+        keep_ports: Listening ports that are not gloo's, such as that of the store.
+    """
+    for group in process_groups():
+        if dist.get_backend(group) != "gloo":
+            # Some backends have no abort.
+            with suppress(RuntimeError):
+                group.abort()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(one)) for one in _tcp_sockets()]
+        listening = {one.getsockname()[1] for one in sockets if _listens(one)} - set(keep_ports)
+        for one in sockets:
+            if not _listens(one) and one.getsockname()[1] in listening:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP socket of this process; the caller closes it."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except FileNotFoundError:
+        return
+    for descriptor in descriptors:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            continue
+        try:
+            found = socket.socket(fileno=copy)
+        except OSError:  # No socket.
+            os.close(copy)
+            continue
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            yield found
+        else:
+            found.close()
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.torch import at_end_of_backward
-from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
+from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
 from lightning_muon.optim.matrix_step import Gradients, MatrixBucket, MatrixStep, States
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule.program import MOMENTUM

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_muon.comm.exchange import start_all_reduce_sum
-from lightning_muon.comm.host_copy import start_reading
-from lightning_muon.comm.mesh import AxisGroup, axis_group
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.exchange import BufferPool
+from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
 from lightning_muon.optim.elementwise import add_scaled_, number

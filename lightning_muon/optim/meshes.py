@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together
-from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group, host_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.params.layout import Layout
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_muon.comm.groups import require_backend
-from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.compat.torch import fsdp_units_of, holds_all_of
 from lightning_muon.config import (
     Assignment,
@@ -23,8 +22,8 @@ from lightning_muon.config import (
     check_fused,
     check_plan_options,
 )
-from lightning_muon.grad_sync.arrivals import watch_gradients
 from lightning_muon.grad_sync.finite import FiniteCheck
+from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.elementwise import step_elementwise_
@@ -45,7 +44,7 @@ from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
-from lightning_muon.sharding.runtime import forget_unreduced, is_left_in_backward
+from lightning_muon.sharding.fsdp_runtime import forget_unreduced, is_left_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.exchange import start_all_reduce_sum
+from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
 from lightning_muon.optim.matrix_step import States
 from lightning_muon.optim.step_plan import BoundParameter, StepPlan

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather, require_equal
-from lightning_muon.comm.mesh import ALONE, AxisGroup, PrivateGroups, axis_group
-from lightning_muon.comm.nodes import nodes_of
+from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
 from lightning_muon.config import check_hyperparameters
 from lightning_muon.optim.meshes import MeshMembers
 from lightning_muon.params.exchange import (

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.exchange import BufferPool, Parts, parts, start_all_to_all, start_messages
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.collectives import BufferPool, Parts, parts, start_all_to_all, start_messages
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.muon import server_of

@@ -1,214 +1,365 @@
-"""Shards a whole model with FSDP2: blocks as units, the rest as the root, the same weights on all ranks."""
+"""``sharding="fsdp"``: parameters, gradients and optimizer state sharded with FSDP2, and replicated between nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
-from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.groups import require_backend
-from lightning_muon.comm.mesh import axis_group
-from lightning_muon.sharding.broadcast import broadcast_initial_state, groups_beside, mesh_device
-from lightning_muon.sharding.checks import check_meta, describe_model, dtype_units
-from lightning_muon.sharding.wrap import WrapPolicy, find_units, owners
+from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
+from lightning_muon.sharding.fsdp_recovery import Recovery
+from lightning_muon.sharding.fsdp_runtime import (
+    MicroBatches,
+    fsdp_modules,
+    initialize_roots,
+    let_gathers_start,
+    own_places,
+    set_gradient_divisor,
+)
+from lightning_muon.sharding.mode import ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.shard_model import shard_axis, shard_model
+from lightning_muon.sharding.weights import mesh_device
 
 
-def shard_model(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    wrap_policy: WrapPolicy = "auto",
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | int = True,
-    offload_policy: OffloadPolicy | None = None,
-    forward_methods: Sequence[str] = (),
-    shard_root: bool = True,
-    decoupled_nodes: bool = False,
-) -> None:
-    """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
+class GradientAgreement:
+    """Makes gradients after the last backward pass of a step equal in meaning on all ranks.
 
-    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The ranks compare their models
-    first, so that different models are the same error everywhere. Then the first rank's weights and buffers are
-    broadcast. Tensors on the meta device stay there: materialize and fill them afterwards, equally on all ranks.
-    Modules that the user sharded are left alone. DTensors of ``parallelize_module`` are sharded further; their mesh and
-    ``mesh`` must be cut from meshes that number all ranks alike. FSDP2 takes no 0-d parameters: they stay plain and
-    replicated, and :class:`lightning_muon.sharding.gradients.GradientAgreement` averages their gradients.
+    FSDP2 reduces the gradients of a unit together. A parameter that one rank uses and another does not makes their
+    messages differ in size, and the ranks hang. So units fill in zeros, and this class remembers which parameters
+    really were used: a gradient that no rank has computed is removed again, because a zero gradient would still decay
+    the weight. A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner, or a wrong
+    one. Ranks that ran different units get the same error; for those that wait there is
+    :class:`lightning_muon.monitor.watchdog.Watchdog`.
+
+    Collective over ``mesh``; every rank must construct it, with weights materialized (each unit is gathered once).
 
     Args:
-        module: The model; its parameters are replaced, so create optimizers afterwards.
-        mesh: 1-D (shard) or 2-D (replicate, shard), both axes of any size, named if 2-D.
-        wrap_policy: See :func:`lightning_muon.sharding.wrap.find_units`.
-        mp_policy: Mixed precision. ``output_dtype`` counts for roots only.
-        reshard_after_forward: Free the whole weights of a unit after its forward, or (an ``int``) keep them sharded
-            over that many ranks. With ``True`` the root still keeps its own until the backward pass, as FSDP2 does.
-        offload_policy: For example ``CPUOffloadPolicy()``.
-        forward_methods: Methods of ``module`` beside ``forward`` that are entered from outside, such as
-            ``"training_step"``: the root's weights are whole while they run.
-        shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. Needed where the
-            backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root
-            only in a backward pass that starts from what its forward returned.
-        decoupled_nodes: FSDP2 knows nothing of the replicas: gradients are means over the shard axis only.
+        module: A model with units.
+        mesh: The ranks with batches of their own.
+        order: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
 
-    Raises:
-        ValueError: If the model cannot be sharded; the message says which parameter and why.
-        RuntimeError: If the ranks hold different models.
+    Example::
+
+        shard_model(model, mesh)
+        agreement = GradientAgreement(model, mesh)
+        model(batch).sum().backward()
+        agreement.finish()
+        optimizer.step()
     """
-    inner_mesh = node_mesh(mesh) if decoupled_nodes else mesh
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        # For gradients that are clipped and momenta that are gathered there.
-        require_backend(mesh, torch.device("cpu"), f"the weights of {type(module).__name__} are kept")
-    units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root, node=inner_mesh)
-    _broadcast_to_all(module, mesh, inner_mesh)
-    policy = mp_policy or MixedPrecisionPolicy()
-    ignored = _prepare_parameters(module, mesh)
-    offload = offload_policy or OffloadPolicy()
-    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=ignored, offload_policy=offload)
-    inner_policy = replace(policy, output_dtype=None)
-    outer_units = [module] if shard_root else units
-    inner = {id(child) for outer in outer_units for child in outer.modules() if child is not outer}
-    for unit in units:
-        unit_policy = inner_policy if id(unit) in inner else policy
-        shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy)
-    if shard_root and not isinstance(module, FSDPModule):
-        # None, not True: FSDP2 then keeps the root's weights from the end of forward to the start of backward.
-        root_reshard = None if reshard_after_forward is True else reshard_after_forward
-        shard(module, reshard_after_forward=root_reshard, mp_policy=policy)
-    for name in forward_methods:
-        register_fsdp_forward_method(module, name)
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, order: FsdpCallLog | None = None) -> None:
+        self._module = module
+        self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        self._host = host_group(self._everyone)
+        self.order = order or FsdpCallLog(module, mesh)
+        self._scalars = _ReducedScalars()
+        self._device = mesh_device(mesh)
+        self._places: list[tuple[nn.Module, str]] = []
+        self._used: list[bool] = []
+        self._agreed: dict[int, TensorWeakRef] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._zeros: _Zeros = {}
+        if self._everyone.group is not None:
+            initialize_roots(module)
+            for unit in fsdp_modules(module):
+                self._watch(unit)
+
+    def finish(self, divisor: float | None = None) -> None:
+        """Average the gradients of 0-d parameters, and remove gradients that no rank has computed.
+
+        Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping.
+
+        Args:
+            divisor: What the sums over the ranks are divided by, as :func:`set_gradient_divisor` has told the units;
+                ``None``: the number of ranks.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks have run different units. The weights are unchanged, the gradients
+                worthless.
+        """
+        if self._everyone.group is None:
+            average_scalar_gradients(self._module, None, self._device, divisor, reduced=self._scalars)
+            return
+        used = self.order.compare(self._everyone, self._host, self._used)
+        average_scalar_gradients(self._module, self._everyone.group, self._device, divisor, reduced=self._scalars)
+        self._remove_unused(used)
+
+    def _remove_unused(self, used: Sequence[int]) -> None:
+        """Remove gradients that no rank has computed; ``used`` is nonzero for parameters that any rank has used."""
+        agreed: dict[int, TensorWeakRef] = {}
+        for index, was_used in enumerate(used):
+            owner, attribute = self._places[index]
+            parameter = getattr(owner, attribute)
+            if parameter.grad is None:
+                continue
+            # Gradients may be accumulated over several calls: one that was kept before is kept until it is replaced.
+            earlier = self._agreed.get(index)
+            if was_used or (earlier is not None and earlier() is parameter.grad):
+                agreed[index] = TensorWeakRef(parameter.grad)
+            else:
+                parameter.grad = None
+        self._agreed = agreed
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradients of this step have been dropped; local, to be called alike on all ranks."""
+        self._used[:] = [False] * len(self._used)
+
+    def close(self) -> None:
+        """Remove the hooks; local."""
+        self.order.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._places.clear()
+
+    def _watch(self, unit: FSDPModule) -> None:
+        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
+        places = own_places(unit)
+        frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
+        wholes: list[Tensor] = []
+        unit.unshard()
+        for (owner, attribute), is_frozen in zip(places, frozen, strict=True):
+            whole = getattr(owner, attribute)
+            if not whole.is_floating_point():
+                continue
+            # Frozen weights are watched too, because they may be unfrozen later.
+            whole.requires_grad_(True)
+            self._hooks.append(whole.register_post_accumulate_grad_hook(self._marker(len(self._places))))
+            if not hasattr(unit, "set_reduce_scatter_unused_params"):
+                self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
+            whole.requires_grad_(not is_frozen)
+            self._places.append((owner, attribute))
+            self._used.append(False)
+            wholes.append(whole)
+        unit.reshard()
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        else:  # Before torch 2.13.
+            self.order.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
+
+    def _marker(self, index: int) -> Callable[[Tensor], None]:
+        # Not self: Python's garbage collector does not look into the hooks of tensors, so that the model, and with it
+        # its process groups, would live for ever.
+        used = self._used
+
+        def mark(_: Tensor) -> None:
+            used[index] = True
+
+        return mark
 
 
-def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local.
+# Whole weights by their number -> a gradient of zeros that takes no memory.
+_Zeros = dict[int, Tensor]
 
-    Raises:
-        ValueError: If the mesh has other axes.
+
+def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
+    """Give whole weights without a gradient one of zeros, so that FSDP2 reduces them on all ranks."""
+    for whole in wholes:
+        if whole.requires_grad and whole.grad is None:
+            zeros[id(whole)] = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+            whole.grad = zeros[id(whole)]
+
+
+def _make_room(reference: TensorWeakRef, zeros: _Zeros, gradient: Tensor) -> None:
+    """Backward is about to add ``gradient``: to nothing, where there are but the zeros that take no memory."""
+    del gradient
+    whole = reference()
+    if whole is not None and zeros.pop(id(whole), None) is whole.grad:
+        whole.grad = None
+
+
+class _ReducedScalars:
+    """Remembers which gradients hold results already, so that only what has been added since is summed again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[TensorWeakRef, Tensor]] = {}
+
+    def share_of(self, parameter: nn.Parameter) -> Tensor:
+        """The result that is part of the gradient, zero if there is none."""
+        reference, value = self._kept.get(id(parameter), (None, torch.zeros((), device="cpu")))
+        return value if reference is not None and reference() is parameter.grad else torch.zeros((), device="cpu")
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Remember that the gradient is a result."""
+        if parameter.grad is not None:
+            self._kept[id(parameter)] = TensorWeakRef(parameter.grad), parameter.grad.detach().cpu().clone()
+
+
+def average_scalar_gradients(
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    divisor: float | None = None,
+    *,
+    reduced: _ReducedScalars | None = None,
+) -> None:
+    """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
+
+    Collective over ``group`` (``None``: this process is alone); every rank must call it. A missing gradient counts as
+    zero unless it is missing everywhere. Without a divisor it is the mean, and calling it again changes nothing; with
+    one, and the same ``reduced``, only what was added since the last call is summed.
     """
-    if mesh.mesh_dim_names != ("replicate", "shard"):
-        raise ValueError(
-            "decoupled nodes need a 2-D mesh with the axes ('replicate', 'shard'), also for a single node, got "
-            f"{mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, (nodes, ranks of a "
-            "node), mesh_dim_names=('replicate', 'shard'))"
+    scalars = _plain_scalars(module)
+    size = 1 if group is None else dist.get_world_size(group)
+    if not scalars or (group is None and divisor is None):
+        return
+    reduced = reduced or _ReducedScalars()
+    # (kept result, what was added to it, whether there is a gradient) x parameters
+    dtype = torch.float64 if _has_double(scalars) else torch.float32
+    packed = torch.zeros(3, len(scalars), dtype=dtype, device="cpu")
+    for column, parameter in enumerate(scalars):
+        if parameter.grad is not None:
+            packed[0, column] = reduced.share_of(parameter)
+            packed[1, column] = parameter.grad.cpu() - packed[0, column]
+            packed[2, column] = 1.0
+    packed = packed.to(device)
+    if group is not None:
+        dist.all_reduce(packed, group=group)
+    kept, added, present = (packed / torch.tensor([[size], [divisor or size], [1]], device=device)).cpu().unbind()
+    for index, parameter in enumerate(scalars):
+        if present[index] > 0:
+            parameter.grad = (kept + added)[index].to(parameter)
+            reduced.keep(parameter)
+
+
+def _plain_scalars(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)]
+
+
+def _has_double(parameters: Sequence[nn.Parameter]) -> bool:
+    return any(parameter.dtype == torch.float64 for parameter in parameters)
+
+
+class Fsdp(ShardingMode):
+    """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
+
+    With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. Initial
+    weights still come from the first rank of all. Gradients are those of the node; their meaning is such that the mean
+    over the nodes is what all ranks would have computed together. What one node runs is no business of the others.
+    """
+
+    name = "fsdp"
+    shards_weights = True
+    takes = frozenset(
+        {"wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "decoupled_nodes"}
+    )
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._divisor: float | None = None
+        self._agreement: GradientAgreement | None = None
+        self._recovery: Recovery | None = None
+        # The ranks whose gradients FSDP2 averages.
+        self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
+        self._num_nodes = mesh.size() // self._reduced_over.size()
+
+    def prepare(self, module: nn.Module) -> None:
+        """As in :class:`ShardingMode`."""
+        options = self.options
+        shard_model(
+            module,
+            self.mesh,
+            wrap_policy=options.wrap_policy,
+            mp_policy=options.mp_policy,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_root=options.shard_root,
+            decoupled_nodes=options.decoupled_nodes,
         )
-    return mesh["shard"]
+        initialize_roots(module)
 
+    def watch(self, module: nn.Module) -> None:
+        """Note the units that ``module``, as prepared, runs from now on, in trainings and evaluations."""
+        if self._order is None:
+            self._everyone = axis_group(self._reduced_over, tuple(range(self._reduced_over.ndim)))
+            self._host = host_group(self._everyone)
+            self._order = FsdpCallLog(module, self._reduced_over)
+            self._recovery = Recovery(module, self._reduced_over, self._order)
 
-def _broadcast_to_all(module: nn.Module, mesh: DeviceMesh, node: DeviceMesh) -> None:
-    """Give all ranks of ``mesh`` the first one's weights and buffers. Collective over it; every rank must call it."""
-    broadcast_initial_state(module, mesh)
-    # What is sharded inside of a node already does not know of the other nodes.
-    if node.ndim < mesh.ndim and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        broadcast_initial_state(module, mesh["replicate"])
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """As in :class:`ShardingMode`."""
+        self._module = module
+        self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
+        self.watch(module)
+        self._agreement = GradientAgreement(module, self._reduced_over, self._order)
+        assert self._recovery is not None
+        self._recovery.gradients_dropped = self._agreement.forget
+        attach_optimizers(module, optimizers, layout=None, nodes=self.mesh if self.options.decoupled_nodes else None)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As in :class:`ShardingMode`."""
+        return self._micro_batches.without_sync()
 
-def _refuse_other_meshes(module: nn.Module, node: DeviceMesh) -> None:
-    """Raise ``ValueError`` for a parameter that is shared with ranks of other nodes, or divided in another way."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh != node:
-            raise ValueError(
-                f"{name} is a DTensor on {parameter.device_mesh}, but with decoupled nodes parameters lie on the shard "
-                f"axis of a node, {node}; shard it with fully_shard(module, mesh=self.device_mesh['shard']), or do not "
-                "shard it yourself"
-            )
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """As in :class:`ShardingMode`; of nodes their number goes off, because the mean over them divides as well."""
+        if divisor is not None:
+            divisor /= self._num_nodes
+        if divisor != self._divisor:
+            set_gradient_divisor(self._module, divisor)
+            self._divisor = divisor
 
+    def backward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._recovery is not None:
+            self._recovery.failed(in_backward=True)
 
-def _agree_on_units(
-    module: nn.Module, mesh: DeviceMesh, wrap_policy: WrapPolicy, *, shard_root: bool, node: DeviceMesh
-) -> list[nn.Module]:
-    """:func:`plan_units`, after all ranks have found that they plan the same for the same model.
+    def forward_failed(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._recovery is not None:
+            self._recovery.failed(in_backward=False)
 
-    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it.
-    """
-    units: list[nn.Module] = []
-    error: Exception | None = None
-    try:
-        if node is not mesh:
-            _refuse_other_meshes(module, node)
-        units = plan_units(module, wrap_policy, shard_root=shard_root)
-    except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
-        error = problem
-    # What goes wrong on the data axes reaches the other tensor-parallel ranks through the groups that follow.
-    for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
-        if axes.group is not None:
-            try:
-                fail_together(error, axes.group)
-                require_equal(describe_model(module, units), axes.group, f"the model {type(module).__name__}")
-            except Exception as problem:
-                error = error or problem
-    if error is not None:
-        raise error
-    return units
+    def finish_gradients(self) -> None:
+        """As in :class:`ShardingMode`."""
+        assert self._agreement is not None and self._recovery is not None, "attach comes first"
+        self._recovery.resume()
+        self._micro_batches.finish()
+        self._agreement.finish(self._divisor)
 
+    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """As in :class:`ShardingMode`; of R decoupled nodes the norm is sqrt((|g_1|^2 + ... + |g_R|^2) / R).
 
-def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
-    """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local.
+        It bounds the norm of the mean gradient from above, equals it if the nodes have equal gradients, and is the same
+        on all nodes, which are scaled alike.
+        """
+        if self._num_nodes == 1:
+            return super().clip_norm_(parameters, max_norm)
+        root = math.sqrt(self._num_nodes)
+        across = axis_group(self.mesh, (0,))
+        return clip_norm_(parameters, max_norm * root, layout=self.layout, pipeline=across) / root
 
-    Raises:
-        ValueError: If the model cannot be sharded.
-    """
-    check_meta(module)
-    if isinstance(module, FSDPModule):
-        return []
-    units = find_units(module, wrap_policy)
-    if not shard_root:
-        units = _with_children(module, units)
-    return [*dtype_units(module, units), *units]
+    def finish_evaluation(self) -> None:
+        """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.
 
+        Raises:
+            RuntimeError: On every rank, if ranks that share weights have run different units.
+        """
+        if self._order is not None and self._recovery is not None:
+            self._recovery.resume()
+            self._order.compare(self._everyone, self._host)
 
-def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Add the children of ``module`` that hold parameters to the units, and check that nothing is left over."""
-    known = {id(unit) for unit in units}
-    children = [
-        child
-        for child in callable_children(module)
-        if id(child) not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
-    ]
-    result = [*units, *children]
-    holders = owners(module, result)
-    for name, parameter in module.named_parameters():
-        inside = holders[id(parameter)]
-        if any(holder is module for holder in inside) or len(inside) > 1:
-            raise ValueError(
-                f"{name} is held by {type(module).__name__} itself or shared by several of its children; with manual "
-                "optimization these are sharded one by one, so move it into one child module"
-            )
-    return result
+    def end_step(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self.options.early_all_gather and self.mesh.device_type == "cuda":
+            let_gathers_start(self._module)
 
-
-def callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children, and in place of a list or a dict without a forward its entries."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
-            yield from callable_children(child)
-        else:
-            yield child
-
-
-def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Make parameters contiguous, and return those that FSDP2 cannot take, moved to the device."""
-    ignored: set[nn.Parameter] = set()
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            continue
-        # FSDP2 refuses 0-d parameters, and its reduce-scatter refuses gradients without elements.
-        if parameter.ndim == 0 or parameter.numel() == 0:
-            ignored.add(parameter)
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(mesh_device(mesh))
-        elif not parameter.is_contiguous():
-            # channels_last convolutions and transposed weights: FSDP2 shards contiguous tensors only.
-            parameter.data = parameter.data.contiguous()
-    return ignored
+    def close(self) -> None:
+        """As in :class:`ShardingMode`."""
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
+        self._end_watch()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, FlexDeMo, Full, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from tests.support import lazy_connections
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError

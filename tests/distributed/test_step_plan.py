@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import step_plan as binding_module
 from lightning_muon.optim.meshes import group_by_mesh
 from lightning_muon.optim.step_plan import BoundParameter, StepPlan, bind

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_muon import ParallelMuon
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.shard_model import shard_model
 from tests.reference.muon import ReferenceMuon
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool

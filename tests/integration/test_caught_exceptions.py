@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, FlexDeMoConfig
-from lightning_muon.sharding import recovery
+from lightning_muon.sharding import fsdp_recovery as recovery
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.training import (

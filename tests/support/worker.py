@@ -171,7 +171,7 @@ def clear_mesh_caches() -> None:
     planner = sys.modules.get("torch.distributed.tensor._redistribute")
     if planner is not None:
         planner.clear_redistribute_planner_cache()
-    groups = sys.modules.get("lightning_muon.comm.mesh")
+    groups = sys.modules.get("lightning_muon.comm.groups")
     if groups is not None:
         groups._made()  # Lets go those of a destroyed world.
 

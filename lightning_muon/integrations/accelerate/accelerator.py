@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.accelerate import add_optimizer, is_prepared
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options

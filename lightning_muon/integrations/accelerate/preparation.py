@@ -26,8 +26,8 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.settings import launched_layout, mesh_sizes, mode_options, sharding_of
 from lightning_muon.integrations.accelerate.training import PreparedTraining
-from lightning_muon.sharding.modes.registry import make_mode
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.modes import make_mode
 
 _log = get_logger(__name__)
 
@@ -80,7 +80,7 @@ def divide(accelerator: Any, module: nn.Module, meshes: Meshes) -> PreparedTrain
     replaced = ReplacedParameters(module)
     state = accelerator.state
     mode = make_mode(sharding_of(state, options), mesh_of(meshes, options), mode_options(state, options, module))
-    if not mode.divides_weights:
+    if not mode.shards_weights:
         module.to(accelerator.device)
     mode.prepare(module)
     register_steps(module)

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options
-from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.registry import Sharding
-from lightning_muon.sharding.wrap import WrapPolicy
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"
 _OTHER_NAMES = {"replicate_size": "dp_replicate_size", "shard_size": "dp_shard_size"}

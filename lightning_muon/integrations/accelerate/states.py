@@ -20,7 +20,7 @@ from lightning_muon.integrations.accelerate.parts import load_parts, save_parts
 from lightning_muon.integrations.accelerate.preparation import mesh_of
 from lightning_muon.integrations.accelerate.training import PreparedTraining
 from lightning_muon.integrations.state_checkpoint import weights_to_save
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 
 class SavesStates:
@@ -55,7 +55,7 @@ class SavesStates:
             save_parts(Path(directory), training.module, training.optimizers, self._mesh(), **options)
 
         def weights() -> Sequence[Any]:
-            return () if training.mode.divides_weights else [self.get_state_dict(training.module)]
+            return () if training.mode.shards_weights else [self.get_state_dict(training.module)]
 
         return self._among_hooks("save", partial(stock, output_dir, safe_serialization, **kwargs), save, weights)
 
@@ -84,7 +84,7 @@ class SavesStates:
             training.weights_have_changed()
 
         def models() -> Sequence[Any]:
-            return () if training.mode.divides_weights else prepared_models(self)
+            return () if training.mode.shards_weights else prepared_models(self)
 
         self._among_hooks("load", partial(stock, input_dir, load_kwargs, **load_model_func_kwargs), load, models)
         # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
@@ -101,7 +101,7 @@ class SavesStates:
         if training is None or self.unwrap_model(model, keep_torch_compile=False) is not training.module:  # type: ignore[attr-defined]
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         self._prepare_for_reading(training)
-        if not training.mode.divides_weights:
+        if not training.mode.shards_weights:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         return weights_to_save(training.module, training.optimizers, self._mesh(), whole=True)
 

@@ -15,7 +15,7 @@ from lightning_muon.engine.options import ClipGroups
 from lightning_muon.engine.training import Training
 from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.sharding.unit_order import tensors_in
+from lightning_muon.sharding.fsdp_call_log import tensors_in
 
 
 class PreparedTraining(Training):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 
 class Entry(nn.Module):

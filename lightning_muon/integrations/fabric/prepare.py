@@ -13,7 +13,7 @@ from lightning_muon.engine.model_setup import (
     materialize_whole,
     shard_units_from_meta,
 )
-from lightning_muon.sharding.modes.mode import ShardingMode
+from lightning_muon.sharding.mode import ShardingMode
 
 
 def prepare(module: nn.Module, mode: ShardingMode, *, device: torch.device, package: LightningPackage) -> None:
@@ -28,7 +28,7 @@ def prepare(module: nn.Module, mode: ShardingMode, *, device: torch.device, pack
     """
     if has_meta_tensors(module):
         warn = package.fabric("utilities.rank_zero").rank_zero_warn
-        if mode.divides_weights:
+        if mode.shards_weights:
             materialize_user_sharded(module, device, package)
             shard_units_from_meta(module, mode.mesh, mode.options, device=device, warn=warn)
         else:

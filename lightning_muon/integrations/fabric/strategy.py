@@ -34,9 +34,8 @@ from lightning_muon.integrations.fabric.prepare import prepare
 from lightning_muon.integrations.fabric.tokens import ReportedTokens
 from lightning_muon.integrations.replacement import last_written
 from lightning_muon.integrations.state_checkpoint import Filters, State, StateCheckpoint, load_alone, save
-from lightning_muon.sharding.checks import check_tensor_parallel
-from lightning_muon.sharding.modes.registry import make_mode
-from lightning_muon.sharding.wrap import WrapPolicy
+from lightning_muon.sharding.modes import make_mode
+from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
 
 
 class ParallelMuonFabric(FabricEnvironment):

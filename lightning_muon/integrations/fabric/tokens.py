@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.token_count import TokenCount
 
 

@@ -19,8 +19,8 @@ from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.buffers import broadcast_buffers
 from lightning_muon.integrations.node_weights import NodeWeights, steps_left_out
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.sharding.modes.mode import ShardingMode
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.mode import ShardingMode
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "

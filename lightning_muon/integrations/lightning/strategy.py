@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
@@ -56,10 +56,9 @@ from lightning_muon.integrations.lightning.precision_plugin import sharded_plugi
 from lightning_muon.integrations.lightning.registry import STRATEGIES
 from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.sharding.checks import check_tensor_parallel
-from lightning_muon.sharding.modes.mode import BucketBytes, ModeOptions
-from lightning_muon.sharding.modes.registry import MODES, Sharding, make_mode
-from lightning_muon.sharding.wrap import WrapPolicy
+from lightning_muon.sharding.mode import BucketBytes, ModeOptions
+from lightning_muon.sharding.modes import MODES, Sharding, make_mode
+from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
 
 
 @explains_keywords(ELSEWHERE)
@@ -166,7 +165,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        if MODES[self.options.sharding].divides_weights:
+        if MODES[self.options.sharding].shards_weights:
             refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
         if self._loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
             raise ValueError(
@@ -199,8 +198,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self._prepare_training(trainer)
-        assert self._mode.unit_order is not None
-        self._watchdog = Watchdog(self._mode.unit_order, silence=self.options.max_silence)
+        assert self._mode.call_log is not None
+        self._watchdog = Watchdog(self._mode.call_log, silence=self.options.max_silence)
         self._watchdog.start()
         self.setup_precision_plugin()
 
@@ -225,7 +224,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             check_tensor_parallel(module, self._meshes.tensor)
         if has_meta_tensors(module):
             warn = self._rank_zero().rank_zero_warn
-            if self._mode.divides_weights:
+            if self._mode.shards_weights:
                 materialize_user_sharded(module, self.root_device, self.package)
                 shard_units_from_meta(module, self._mesh(), self._mode.options, device=self.root_device, warn=warn)
             else:

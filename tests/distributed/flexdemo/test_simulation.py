@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Striding
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import Bucket
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets

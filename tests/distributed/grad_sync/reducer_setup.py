@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_muon.comm.mesh import axis_group
-from lightning_muon.grad_sync.all_reduce import AllReduce
-from lightning_muon.grad_sync.holdings import Holdings, divide
-from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import GradientReducer
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
 
 ALL_REDUCE, HOLDERS = "all_reduce", "reduce_to_holders"
 # Sums over the ranks are added in another order than those of the reference.
@@ -62,16 +61,16 @@ class Setup:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
         group = axis_group(mesh, tuple(range(mesh.ndim)))
         owned = {parameter: parameter.numel() for parameter in parameters[1:3]}
-        self.holdings = Holdings(mesh, divide(parameters, owned, mesh_shape[-1]))
-        self.transport = AllReduce(group) if kind == ALL_REDUCE else ReduceToHolders(self.holdings)
+        self.shard_map = ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
+        self.transport = AllReduce(group) if kind == ALL_REDUCE else ReduceScatterToOwners(self.shard_map)
         self.reducer = GradientReducer(parameters, self.transport, group, names=self.names, bucket_bytes=bucket_bytes)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The calling rank's part of the reduced gradient."""
-        if isinstance(self.transport, ReduceToHolders):
+        if isinstance(self.transport, ReduceScatterToOwners):
             assert parameter.grad is None
             return self.transport.reduced(parameter)
-        return None if parameter.grad is None else self.holdings.local(parameter, parameter.grad)
+        return None if parameter.grad is None else self.shard_map.local(parameter, parameter.grad)
 
     def zero_grad(self) -> None:
         """Forget the gradients of both models."""
@@ -102,7 +101,7 @@ class Setup:
                 present.add(name)
                 whole = (expected.grad / (divisor or dist.get_world_size())).contiguous()
                 torch.testing.assert_close(
-                    {name: reduced}, {name: self.holdings.local(parameter, whole)}, **(tolerance or TOLERANCE)
+                    {name: reduced}, {name: self.shard_map.local(parameter, whole)}, **(tolerance or TOLERANCE)
                 )
         return present
 

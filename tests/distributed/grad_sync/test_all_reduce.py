@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon.comm.mesh import ALONE, axis_group
-from lightning_muon.grad_sync.all_reduce import AllReduce
+from lightning_muon.comm.groups import ALONE, axis_group
+from lightning_muon.grad_sync.transports import AllReduce
 from tests.support.processes import ProcessPool
 
 SHAPES = [(13, 7), (), (5,), (0, 3)]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms, total_norm
 from lightning_muon.params.layout import AxisPlacement, OwnedBy, TensorLayout
 from tests.support.processes import ProcessPool
@@ -257,7 +257,7 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero(gloo: ProcessPool) -> Non
 def _num_rank_sets() -> tuple[list[int], list[int]]:
     parameters = _parameters()
     layout = TensorLayout()
-    return tuple([each.group.size for each in by_ranks(parameters, layout, divided=d)] for d in (True, False))  # type: ignore[return-value]
+    return tuple([each.group.size for each in by_ranks(parameters, layout, sharded=d)] for d in (True, False))  # type: ignore[return-value]
 
 
 def test_meshes_over_the_same_ranks_are_one_set(gloo: ProcessPool) -> None:

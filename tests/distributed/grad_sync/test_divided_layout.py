@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.sharding.modes.training import Run, Training, largest_difference, mesh_of
+from tests.distributed.sharding.training import Run, Training, largest_difference, mesh_of
 from tests.support.processes import ProcessPool
 
 

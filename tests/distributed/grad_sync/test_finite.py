@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError
-from lightning_muon.comm.mesh import axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_, total_norm
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
 from tests.support.processes import ProcessPool

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.grad_sync.holdings import Holdings, divide
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
@@ -17,38 +17,38 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 1)]
 SHAPES = [(13, 7), (2, 5), (), (5,), (4, 3, 2, 2), (0, 4), (1, 9), (3, 0)]
 
 
-def _make(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], Holdings]:
+def _make(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], ShardMap]:
     """Every second parameter that has a cost is owned; values count up, so that all parts differ."""
     parameters = [
         100 * index + torch.arange(torch.Size(shape).numel()).view(shape) for index, shape in enumerate(SHAPES)
     ]
-    placements = divide(parameters, {parameters[0]: 7, parameters[4]: 5, parameters[6]: 1}, mesh_shape[-1])
+    placements = place_shards(parameters, {parameters[0]: 7, parameters[4]: 5, parameters[6]: 1}, mesh_shape[-1])
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    return parameters, Holdings(mesh, placements)
+    return parameters, ShardMap(mesh, placements)
 
 
 def _parts(mesh_shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
-    parameters, holdings = _make(mesh_shape)
-    assert holdings.shard.size == mesh_shape[-1]
-    assert (holdings.replicate is None) == (len(mesh_shape) == 1)
+    parameters, shard_map = _make(mesh_shape)
+    assert shard_map.shard.size == mesh_shape[-1]
+    assert (shard_map.replicate is None) == (len(mesh_shape) == 1)
     for parameter in parameters:
-        local = holdings.local(parameter)
-        ranges = holdings.ranges(parameter)
-        start, stop = ranges[holdings.shard.rank]
+        local = shard_map.local(parameter)
+        ranges = shard_map.ranges(parameter)
+        start, stop = ranges[shard_map.shard.rank]
         assert torch.equal(local.reshape(-1), parameter.reshape(-1)[start:stop])
-        assert local.shape == holdings.boxes(parameter)[holdings.shard.rank].shape
-        assert torch.equal(holdings.local(parameter, parameter + 1), local + 1)
-        if holdings.is_divided(parameter):
+        assert local.shape == shard_map.boxes(parameter)[shard_map.shard.rank].shape
+        assert torch.equal(shard_map.local(parameter, parameter + 1), local + 1)
+        if shard_map.is_sharded(parameter):
             filled = sorted(bounds for bounds in ranges if bounds[0] < bounds[1])
             assert [0, *(stop for _, stop in filled)] == [*(start for start, _ in filled), parameter.numel()]
             # The sizes alone say where the parts are: nobody's part comes before that of a lower rank.
             assert filled == [bounds for bounds in ranges if bounds[0] < bounds[1]]
         else:
-            assert ranges == [(0, parameter.numel())] * holdings.shard.size
+            assert ranges == [(0, parameter.numel())] * shard_map.shard.size
         local.zero_()
         assert not parameter.view(-1)[start:stop].any()
-    parameters, holdings = _make(mesh_shape)
-    return holdings.shard.rank, [holdings.local(parameter) for parameter in parameters]
+    parameters, shard_map = _make(mesh_shape)
+    return shard_map.shard.rank, [shard_map.local(parameter) for parameter in parameters]
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
@@ -72,14 +72,14 @@ def test_parts_share_memory_and_make_up_the_parameters(gloo: ProcessPool, mesh_s
 
 
 def _placements() -> None:
-    parameters, holdings = _make((2, 2))
-    assert holdings.placements(parameters[0]) == (Replicate(), OwnedBy(0))
-    assert holdings.placements(parameters[1]) == (Replicate(), Shard(0))
-    assert holdings.placements(parameters[2]) == (Replicate(), Replicate())
-    assert holdings.replicate is not None
-    assert holdings.replicate.size == 2
-    assert holdings.replicate.rank == dist.get_rank() // 2
-    assert holdings.shard.rank == dist.get_rank() % 2
+    parameters, shard_map = _make((2, 2))
+    assert shard_map.placements(parameters[0]) == (Replicate(), OwnedBy(0))
+    assert shard_map.placements(parameters[1]) == (Replicate(), Shard(0))
+    assert shard_map.placements(parameters[2]) == (Replicate(), Replicate())
+    assert shard_map.replicate is not None
+    assert shard_map.replicate.size == 2
+    assert shard_map.replicate.rank == dist.get_rank() // 2
+    assert shard_map.shard.rank == dist.get_rank() % 2
 
 
 def test_the_placements_of_a_2d_mesh_begin_with_the_replicas(gloo: ProcessPool) -> None:

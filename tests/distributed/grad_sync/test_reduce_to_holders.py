@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.comm.mesh import axis_group
-from lightning_muon.grad_sync.holdings import Holdings, divide
-from lightning_muon.grad_sync.reduce_to_holders import ReduceToHolders
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import GradientReducer
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.transports import ReduceScatterToOwners
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -28,17 +28,17 @@ def _gradients(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Holdings]:
+def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], ShardMap]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     owned = dict.fromkeys(parameters[:NUM_OWNED], 10)
-    return parameters, Holdings(mesh, divide(parameters, owned, mesh_shape[-1]))
+    return parameters, ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
 
 
 def _reduce(mesh_shape: tuple[int, ...]) -> list[int]:
     """Two launches of everything, by different divisors; returns how much this rank holds of each parameter."""
-    parameters, holdings = _setup(mesh_shape)
-    transport, size = ReduceToHolders(holdings), dist.get_world_size()
+    parameters, shard_map = _setup(mesh_shape)
+    transport, size = ReduceScatterToOwners(shard_map), dist.get_world_size()
     own = [_gradients(10 * number + dist.get_rank()) for number in range(2)]
     pendings = [transport.start(dict(zip(parameters, gradients, strict=True))) for gradients in own]
     for pending, divisor in zip(pendings, (2.0, 5.0), strict=True):
@@ -49,7 +49,7 @@ def _reduce(mesh_shape: tuple[int, ...]) -> list[int]:
         sums = [sum(_gradients(10 * number + rank)[index] for rank in range(size)) for number in range(2)]
         reduced = transport.reduced(parameter)
         assert reduced is not None
-        expected = holdings.local(parameter, sums[0] / 2 + sums[1] / 5)
+        expected = shard_map.local(parameter, sums[0] / 2 + sums[1] / 5)
         # Sums in another order.
         torch.testing.assert_close(reduced, expected, rtol=0, atol=1e-6)
         held.append(reduced.numel())
@@ -71,8 +71,8 @@ def test_every_rank_gets_its_part_of_the_sums_and_launches_add_up(
 
 
 def _reduce_halves() -> None:
-    parameters, holdings = _setup((3,), torch.bfloat16)
-    transport = ReduceToHolders(holdings)
+    parameters, shard_map = _setup((3,), torch.bfloat16)
+    transport = ReduceScatterToOwners(shard_map)
     own = [gradient.bfloat16() for gradient in _gradients(dist.get_rank())]
     pending = transport.start(dict(zip(parameters, own, strict=True)))
     pending.finish(3.0, set(parameters))
@@ -81,7 +81,7 @@ def _reduce_halves() -> None:
         expected = ((first + second + third) / 3.0).bfloat16()
         reduced = transport.reduced(parameter)
         assert reduced is not None
-        assert torch.equal(reduced, holdings.local(parameter, expected))
+        assert torch.equal(reduced, shard_map.local(parameter, expected))
 
 
 def test_bfloat16_is_rounded_once_after_the_sum_and_the_division(gloo: ProcessPool) -> None:
@@ -93,8 +93,8 @@ NODES = [[0, 1], [2, 3]]
 
 def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
     """Sums of two nodes, read in any order; returns what every rank holds of the parameter that all of them hold."""
-    parameters, holdings = _setup((4,), dtype)
-    transport = ReduceToHolders(holdings, NODES)
+    parameters, shard_map = _setup((4,), dtype)
+    transport = ReduceScatterToOwners(shard_map, NODES)
     own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
     pendings = [transport.start(dict(zip(some, own[start:], strict=False))) for some, start in _halves(parameters)]
     for pending in pendings:
@@ -107,7 +107,7 @@ def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
         sums = [sum(shares[rank] for rank in node).to(dtype).float() for node in NODES]
         reduced = transport.reduced(parameter)
         assert reduced is not None
-        assert torch.equal(reduced, holdings.local(parameter, (sum(sums) / 4.0).to(dtype)))
+        assert torch.equal(reduced, shard_map.local(parameter, (sum(sums) / 4.0).to(dtype)))
     scalar = transport.reduced(parameters[3])
     assert scalar is not None
     return [scalar]
@@ -126,7 +126,7 @@ def test_nodes_add_up_first_and_then_their_sums_in_order_to_the_last_bit(gloo: P
 def _overflow() -> Tensor:
     """A node's sum of 2 x 40000 is no float16; its mean with minus as much is."""
     parameter = nn.Parameter(torch.zeros(8, dtype=torch.float16))
-    transport = ReduceToHolders(Holdings(init_device_mesh("cpu", (4,)), {parameter: Shard(0)}), NODES)
+    transport = ReduceScatterToOwners(ShardMap(init_device_mesh("cpu", (4,)), {parameter: Shard(0)}), NODES)
     sign = 1 if dist.get_rank() < 2 else -1
     pending = transport.start({parameter: torch.full((8,), sign * 40000.0, dtype=torch.float16)})
     pending.advance(wait=True)
@@ -142,8 +142,8 @@ def test_a_float16_sum_of_a_node_does_not_overflow_on_its_way(gloo: ProcessPool)
 
 
 def _read_one() -> tuple[bool, bool]:
-    parameters, holdings = _setup((dist.get_world_size(),))
-    transport, own = ReduceToHolders(holdings), _gradients(dist.get_rank())
+    parameters, shard_map = _setup((dist.get_world_size(),))
+    transport, own = ReduceScatterToOwners(shard_map), _gradients(dist.get_rank())
     first, second = (transport.start({parameters[index]: own[index]}) for index in range(2))
     assert transport.reduced(parameters[0]) is None, "the divisor is not known yet"
     for pending in (first, second):
@@ -157,8 +157,8 @@ def test_only_the_bucket_that_is_asked_for_is_waited_for(gloo: ProcessPool) -> N
 
 
 def _forget() -> None:
-    parameters, holdings = _setup((dist.get_world_size(),))
-    transport, own = ReduceToHolders(holdings), _gradients(0)
+    parameters, shard_map = _setup((dist.get_world_size(),))
+    transport, own = ReduceScatterToOwners(shard_map), _gradients(0)
     for expected in (own[2], 3 * own[2]):
         pending = transport.start({parameters[2]: expected, parameters[6]: own[6]})
         pending.finish(1.0, {parameters[2]})
@@ -168,7 +168,7 @@ def _forget() -> None:
             assert transport.reduced(parameters[2]) is None
     reduced = transport.reduced(parameters[2])
     assert reduced is not None
-    torch.testing.assert_close(reduced, holdings.local(parameters[2], 6 * own[2]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(reduced, shard_map.local(parameters[2], 6 * own[2]), rtol=1e-6, atol=0)
 
 
 def test_sums_are_kept_until_they_are_forgotten(gloo: ProcessPool) -> None:
@@ -177,8 +177,8 @@ def test_sums_are_kept_until_they_are_forgotten(gloo: ProcessPool) -> None:
 
 def _advance_without_waiting() -> None:
     """On a 2 x 2 mesh the sum over the replicas starts by polling; nobody asks for a result."""
-    parameters, holdings = _setup((2, 2))
-    transport = ReduceToHolders(holdings)
+    parameters, shard_map = _setup((2, 2))
+    transport = ReduceScatterToOwners(shard_map)
     pending = transport.start(dict(zip(parameters, _gradients(dist.get_rank()), strict=True)))
     deadline = time.monotonic() + 10
     while not pending.advance():
@@ -188,7 +188,7 @@ def _advance_without_waiting() -> None:
     reduced = transport.reduced(parameters[0])
     assert reduced is not None
     mean = sum(_gradients(rank)[0] for rank in range(4)) / 4
-    torch.testing.assert_close(reduced, holdings.local(parameters[0], mean), rtol=0, atol=1e-6)
+    torch.testing.assert_close(reduced, shard_map.local(parameters[0], mean), rtol=0, atol=1e-6)
 
 
 def test_the_sum_over_the_replicas_starts_when_the_first_one_is_done(gloo: ProcessPool) -> None:
@@ -210,8 +210,8 @@ def _count_gradients() -> tuple[int, int, int]:
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(note)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    holdings = Holdings(mesh, divide(parameters, dict.fromkeys(parameters, 1), mesh.size()))
-    transport = ReduceToHolders(holdings)
+    shard_map = ShardMap(mesh, place_shards(parameters, dict.fromkeys(parameters, 1), mesh.size()))
+    transport = ReduceScatterToOwners(shard_map)
     names = {parameter: name for name, parameter in model.named_parameters()}
     reducer = GradientReducer(parameters, transport, axis_group(mesh, (0,)), names=names, bucket_bytes=256)
     model(torch.randn(3, 8)).sum().backward()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon.comm.mesh import axis_group
-from lightning_muon.grad_sync.all_reduce import AllReduce
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import GradientReducer
+from lightning_muon.grad_sync.transports import AllReduce
 from tests.distributed.grad_sync.reducer_setup import (
     ALL_REDUCE,
     HOLDERS,

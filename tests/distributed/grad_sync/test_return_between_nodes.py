@@ -8,29 +8,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon.comm.nodes import make_hops
-from lightning_muon.grad_sync.holdings import Holdings, divide
-from lightning_muon.grad_sync.return_parameters import ParameterReturn, units_of
+from lightning_muon.comm.groups import make_hops
+from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
 SHAPES = [(13, 7), (40, 9), (2, 5), (), (5,), (4, 3, 2, 2), (0, 4), (1,)]
-Setup = tuple[list[nn.Parameter], Holdings, ParameterReturn]
+Setup = tuple[list[nn.Parameter], ShardMap, ParameterAllGather]
 
 
 def _setup(num_in_bucket: int, grid: list[list[int]]) -> Setup:
     generator = torch.Generator().manual_seed(7)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     model = nn.ParameterList(parameters)
-    holdings = Holdings(init_device_mesh("cpu", (4,)), divide(parameters, dict.fromkeys(parameters[:2], 10), 4))
+    shard_map = ShardMap(init_device_mesh("cpu", (4,)), place_shards(parameters, dict.fromkeys(parameters[:2], 10), 4))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    hops = make_hops(holdings.shard, grid)
-    return parameters, holdings, ParameterReturn(holdings, buckets, hops, units_of(model, []))
+    hops = make_hops(shard_map.shard, grid)
+    return parameters, shard_map, ParameterAllGather(shard_map, buckets, hops, units_of(model, []))
 
 
 def _step(setup: Setup, seed: int, *, skip: int | None = None) -> list[Tensor]:
     """Each rank updates its parts in an order of its own; returns the values that all of them shall have."""
-    parameters, holdings, returns = setup
+    parameters, shard_map, returns = setup
     generator = torch.Generator().manual_seed(seed)
     expected = [parameter.detach() + torch.randn(parameter.shape, generator=generator) for parameter in parameters]
     if skip is not None:
@@ -39,9 +39,9 @@ def _step(setup: Setup, seed: int, *, skip: int | None = None) -> list[Tensor]:
     returns.begin({parameters[index] for index in chosen})
     for position in torch.randperm(len(chosen), generator=torch.Generator().manual_seed(dist.get_rank())).tolist():
         index = chosen[position]
-        local = holdings.local(parameters[index])
+        local = shard_map.local(parameters[index])
         if local.numel():  # An empty update would count as a write to the whole.
-            local.copy_(holdings.local(parameters[index], expected[index]))
+            local.copy_(shard_map.local(parameters[index], expected[index]))
         returns.updated([parameters[index]])
     returns.finish_updates()
     return expected

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.comm.nodes import make_hops
-from lightning_muon.grad_sync.holdings import Holdings, divide
-from lightning_muon.grad_sync.return_parameters import ParameterReturn, units_of
+from lightning_muon.comm.groups import make_hops
+from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
         super().__init__()
         self.first = nn.Linear(width, width + 3)
         self.second = nn.Linear(width + 3, width)
-        self.returns: ParameterReturn | None = None
+        self.returns: ParameterAllGather | None = None
         self.seen: tuple[int, ...] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -62,22 +62,22 @@ class Model(nn.Module):
 
 def _returns(
     model: nn.Module, units: Sequence[nn.Module], mesh_shape: tuple[int, ...], num_in_bucket: int = 3
-) -> tuple[list[nn.Parameter], Holdings, ParameterReturn]:
+) -> tuple[list[nn.Parameter], ShardMap, ParameterAllGather]:
     """Parameters in backward order; every second matrix is owned whole, everything else is divided by rows."""
     parameters = list(model.parameters())[::-1]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.numel()]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
-    holdings = Holdings(mesh, divide(parameters, costs, mesh_shape[-1]))
+    shard_map = ShardMap(mesh, place_shards(parameters, costs, mesh_shape[-1]))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    hops = make_hops(holdings.shard)
-    return parameters, holdings, ParameterReturn(holdings, buckets, hops, units_of(model, units))
+    hops = make_hops(shard_map.shard)
+    return parameters, shard_map, ParameterAllGather(shard_map, buckets, hops, units_of(model, units))
 
 
-def _update(holdings: Holdings, parameter: Tensor, delta: Tensor) -> None:
-    local = holdings.local(parameter)
+def _update(shard_map: ShardMap, parameter: Tensor, delta: Tensor) -> None:
+    local = shard_map.local(parameter)
     if local.numel():  # An empty update would count as a write to the whole.
-        local.add_(holdings.local(parameter, delta))
+        local.add_(shard_map.local(parameter, delta))
 
 
 def _deltas(parameters: Sequence[Tensor], seed: int) -> list[Tensor]:
@@ -96,13 +96,13 @@ def _shapes_model(dtype: torch.dtype) -> nn.Module:
 def _three_steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.dtype) -> None:
     """Ranks update in orders of their own; values are those of one process, bit for bit."""
     model, expected = _shapes_model(dtype), _shapes_model(dtype)
-    parameters, holdings, returns = _returns(model, [], mesh_shape, num_in_bucket)
+    parameters, shard_map, returns = _returns(model, [], mesh_shape, num_in_bucket)
     for step in range(3):
         returns.begin(set(parameters))
         deltas = _deltas(parameters, 10 + step)
         order = torch.randperm(len(parameters), generator=torch.Generator().manual_seed(dist.get_rank() + 10 * step))
         for index in order.tolist():
-            _update(holdings, parameters[index], deltas[index])
+            _update(shard_map, parameters[index], deltas[index])
             returns.updated([parameters[index]])
         returns.finish_updates()
         if step != 1:  # The next begin waits too.
@@ -128,14 +128,14 @@ def test_bfloat16_travels_too(gloo: ProcessPool) -> None:
 
 
 def _step(
-    parameters: Sequence[nn.Parameter], holdings: Holdings, returns: ParameterReturn, seed: int = 1
+    parameters: Sequence[nn.Parameter], shard_map: ShardMap, returns: ParameterAllGather, seed: int = 1
 ) -> dict[Tensor, Tensor]:
     """Update everything; return the values that all ranks shall have."""
     returns.begin(set(parameters))
     expected: dict[Tensor, Tensor] = {}
     for parameter, delta in zip(parameters, _deltas(parameters, seed), strict=True):
         expected[parameter] = parameter.detach() + delta
-        _update(holdings, parameter, delta)
+        _update(shard_map, parameter, delta)
         returns.updated([parameter])
     returns.finish_updates()
     return expected
@@ -147,10 +147,10 @@ def _all_equal(expected: dict[Tensor, Tensor]) -> bool:
 
 def _forward_after_a_step() -> dict[str, Any]:
     model, tokens = Model(), torch.arange(11)
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 4)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 4)
     for block in model.blocks:
         block.returns = returns  # type: ignore[assignment]
-    expected = _step(parameters, holdings, returns)
+    expected = _step(parameters, shard_map, returns)
     left = returns.travelling
     logits = model(tokens)
     reference = Model()
@@ -171,9 +171,9 @@ def test_a_forward_waits_only_for_the_buckets_of_its_own_unit(gloo: ProcessPool)
 
 def _blocks_alone() -> list[tuple[int, ...]]:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
     buckets = {parameter: index for index, parameter in enumerate(parameters)}
-    expected = _step(parameters, holdings, returns)
+    expected = _step(parameters, shard_map, returns)
     seen: list[tuple[int, ...]] = []
     for block in model.blocks:
         block(torch.ones(1, 5))
@@ -193,8 +193,8 @@ def test_later_blocks_are_still_on_their_way_when_the_first_one_has_run(gloo: Pr
 
 def _inner_modules() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
-    expected = _step(parameters, holdings, returns)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    expected = _step(parameters, shard_map, returns)
     layer = model.blocks[1].first
     layer(torch.ones(5))  # type: ignore[operator]
     assert all(torch.equal(parameter, expected[parameter]) for parameter in layer.parameters())  # type: ignore[union-attr]
@@ -210,11 +210,11 @@ def test_a_module_inside_a_unit_that_is_called_directly_waits_for_its_parameters
 
 def _subsets() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 3)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 3)
     buckets = {parameter: index // 3 for index, parameter in enumerate(parameters)}
     for step, chosen in enumerate([parameters[:2], parameters[1:9:3], [], parameters[-1:], parameters]):
         before = {parameter: parameter.detach().clone() for parameter in parameters}
-        expected = _step(chosen, holdings, returns, seed=step)
+        expected = _step(chosen, shard_map, returns, seed=step)
         assert returns.travelling == tuple(sorted({buckets[parameter] for parameter in chosen}))
         returns.wait_all()
         assert _all_equal(before | expected)
@@ -247,21 +247,21 @@ def test_a_bucket_leaves_when_it_is_complete_and_the_ones_before_it_have_left(gl
 
 def _state_dicts() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    expected = {names[tensor]: value for tensor, value in _step(parameters, holdings, returns).items()}
+    expected = {names[tensor]: value for tensor, value in _step(parameters, shard_map, returns).items()}
     state = model.state_dict()
     assert returns.travelling == ()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
     old = {name: value.clone() for name, value in state.items()}
-    _step(parameters, holdings, returns, seed=2)
+    _step(parameters, shard_map, returns, seed=2)
     model.load_state_dict(old)
     assert returns.travelling == ()
     returns.wait_all()
     assert all(torch.equal(parameter, old[name]) for name, parameter in model.named_parameters())
 
-    expected = {names[tensor]: value for tensor, value in _step(parameters, holdings, returns, seed=3).items()}
+    expected = {names[tensor]: value for tensor, value in _step(parameters, shard_map, returns, seed=3).items()}
     inner = model.blocks[2].first.state_dict()
     assert torch.equal(inner["weight"], expected["blocks.2.first.weight"])
 
@@ -272,9 +272,9 @@ def test_state_dict_after_a_step_has_the_new_values_and_loaded_values_stay(gloo:
 
 def _copies() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    expected = _step(parameters, holdings, returns)
+    expected = _step(parameters, shard_map, returns)
     for other in copies:
         other(torch.arange(4))
         other.state_dict()
@@ -297,7 +297,7 @@ def test_copies_of_the_model_and_closed_hooks_wait_for_nothing(gloo: ProcessPool
 
 def _compiled() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
     num_graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
@@ -307,7 +307,7 @@ def _compiled() -> None:
     compiled = torch.compile(model, backend=backend)
     tokens = torch.arange(11)
     for seed in range(3):
-        expected = _step(parameters, holdings, returns, seed=seed)
+        expected = _step(parameters, shard_map, returns, seed=seed)
         num_graphs.append(0)
         logits = compiled(tokens)
         assert returns.travelling == ()
@@ -325,8 +325,8 @@ def test_a_compiled_model_waits_in_every_step_and_is_compiled_once(gloo: Process
 
 def _gradients_after_a_step() -> None:
     model, reference = Model(), Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 2)
-    expected = _step(parameters, holdings, returns)
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 2)
+    expected = _step(parameters, shard_map, returns)
     model(torch.arange(5)).square().mean().backward()
     for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
         other.data = expected[parameter]
@@ -341,10 +341,10 @@ def test_gradients_of_the_forward_after_a_step_are_right(gloo: ProcessPool) -> N
 
 def _old_backward(num_in_bucket: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
-    parameters, holdings, returns = _returns(model, [], (dist.get_world_size(),), num_in_bucket)
-    assert holdings.placements(model[1].weight) == (OwnedBy(0),)
+    parameters, shard_map, returns = _returns(model, [], (dist.get_world_size(),), num_in_bucket)
+    assert shard_map.placements(model[1].weight) == (OwnedBy(0),)
     old_loss = model(torch.ones(4)).sum()
-    _step(parameters, holdings, returns)
+    _step(parameters, shard_map, returns)
     returns.wait_all()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         old_loss.backward()
@@ -359,10 +359,10 @@ def test_a_backward_of_before_the_step_is_refused_also_where_all_came_from_other
 
 def _large() -> None:
     model = nn.Sequential(nn.Linear(1100, 1500), nn.Linear(1500, 700), nn.Linear(700, 1100))
-    parameters, holdings, returns = _returns(model, list(model), (dist.get_world_size(),), 2)
+    parameters, shard_map, returns = _returns(model, list(model), (dist.get_world_size(),), 2)
     for seed in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
-        _step(parameters, holdings, returns, seed=seed)
+        _step(parameters, shard_map, returns, seed=seed)
         model(torch.ones(1100))
         for parameter, old, delta in zip(parameters, before, _deltas(parameters, seed), strict=True):
             assert torch.equal(parameter, old + delta)
@@ -374,7 +374,7 @@ def test_messages_of_megabytes_arrive_whole(gloo: ProcessPool) -> None:
 
 def _misuse() -> None:
     model = Model()
-    parameters, holdings, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
+    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),))
     with pytest.raises(ValueError, match=r"\(3, 2\).* in no bucket"):
         returns.begin([nn.Parameter(torch.ones(3, 2))])
     returns.begin(parameters)
@@ -388,12 +388,12 @@ def _misuse() -> None:
         model(torch.arange(3))
     with pytest.raises(RuntimeError, match="broken off"):
         returns.begin(parameters)
-    hops, units = make_hops(holdings.shard), units_of(model, [])
+    hops, units = make_hops(shard_map.shard), units_of(model, [])
     with pytest.raises(ValueError, match="several buckets"):
-        ParameterReturn(holdings, [parameters, parameters[:1]], hops, units)
+        ParameterAllGather(shard_map, [parameters, parameters[:1]], hops, units)
     mixed = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
     with pytest.raises(ValueError, match="bucket 0 mixes"):
-        ParameterReturn(Holdings(holdings.mesh, dict.fromkeys(mixed, Shard(0))), [mixed], hops, units)
+        ParameterAllGather(ShardMap(shard_map.mesh, dict.fromkeys(mixed, Shard(0))), [mixed], hops, units)
 
 
 def test_misuse_is_an_error_before_anything_is_sent(gloo: ProcessPool) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon.grad_sync import state_layout
-from lightning_muon.grad_sync.holdings import Holdings, divide
-from lightning_muon.grad_sync.state_layout import to_owners, to_rows
+from lightning_muon.grad_sync import sharded_layout as state_layout
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.sharded_layout import to_owners, to_rows
 from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
@@ -22,15 +22,15 @@ SHAPES = [(13, 7), (2, 5), (), (5,), (4, 3, 2, 2), (0, 4), (1, 9), (3, 0), (8, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
 
 
-def _holdings(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], Holdings]:
+def _shard_map(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], ShardMap]:
     """Parameters of all shapes; those of several dimensions and one vector are owned whole."""
     parameters = [torch.empty(shape) for shape in SHAPES]
     whole = {parameter: max(parameter.numel(), 1) for parameter in parameters if parameter.ndim != 0}
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    return parameters, Holdings(mesh, divide(parameters, whole, mesh_shape[-1]))
+    return parameters, ShardMap(mesh, place_shards(parameters, whole, mesh_shape[-1]))
 
 
-def _state(parameters: list[Tensor], holdings: Holdings) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _state(parameters: list[Tensor], shard_map: ShardMap) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Two states for each parameter in a mix of dtypes: parameters, whole values, and the parts of this rank."""
     generator = torch.Generator().manual_seed(3)
     doubled = [parameter for parameter in parameters for _ in range(2)]
@@ -38,7 +38,7 @@ def _state(parameters: list[Tensor], holdings: Holdings) -> tuple[list[Tensor], 
         (torch.randn(parameter.shape, generator=generator) * 1000).to(DTYPES[index % 4])
         for index, parameter in enumerate(doubled)
     ]
-    local = [holdings.local(parameter, whole).clone() for parameter, whole in zip(doubled, full, strict=True)]
+    local = [shard_map.local(parameter, whole).clone() for parameter, whole in zip(doubled, full, strict=True)]
     return doubled, full, local
 
 
@@ -47,14 +47,14 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _round_trip(mesh_shape: tuple[int, ...], batch_bytes: int) -> None:
-    parameters, holdings = _holdings(mesh_shape)
-    doubled, full, local = _state(parameters, holdings)
+    parameters, shard_map = _shard_map(mesh_shape)
+    doubled, full, local = _state(parameters, shard_map)
     with mock.patch.object(state_layout, "_BATCH_BYTES", batch_bytes):
-        rows = to_rows(local, doubled, holdings)
-        back = to_owners(rows, doubled, holdings)
+        rows = to_rows(local, doubled, shard_map)
+        back = to_owners(rows, doubled, shard_map)
     for tensor, whole in zip(rows, full, strict=True):
         divided = Shard(0) if whole.ndim and whole.numel() else Replicate()
-        expected = distribute_tensor(whole, holdings.mesh, [Replicate()] * (len(mesh_shape) - 1) + [divided])
+        expected = distribute_tensor(whole, shard_map.mesh, [Replicate()] * (len(mesh_shape) - 1) + [divided])
         assert tensor.placements == expected.placements
         assert tensor.shape == expected.shape
         assert tensor.stride() == expected.stride()
@@ -77,12 +77,12 @@ def _count_exchanges(batch_bytes: int) -> list[int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [torch.empty(9, 9), torch.empty(5, 3), torch.empty(4, 4), torch.empty(3, 5), torch.empty(6)]
     owned = {parameter: OwnedBy(index % 3) for index, parameter in enumerate(parameters[:4])}
-    holdings = Holdings(mesh, {**owned, parameters[4]: Shard(0)})
+    shard_map = ShardMap(mesh, {**owned, parameters[4]: Shard(0)})
     with (
         mock.patch.object(state_layout, "_BATCH_BYTES", batch_bytes),
         mock.patch.object(state_layout, "start_all_to_all", wraps=state_layout.start_all_to_all) as exchange,
     ):
-        to_rows([holdings.local(parameter) for parameter in parameters], parameters, holdings)
+        to_rows([shard_map.local(parameter) for parameter in parameters], parameters, shard_map)
     totals = torch.tensor([call.args[2].nbytes for call in exchange.call_args_list])
     dist.all_reduce(totals)
     return totals.tolist()
@@ -96,12 +96,12 @@ def test_exchanges_are_bounded_and_state_by_rows_does_not_travel(gloo: ProcessPo
 
 
 def _own_memory() -> None:
-    parameters, holdings = _holdings((dist.get_world_size(),))
-    doubled, _, local = _state(parameters, holdings)
-    rows = to_rows(local, doubled, holdings)
+    parameters, shard_map = _shard_map((dist.get_world_size(),))
+    doubled, _, local = _state(parameters, shard_map)
+    rows = to_rows(local, doubled, shard_map)
     owned = [tensor for tensor in rows if tensor.numel() > 20]
     assert all(tensor.to_local().untyped_storage().nbytes() == tensor.to_local().nbytes for tensor in owned)
-    back = to_owners(rows, doubled, holdings)
+    back = to_owners(rows, doubled, shard_map)
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in back)
 
 
@@ -110,10 +110,10 @@ def test_no_result_keeps_the_memory_of_an_exchange(gloo: ProcessPool) -> None:
 
 
 def _wrong_on_one_rank(kind: str) -> None:
-    parameters, holdings = _holdings((dist.get_world_size(),))
-    doubled, full, local = _state(parameters, holdings)
+    parameters, shard_map = _shard_map((dist.get_world_size(),))
+    doubled, full, local = _state(parameters, shard_map)
     if kind == "nothing":
-        to_rows(local, doubled, holdings)
+        to_rows(local, doubled, shard_map)
         return
     is_wrong = dist.get_rank() == 1
     if kind in ("shape", "dtype", "missing"):
@@ -121,16 +121,16 @@ def _wrong_on_one_rank(kind: str) -> None:
             local[0] = torch.ones(6, 7)
         if is_wrong and kind == "dtype":
             local[0] = local[0].double()
-        to_rows(local[1:] if is_wrong and kind == "missing" else local, doubled, holdings)
+        to_rows(local[1:] if is_wrong and kind == "missing" else local, doubled, shard_map)
         return
-    rows: list[Tensor] = list(to_rows(local, doubled, holdings))
+    rows: list[Tensor] = list(to_rows(local, doubled, shard_map))
     if is_wrong:
         if kind == "plain":
             rows[0] = full[0]
         else:
-            whole = DTensor.from_local(full[0], holdings.mesh, [Replicate()], run_check=False)
+            whole = DTensor.from_local(full[0], shard_map.mesh, [Replicate()], run_check=False)
             rows[0] = whole
-    to_owners(rows, doubled, holdings)  # type: ignore[arg-type]
+    to_owners(rows, doubled, shard_map)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

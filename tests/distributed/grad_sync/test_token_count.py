@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from lightning_muon.comm.mesh import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.grad_sync.token_count import TokenCount
 from tests.support.processes import ProcessPool
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.shard_model import shard_model
 
 
 class Expert(nn.Module):

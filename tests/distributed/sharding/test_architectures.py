@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded, fsdp_modules
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_runtime import free_unsharded, fsdp_modules
+from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     assert_close,
     full,

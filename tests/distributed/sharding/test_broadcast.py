@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.sharding.fsdp import shard_model
+from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     full,
     make_mesh,

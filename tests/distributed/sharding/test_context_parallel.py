@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import full
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import lightning_muon
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.full_weights import full_state_dict
+from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.sharding.models import Net, make_mesh, tokens_of_all
 from tests.support.processes import ProcessPool
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon.sharding import gradients as sharding_gradients
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding import fsdp as sharding_gradients
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     assert_close,
     gradients_of,

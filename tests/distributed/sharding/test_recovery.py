@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat import torch as compat
-from lightning_muon.sharding import recovery
+from lightning_muon.sharding import fsdp_recovery as recovery
 from tests.distributed import backward_passes
-from tests.distributed.sharding.modes.training import (
+from tests.distributed.sharding.training import (
     OddNet,
     Run,
     Training,

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.sharding.replicas import names_of, replicate_model
-from tests.distributed.sharding.modes.training import mesh_of
+from lightning_muon.sharding.weights import names_of, replicate_model
+from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
 

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import (
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_runtime import (
     MicroBatches,
     forget_unreduced,
     free_unsharded,
@@ -23,6 +22,7 @@ from lightning_muon.sharding.runtime import (
     set_gradient_divisor,
     set_gradient_sync,
 )
+from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     Net,
     assert_close,

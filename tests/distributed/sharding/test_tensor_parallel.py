@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.sharding.checks import check_tensor_parallel
-from lightning_muon.sharding.fsdp import shard_model
-from lightning_muon.sharding.gradients import GradientAgreement
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.units import check_tensor_parallel
 from tests.distributed.sharding.models import assert_close, full, gradients_of
 from tests.support.processes import ProcessPool
 

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.comm.mesh import axis_group, host_group
+from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.monitor.watchdog import watching
-from lightning_muon.sharding.gradients import GradientAgreement
-from lightning_muon.sharding.runtime import free_unsharded
-from lightning_muon.sharding.unit_notes import Gate
-from lightning_muon.sharding.unit_order import UnitOrder, tensors_in
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog, tensors_in
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
@@ -109,7 +108,7 @@ def _backward_through_containers() -> list[int]:
     model = nn.Sequential(Outputs())
     mesh = make_mesh((1, 2))
     fully_shard(model[0], mesh=mesh)
-    order = UnitOrder(model, mesh)
+    order = FsdpCallLog(model, mesh)
     model(torch.ones(2, 3))["nested"][0].hidden.sum().backward()
     return order.notes()[1]
 
@@ -125,10 +124,10 @@ def test_containers_that_contain_themselves_are_searched_once() -> None:
     assert [id(found) for found in tensors_in(nested, set())] == [id(tensor)] * 2
 
 
-def _gate_calls() -> list[Gate]:
+def _gate_calls() -> list[Barrier]:
     model, agreement = sharded(make_mesh((1, 2)), ["Expert"])
-    calls: list[Gate] = []
-    agreement.order.gate = calls.append
+    calls: list[Barrier] = []
+    agreement.order.barrier = calls.append
     for chosen in ([0], [0], [0], [1]):
         calls.clear()
         model(inputs_of(0), chosen).sum().backward()
@@ -256,7 +255,7 @@ def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool, num_ca
 def _long_evaluation() -> tuple[list[bool], int, int]:
     mesh = make_mesh((1, 2))
     model, agreement = sharded(mesh, ["Layer"])
-    order, other = agreement.order, UnitOrder(model, mesh)
+    order, other = agreement.order, FsdpCallLog(model, mesh)
     other.close()
     words = []
     for index in range(10_000):

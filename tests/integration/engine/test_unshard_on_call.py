@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.engine.forward_methods import unshard_on_call
-from lightning_muon.sharding.runtime import free_unsharded
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from tests.integration.training import PACKAGES, VOCABULARY, language_model, load, loader, trainer
 from tests.support.processes import ProcessPool
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_muon.cli import convert as convert_module
 from lightning_muon.cli.convert import convert
 from lightning_muon.cli.main import main
-from lightning_muon.sharding.full_weights import full_state_dict
+from lightning_muon.sharding.weights import full_state_dict
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
 from tests.support.processes import ProcessPool
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_muon.comm.host_copy import start_reading
+from lightning_muon.comm.collectives import start_reading
 
 
 def test_every_dtype_comes_back_as_it_was() -> None:

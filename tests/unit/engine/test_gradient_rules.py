@@ -7,8 +7,8 @@ from torch import nn
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.engine import gradient_rules
 from lightning_muon.engine.gradient_rules import GradientRules
-from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.none import Undivided
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import SingleProcess
 
 
 class _Module(nn.Sequential):
@@ -27,7 +27,7 @@ class _Module(nn.Sequential):
 def _rules(module: _Module, **options: object) -> GradientRules:
     module.automatic_optimization = True  # type: ignore[assignment]
     return GradientRules(
-        module, Undivided(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options)
+        module, SingleProcess(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options)
     )  # type: ignore[arg-type]
 
 

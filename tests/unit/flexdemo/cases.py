@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
-from lightning_muon.comm.mesh import AxisGroup
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import Bucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, num_blocks, plan_buckets

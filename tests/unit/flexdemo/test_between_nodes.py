@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import FlexDeMoConfig
-from lightning_muon.comm.mesh import ALONE
+from lightning_muon.comm.groups import ALONE
 from lightning_muon.flexdemo.inter_node_sync import BetweenNodes, OptimizerView
 from lightning_muon.flexdemo.node_exchange import Nodes
 from lightning_muon.flexdemo.node_state import NodeLayout

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon.comm.mesh import ALONE, axis_group
+from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.flexdemo.replica_consistency import check_equal, checksums
 from tests.support.processes import ProcessPool
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
-from lightning_muon.comm.mesh import ALONE
+from lightning_muon.comm.groups import ALONE
 from lightning_muon.flexdemo.bucket import Bucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, segment
 from lightning_muon.flexdemo.node_exchange import Exchange, Nodes, pack_segment, sum_of_segments

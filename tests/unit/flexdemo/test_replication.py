@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, Replicator, Striding
-from lightning_muon.comm.mesh import ALONE
+from lightning_muon.comm.groups import ALONE
 from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import Bucket
 from lightning_muon.flexdemo.momentum_sync import EarlyExchanges, Replication, Rules, Updates

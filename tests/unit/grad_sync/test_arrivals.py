@@ -4,7 +4,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.grad_sync.arrivals import Arrivals, watch_gradients
+from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
 
 
 class _Owner:

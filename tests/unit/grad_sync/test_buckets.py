@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.grad_sync.buckets import make_buckets, num_bytes
+from lightning_muon.grad_sync.reducer import make_buckets, num_bytes
 
 
 def _indices(parameters: list[Tensor], bucket_bytes: int) -> list[list[int]]:

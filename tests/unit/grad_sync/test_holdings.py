@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.grad_sync.holdings import divide
+from lightning_muon.grad_sync.shard_map import place_shards
 from lightning_muon.params.layout import OwnedBy
 
 
@@ -17,7 +17,7 @@ def _tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 def test_matrices_have_owners_and_the_rest_is_divided_by_rows_if_it_can_be() -> None:
     parameters = _tensors([(4, 4), (4,), (), (0, 3), (7, 5), (1, 2)])
-    placements = divide(parameters, {parameters[0]: 100, parameters[4]: 90}, 3)
+    placements = place_shards(parameters, {parameters[0]: 100, parameters[4]: 90}, 3)
     assert list(placements) == parameters
     assert list(placements.values()) == [OwnedBy(0), Shard(0), Replicate(), Replicate(), OwnedBy(1), Shard(0)]
 
@@ -27,7 +27,7 @@ def test_costs_are_evened_out_by_giving_the_dearest_to_the_least_loaded(num_rank
     generator = torch.Generator().manual_seed(num_ranks)
     costs = torch.randint(1, 1000, (40,), generator=generator).tolist()
     parameters = _tensors([(2, 2)] * 40)
-    placements = divide(parameters, dict(zip(parameters, costs, strict=True)), num_ranks)
+    placements = place_shards(parameters, dict(zip(parameters, costs, strict=True)), num_ranks)
     loads = [0] * num_ranks
     for parameter, cost in zip(parameters, costs, strict=True):
         placement = placements[parameter]
@@ -40,17 +40,17 @@ def test_costs_are_evened_out_by_giving_the_dearest_to_the_least_loaded(num_rank
 def test_a_costly_matrix_keeps_its_rank_for_itself() -> None:
     parameters = _tensors([(2, 2)] * 4)
     costs = dict(zip(parameters, [10, 100, 20, 30], strict=True))
-    owners = [divide(parameters, costs, 2)[parameter] for parameter in parameters]
+    owners = [place_shards(parameters, costs, 2)[parameter] for parameter in parameters]
     assert owners == [OwnedBy(1), OwnedBy(0), OwnedBy(1), OwnedBy(1)]
 
 
 def test_matrices_of_equal_cost_take_turns() -> None:
     parameters = _tensors([(3, 3)] * 6)
-    placements = divide(parameters, dict.fromkeys(parameters, 5), 3)
+    placements = place_shards(parameters, dict.fromkeys(parameters, 5), 3)
     owners = [placement.rank for placement in placements.values() if isinstance(placement, OwnedBy)]
     assert sorted(owners) == [0, 0, 1, 1, 2, 2]
 
 
 def test_an_empty_or_0d_parameter_is_never_owned() -> None:
     parameters = _tensors([(), (3, 0)])
-    assert list(divide(parameters, dict.fromkeys(parameters, 5), 2).values()) == [Replicate(), Replicate()]
+    assert list(place_shards(parameters, dict.fromkeys(parameters, 5), 2).values()) == [Replicate(), Replicate()]

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_muon.grad_sync.results import Results
+from lightning_muon.grad_sync.transports import Results
 
 
 def _parameter() -> nn.Parameter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_muon.grad_sync.return_parameters import units_of
+from lightning_muon.grad_sync.parameter_all_gather import units_of
 
 
 def _model() -> nn.ModuleDict:

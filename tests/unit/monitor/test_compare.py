@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_muon.monitor.compare import Comparison, compare, matrix_shapes
+from lightning_muon.monitor.calibrate import Comparison, compare, matrix_shapes
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
-from lightning_muon.sharding.unit_order import UnitOrder
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 
 A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
 END, LEFT = -2, -3
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
+def order(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
     """Two units, ``0`` and ``1``."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -29,7 +29,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> UnitOrder:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         for child in model:
             fully_shard(child, mesh=mesh)
-        return UnitOrder(model, mesh)
+        return FsdpCallLog(model, mesh)
     finally:
         dist.destroy_process_group()
 
@@ -74,7 +74,7 @@ def _position(
         ),
     ],
 )
-def test_ranks_that_can_never_meet_are_named(order: UnitOrder, mine: Position, theirs: Position, words: str) -> None:
+def test_ranks_that_can_never_meet_are_named(order: FsdpCallLog, mine: Position, theirs: Position, words: str) -> None:
     message = find_mismatch({0: mine, 1: theirs}, order)
     assert message is not None
     assert re.search(words, message), message
@@ -99,13 +99,15 @@ def test_ranks_that_can_never_meet_are_named(order: UnitOrder, mine: Position, t
         pytest.param(_position([B, A], skipped=9), _position([A, B, B]), id="too far apart"),
     ],
 )
-def test_slow_ranks_prove_nothing(order: UnitOrder, mine: Position, theirs: Position) -> None:
+def test_slow_ranks_prove_nothing(order: FsdpCallLog, mine: Position, theirs: Position) -> None:
     assert find_mismatch({0: mine, 1: theirs}, order) is None
     assert find_mismatch({0: theirs, 1: mine}, order) is None
 
 
-def test_a_position_survives_the_store(order: UnitOrder) -> None:
-    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_gates({"g": 7}, "g")
+def test_a_position_survives_the_store(order: FsdpCallLog) -> None:
+    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_barriers(
+        {"g": 7}, "g"
+    )
     assert Position.from_text(position.to_text()) == position
     assert position.group == "g" and position.counts["g"] == 7
 

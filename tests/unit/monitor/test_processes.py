@@ -5,7 +5,7 @@ import signal
 import subprocess
 from dataclasses import replace
 
-from lightning_muon.monitor.processes import ProcessIdentity, _state_and_start
+from lightning_muon.monitor.positions import ProcessIdentity, _state_and_start
 
 
 def test_a_running_process_is_not_gone_and_travels_as_text() -> None:

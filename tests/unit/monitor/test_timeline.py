@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_muon import ParallelMuon
 from lightning_muon.monitor import timeline
+from lightning_muon.monitor.calibrate import make_optimizer
 from lightning_muon.monitor.timeline import Recording, TimelineRecorder, predict, record_step, trace_events
-from lightning_muon.monitor.workload import make_optimizer
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import ADAMW, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, Op
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.monitor.workload import make_optimizer
+from lightning_muon.monitor.calibrate import make_optimizer
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.comm.mesh import PrivateGroups
+from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import MatrixStep

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, Full, Striding
-from lightning_muon.comm.host_copy import start_reading
-from lightning_muon.comm.mesh import ALONE
+from lightning_muon.comm.collectives import start_reading
+from lightning_muon.comm.groups import ALONE
 from lightning_muon.grad_sync.finite import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.sharding.checks import check_meta, describe_model, dtype_units
+from lightning_muon.sharding.units import check_meta, describe_model, dtype_units
 
 
 def _model() -> nn.Sequential:

@@ -1,5 +1,5 @@
-from lightning_muon.sharding import unit_notes
-from lightning_muon.sharding.unit_notes import Gate, Notes
+from lightning_muon.sharding import fsdp_call_log as unit_notes
+from lightning_muon.sharding.fsdp_call_log import Barrier, Notes
 
 
 def _notes(*values: int, ranks: tuple[int, ...] = (0, 3)) -> Notes:
@@ -18,10 +18,10 @@ def test_equal_notes_have_equal_words_and_others_do_not() -> None:
 
 def test_a_note_that_did_not_follow_the_last_time_is_a_gate() -> None:
     notes = Notes("some", (0, 3))
-    assert [notes.add(4), notes.add(6)] == [Gate("some", (0, 3), 1, 4), Gate("some", (0, 3), 2, 6)]
-    assert notes.add(4) == Gate("some", (0, 3), 3, 4)
+    assert [notes.add(4), notes.add(6)] == [Barrier("some", (0, 3), 1, 4), Barrier("some", (0, 3), 2, 6)]
+    assert notes.add(4) == Barrier("some", (0, 3), 3, 4)
     assert [notes.add(6), notes.add(4), notes.add(6)] == [None, None, None]
-    assert notes.add(8) == Gate("some", (0, 3), 7, 8)
+    assert notes.add(8) == Barrier("some", (0, 3), 7, 8)
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:

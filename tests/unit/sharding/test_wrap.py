@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.sharding.wrap import find_units, owners
+from lightning_muon.sharding.units import find_units, owners
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.engine.gradient_rules import GradientRules
-from lightning_muon.sharding.modes.mode import ModeOptions
-from lightning_muon.sharding.modes.registry import make_mode
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import make_mode
 from tests.integration.training import PACKAGES, load, strategy_class
 from tests.support.processes import ProcessPool
 

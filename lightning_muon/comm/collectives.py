@@ -1,0 +1,210 @@
+"""Collectives and messages on packed buffers, and copies of small results to the host.
+
+A part is a flat range of a packed buffer. The functions know no matrices: the caller says how many elements each pair
+of ranks exchanges, fills views of the send buffer, and reads views of the receive buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Sizes and peers of the parts of one buffer, in buffer order (all parts of peer 0, then of peer 1, ...)."""
+
+    peers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    splits: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return sum(self.splits)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """One view per part, in its own shape."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        flat = buffer[: self.numel].split(sizes)
+        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
+
+
+def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Parts:
+    """Describe a buffer whose parts are already in the order of their ``peers``."""
+    assert list(peers) == sorted(peers), "parts must be grouped by peer, in rank order"
+    splits = [0] * num_ranks
+    for peer, shape in zip(peers, shapes, strict=True):
+        splits[peer] += torch.Size(shape).numel()
+    return Parts(tuple(peers), tuple(shapes), tuple(splits))
+
+
+class BufferPool:
+    """Flat buffers by name, grown on demand and kept until they are released or dropped."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int) -> Tensor:
+        """A buffer of at least ``numel`` elements; the same name is the same memory."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+            self._buffers[name] = buffer
+        elif buffer.untyped_storage().nbytes() < buffer.nbytes:
+            buffer.untyped_storage().resize_(buffer.nbytes)
+        return buffer
+
+    def release(self, prefix: str) -> None:
+        """Give back the memory of the buffers whose names begin so until they are taken again; views stay valid."""
+        for name, buffer in self._buffers.items():
+            if name.startswith(prefix):
+                buffer.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+    def drop(self, suffix: str) -> None:
+        """Give back the memory of the buffers whose names end so."""
+        for name in [name for name in self._buffers if name.endswith(suffix)]:
+            del self._buffers[name]
+
+
+def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:
+    """Begin an uneven all-to-all of two packed buffers.
+
+    Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
+
+    Returns:
+        Handles to wait for before the buffers are read or filled again.
+    """
+    let_gloo_finish_at_exit()
+    work = dist.all_to_all_single(
+        receive[: source.numel],
+        send[: to.numel],
+        list(source.splits),
+        list(to.splits),
+        group=group.group,
+        async_op=True,
+    )
+    return group.track([work])
+
+
+def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
+    """Begin one message per pair of ranks that have something for each other; several may send the same memory.
+
+    Args:
+        send: Contiguous tensor for each rank of ``group`` that gets one.
+        receive: Contiguous tensor for each rank of ``group`` that sends one.
+        group: Every rank of it that is named by another must call this, in the same order of calls.
+    """
+    let_gloo_finish_at_exit()
+    messages = [
+        *(dist.P2POp(dist.irecv, tensor, group=group.group, group_peer=rank) for rank, tensor in receive.items()),
+        *(dist.P2POp(dist.isend, tensor, group=group.group, group_peer=rank) for rank, tensor in send.items()),
+    ]
+    return group.track(dist.batch_isend_irecv(messages) if messages else [])
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """Messages that travel as one all-to-all; see :func:`start_messages_together`."""
+
+    work: dist.Work
+    arrived: Sequence[Tensor]
+    receive: Sequence[Tensor]
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would not wait."""
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait, and put the messages to where they belong."""
+        self.work.wait()
+        for tensor, message in zip(self.receive, self.arrived, strict=True):
+            tensor.copy_(message)
+
+
+def start_messages_together(
+    send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup
+) -> list[Delivery]:
+    """As :func:`start_messages`, 1-D tensors in the order of the ranks, with handles that know when they are completed.
+
+    gloo's messages between two ranks are completed only by waiting for them. Costs a copy. Collective over ``group``;
+    every rank of it must call it, and send or receive something.
+    """
+    first = next(iter((*send.values(), *receive.values())))
+    to = parts(list(send), [tuple(message.shape) for message in send.values()], group.size)
+    source = parts(list(receive), [tuple(message.shape) for message in receive.values()], group.size)
+    packed = torch.cat(list(send.values())) if send else first.new_empty(0)
+    arrived = first.new_empty(source.numel)
+    (work,) = start_all_to_all(packed, to, arrived, source, group)
+    return [Delivery(work, source.views(arrived), list(receive.values()))]
+
+
+def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
+    """Begin the elementwise sum over ``group``, in place.
+
+    Collective over ``group``; every rank of it must call it.
+    """
+    let_gloo_finish_at_exit()
+    (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
+    return work
+
+
+def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
+    """Begin to copy small tensors to the host; the result waits for the copy and gives the elements of each, flat.
+
+    On CUDA all tensors of a device travel as one copy to pinned memory with one event behind it. So the host waits for
+    what the device was given before this call, and not for what it is given afterwards. Local.
+
+    Args:
+        tensors: Of any dtypes and devices; may change after the call.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    pending = {
+        device: _start_reading([tensors[index] for index in indices], device) for device, indices in by_device.items()
+    }
+
+    def read() -> list[list[Any]]:
+        found: list[list[Any]] = [[] for _ in tensors]
+        for device, indices in by_device.items():
+            for index, values in zip(indices, pending[device](), strict=True):
+                found[index] = values
+        return found
+
+    return read
+
+
+def _start_reading(tensors: Sequence[Tensor], device: torch.device) -> Callable[[], list[list[Any]]]:
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    if device.type != "cuda":
+        kept = [part.clone() for part in flat]
+        return lambda: [part.tolist() for part in kept]
+    # As bytes, since one dtype for all would round large integers.
+    packed = torch.cat([part.contiguous().view(torch.uint8) for part in flat])
+    host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    copied = torch.cuda.current_stream(device).record_event()
+
+    def read() -> list[list[Any]]:
+        copied.synchronize()
+        parts = host.split([part.numel() * part.element_size() for part in flat])
+        # Copied, because a view of another dtype must begin at a multiple of its size.
+        return [part.clone().view(whole.dtype).tolist() for part, whole in zip(parts, flat, strict=True)]
+
+    return read

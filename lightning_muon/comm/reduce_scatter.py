@@ -1,0 +1,207 @@
+"""Sums over ranks of which each rank gets its own part.
+
+An all-to-all and sums on the receiving rank: measured on gloo it takes a half to a quarter of the time of
+``reduce_scatter_tensor``, takes parts of any size without padding, and the order of the additions does not depend on
+the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
+
+
+def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """The flattened gradient, dense and in the dtype of the parameter.
+
+    Args:
+        parameter: What the gradient is of.
+        gradient: ``None`` stands for zeros. Sparse ones are made dense.
+    """
+    if gradient is None:
+        return torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return dense.detach().to(parameter.dtype).reshape(-1)
+
+
+class SideStream:
+    """A CUDA stream for what follows a communication, so that backward does not wait for it; on the CPU a no-op.
+
+    Args:
+        device: Of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether waiting inside :meth:`use` returns at once."""
+        return self._stream is not None
+
+    @contextmanager
+    def use(self, *tensors: Tensor) -> Iterator[None]:
+        """Run after what the current stream has been given; ``tensors`` stay alive until the side stream is done."""
+        if self._stream is None:
+            yield
+            return
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for everything that was put on the side stream so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def record(self) -> torch.cuda.Event | None:
+        """A mark after everything that was put on the side stream so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+
+@dataclass(frozen=True)
+class ReduceLeg:
+    """One exchange on the way of a sum, after which each rank of ``group`` has added up its part of what it had before.
+
+    Attributes:
+        group: Ranks that get different parts.
+        counts: Elements for each of them; parts of different ranks may be copies of the same elements.
+    """
+
+    group: AxisGroup
+    counts: Sequence[int]
+
+
+def start_reduce_scatter(
+    own: Tensor, others: Tensor, legs: Sequence[ReduceLeg], *, replicate: AxisGroup, side: SideStream
+) -> PendingSum:
+    """Begin a sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``.
+
+    Collective over the group of the first leg, then over the others and ``replicate`` by :meth:`PendingSum.advance`;
+    every rank must call both, in the same order of calls.
+
+    Args:
+        own: 1-D, the calling rank's share of what it adds up in the first leg. Becomes the sum, if its dtype holds one.
+            In each later leg the shares for other ranks lie before the one that the rank keeps, in their order.
+        others: 1-D, its shares for the other ranks of the first leg, in their order.
+        legs: At least one.
+        replicate: Ranks that get the same part.
+        side: Of the device of the tensors.
+    """
+    return PendingSum(own, others, legs, replicate=replicate, side=side)
+
+
+class PendingSum:
+    """A part of a sum that is on its way; see :func:`start_reduce_scatter`."""
+
+    def __init__(
+        self, own: Tensor, others: Tensor, legs: Sequence[ReduceLeg], *, replicate: AxisGroup, side: SideStream
+    ) -> None:
+        self._own, self._side = own, side
+        # Sums that travel on are rounded, but for float16, which they might overflow.
+        self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
+        self._legs = [leg for leg in legs if leg.group.group is not None]
+        self._replicate = replicate
+        self._leg, self._buffers = None, None
+        self._work: dist.Work | None = None
+        self._is_added_up = False
+        self._event: torch.cuda.Event | None = None
+        if self._legs:
+            self._start(others)
+
+    def advance(self, *, wait: bool = False) -> bool:
+        """Add up what has arrived and start what follows; gives the buffers free.
+
+        Collective over the groups of the later legs and ``replicate``; every rank must bring each sum to ``True``, in
+        the same order.
+
+        Args:
+            wait: For the other ranks' parts. What nothing follows is not waited for.
+
+        Returns:
+            Whether all parts have been added up, and so all communications been started.
+        """
+        while not self._is_added_up:
+            must_wait = wait and (self._legs or self._replicate.group is not None)
+            if not (self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()):
+                break
+            self._go_on()
+        return self._is_added_up
+
+    def result(self) -> Tensor:
+        """The sum, 1-D, in the dtype of the parts or a wider one. Waits, on CUDA the current stream; call it once."""
+        while not self._is_added_up:
+            self._go_on()
+        if self._work is not None:
+            self._work.wait()
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self._own.device)
+            stream.wait_event(self._event)
+            self._own.record_stream(stream)
+        return self._own
+
+    def _start(self, others: Tensor) -> None:
+        """Begin the exchange of the next leg, for which ``own`` and ``others`` are ready."""
+        let_gloo_finish_at_exit()
+        self._leg = self._legs.pop(0)
+        rank, counts = self._leg.group.rank, list(self._leg.counts)
+        received, counts[rank] = [counts[rank]] * len(counts), 0
+        received[rank] = 0
+        receive = self._own.new_empty(len(counts) - 1, self._own.numel())
+        self._buffers = others, receive
+        group = self._leg.group
+        work = dist.all_to_all_single(receive.view(-1), others, received, counts, group=group.group, async_op=True)
+        (self._work,) = group.track([work])
+
+    def _go_on(self) -> None:
+        """Take what has arrived, and start the next exchange or the sum over the replicas, if any."""
+        buffers, self._buffers = self._buffers, None
+        with self._side.use(self._own, *(buffers or ())):
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            if buffers is not None and self._leg is not None and self._own.numel():
+                self._own = _sum_in_order(self._own, list(buffers[1]), self._leg.group.rank)
+            if self._legs:
+                shares = self._own.to(self._wire_dtype)
+                kept = self._legs[0].counts[self._legs[0].group.rank]
+                others, own = shares.split([shares.numel() - kept, kept])
+                self._own = own.clone()  # The sum must not keep all of the shares alive.
+                self._start(others)
+            else:
+                self._is_added_up = True
+                if self._replicate.group is not None:
+                    self._own = self._own.to(self._wire_dtype)
+                    self._work = start_all_reduce_sum(self._own, self._replicate)
+        if self._is_added_up:
+            self._event = self._side.record()
+
+
+def _sum_in_order(own: Tensor, others: Sequence[Tensor], rank: int) -> Tensor:
+    """Sum of the shares of all ranks from the first on, 16-bit floats in float32; ``own`` is overwritten."""
+    if own.dtype.itemsize < 4:
+        own, others = own.float(), [other.float() for other in others]
+    before, after = others[:rank], others[rank:]
+    if before:
+        first, *rest = before
+        for other in rest:
+            first += other
+        own += first
+    for other in after:
+        own += other
+    return own

@@ -1,0 +1,348 @@
+"""Updated parts of replicated parameters travel to all ranks, bucket by bucket, while the next forward already runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_muon.comm.collectives import start_messages
+from lightning_muon.comm.groups import Hop
+from lightning_muon.comm.reduce_scatter import SideStream
+from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
+from lightning_muon.params.uses import parameter_uses
+
+
+def units_of(root: nn.Module, unit_modules: Collection[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return for ``root`` and each unit the parameters that its forward may use outside of the units inside it.
+
+    A parameter belongs to the innermost unit around each of its uses. One that is used in several units, or in none,
+    belongs to ``root`` too.
+
+    Args:
+        root: The whole model.
+        unit_modules: Modules inside ``root`` that are called as one, such as the blocks of a transformer.
+    """
+    units = {root: list[nn.Parameter](), **{unit: list[nn.Parameter]() for unit in unit_modules}}
+    for uses in parameter_uses(root):
+        holders = {next((module for _, module in reversed(use.path) if module in units), root): None for use in uses}
+        if len(holders) > 1:
+            holders[root] = None
+        for holder in holders:
+            units[holder].append(uses[0].parameter)
+    return units
+
+
+class ParameterAllGather:
+    """Gives every rank the parts of the parameters that other ranks have updated.
+
+    In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place and tells so
+    (:meth:`updated`), and ends with :meth:`finish_updates`. A bucket leaves when all of it is updated and the buckets
+    before it have left, so the order of messages is the same on all ranks whatever the order of updates. Each rank
+    sends its part of a bucket to every other rank as one message. With two hops it sends that to the ranks of its place
+    in other nodes, and each of these what it then has to the ranks of its own node: on CUDA at once, elsewhere in
+    :meth:`finish_updates`, which waits for what comes from other nodes.
+
+    Nobody may read a parameter before its bucket has arrived. Hooks see to that: in front of the forward of each unit
+    and of the modules inside it, and in front of ``state_dict`` and ``load_state_dict`` of every module. Whoever reads
+    parameters in another way, such as a training step that uses a weight without a call of its module, or a copy of
+    the model, calls :meth:`wait` or :meth:`wait_all` first.
+
+    Example::
+
+        all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard), units_of(model, model.blocks))
+        all_gather.begin(set(parameters))
+        for parameter in parameters:
+            shard_map.local(parameter).sub_(update[parameter])
+            all_gather.updated([parameter])
+        all_gather.finish_updates()
+        model(batch)  # each block waits for its own parameters
+
+    Args:
+        shard_map: Which rank updates what.
+        buckets: Parameters of one dtype and device each, each parameter once; they leave in this order. Parameters
+            that are not divided are not sent.
+        hops: Of ``shard_map.shard``, with process groups that nobody else communicates over; as the gradients travel,
+            values take the way back.
+        units: Modules, and the parameters that their forward may use; see :func:`units_of`.
+    """
+
+    def __init__(
+        self,
+        shard_map: ShardMap,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        hops: Sequence[Hop],
+        units: Mapping[nn.Module, Collection[nn.Parameter]],
+    ) -> None:
+        self._shard_map, self._hops = shard_map, hops[::-1]
+        self._known = {parameter for bucket in buckets for parameter in bucket}
+        self._buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
+        self._bucket_of: dict[Tensor, int] = {
+            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
+        }
+        _check_buckets(self._buckets, len(self._bucket_of))
+        self._to_leave: dict[int, list[nn.Parameter]] = {}
+        self._not_updated: set[Tensor] = set()
+        self._is_disturbed = False
+        self._travelling: dict[int, _Travelling] = {}
+        self._trips: dict[int, _Trip] = {}
+        self._sides: dict[torch.device, SideStream] = {}
+        self._handles = self._register_hooks(units)
+
+    @property
+    def travelling(self) -> tuple[int, ...]:
+        """Indices of the buckets that have left and were not waited for yet."""
+        return tuple(self._travelling)
+
+    def begin(self, participating: Collection[Tensor]) -> None:
+        """Start a step in which just these parameters will be updated; waits for all of the step before.
+
+        Args:
+            participating: The same on all ranks. Parameters that are not divided are passed over.
+
+        Raises:
+            ValueError: If a parameter is in no bucket.
+            RuntimeError: If the step before was broken off after its first update.
+        """
+        if self._to_leave and self._is_disturbed:
+            raise RuntimeError(
+                "the last step was broken off between its first update and finish_updates(), so parameters differ "
+                "between ranks; load a checkpoint into a new process group"
+            )
+        self._to_leave = {}
+        self.wait_all()
+        chosen = set(participating)
+        if not chosen <= self._known:
+            shapes = [tuple(parameter.shape) for parameter in chosen - self._known]
+            raise ValueError(f"parameters of shapes {shapes} are in no bucket and would differ between ranks")
+        members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self._buckets]
+        self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
+        self._not_updated = {parameter for bucket in members for parameter in bucket}
+        self._is_disturbed = False
+
+    def updated(self, parameters: Iterable[Tensor]) -> None:
+        """This rank's parts of ``parameters`` have their new values, on the current stream; sends what can leave.
+
+        Local, in any order; the sends are communications over the group.
+        """
+        for parameter in parameters:
+            if parameter in self._bucket_of and parameter not in self._not_updated:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} was updated that begin() was not told of, or twice"
+                )
+            self._not_updated.discard(parameter)
+        self._is_disturbed = True
+        for index, members in list(self._to_leave.items()):
+            if any(parameter in self._not_updated for parameter in members):
+                break
+            self._send(index)
+
+    def finish_updates(self) -> None:
+        """Send what has not left yet: all participating parameters have their new values.
+
+        Collective over the shard axis; every rank must call it once in a step.
+        """
+        self._not_updated.clear()
+        for index in list(self._to_leave):
+            self._send(index)
+        # Whoever waits for values alone must not have to wait until other ranks do so too.
+        for travelling in self._travelling.values():
+            travelling.go_on()
+
+    def wait(self, parameters: Iterable[Tensor]) -> None:
+        """Go on when the new values of these parameters are there; on CUDA only the current stream waits."""
+        self._wait(self._indices(parameters))
+
+    def wait_all(self) -> None:
+        """Go on when all new values are there; on CUDA only the current stream waits."""
+        self._wait(range(len(self._buckets)))
+
+    def close(self) -> None:
+        """Take what still arrives, and remove the hooks.
+
+        Raises:
+            RuntimeError: If it does not arrive, because other ranks are gone.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if not (self._to_leave and self._is_disturbed):
+            self.wait_all()
+
+    def _wait(self, indices: Collection[int]) -> None:
+        if self._to_leave and self._is_disturbed and not self._to_leave.keys().isdisjoint(indices):
+            raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
+        chosen = sorted(self._travelling.keys() & set(indices))
+        for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.
+            if index in self._travelling:
+                self._travelling[index].go_on()
+        for index in chosen:
+            self._travelling.pop(index).arrive()
+
+    def _send(self, index: int) -> None:
+        members = self._to_leave.pop(index)
+        if self._shard_map.shard.size == 1:
+            return
+        trip, device = self._trips.get(index), members[0].device
+        if trip is None or not trip.parts.are_of(members):
+            trip = self._trips[index] = _Trip(members, self._shard_map, self._hops)
+        if device not in self._sides:
+            self._sides[device] = SideStream(device)
+        travelling = self._travelling[index] = _Travelling(members, trip, self._sides[device])
+        if self._sides[device].is_asynchronous:
+            travelling.go_on()
+
+    def _register_hooks(self, units: Mapping[nn.Module, Collection[nn.Parameter]]) -> list[RemovableHandle]:
+        indices = {unit: self._indices(parameters) for unit, parameters in units.items()}
+        everything = {module: None for unit in units for module in unit.modules()}
+        for unit, parameters in units.items():
+            for module in unit.modules():
+                if module not in units:
+                    indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
+        wait_all = _Hook(self._wait_if_any)
+        handles = [
+            module.register_forward_pre_hook(
+                _Hook(partial(self._wait_if_any, mine), in_graph=module in units), prepend=True
+            )
+            for module, mine in indices.items()
+            if mine
+        ]
+        handles += [module.register_state_dict_pre_hook(wait_all) for module in everything]
+        return handles + [module.register_load_state_dict_pre_hook(wait_all) for module in everything]
+
+    def _indices(self, parameters: Iterable[Tensor]) -> set[int]:
+        return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}
+
+    def _wait_if_any(self, indices: Collection[int] | None = None) -> None:
+        if self._travelling or self._to_leave:
+            self._wait(range(len(self._buckets)) if indices is None else indices)
+
+
+class _Hook:
+    """Calls ``action`` before a module does something; a copied or pickled model gets a hook that does nothing.
+
+    Args:
+        action: Called without arguments.
+        in_graph: Whether it is called under ``torch.compile`` too, where it breaks the graph. Hooks inside a unit need
+            not: the one of the unit itself has come before.
+    """
+
+    def __init__(self, action: Callable[[], None] | None = None, *, in_graph: bool = False) -> None:
+        self._action, self._in_graph = action, in_graph
+
+    def __call__(self, *_: Any) -> None:
+        if self._action is None:
+            return
+        if not torch.compiler.is_compiling():
+            self._action()
+        elif self._in_graph:
+            _outside_of_graph(self._action)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+# A compiled forward would burn in which buckets are on their way.
+@torch.compiler.disable
+def _outside_of_graph(action: Callable[[], None]) -> None:
+    action()
+
+
+class _Trip:
+    """How the parameters of a bucket travel; the same in every step.
+
+    Attributes:
+        parts: How they are divided.
+        hops: In the order in which values travel: the group, and for each rank of it index and size of the parts that
+            it brings.
+    """
+
+    def __init__(self, members: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
+        self.parts = BucketParts(members, shard_map)
+        of_rank = [[(index, self.parts.sizes[index]) for index in indices] for indices in self.parts.of_rank]
+        self.hops = [
+            (hop.group, [[part for rank in ranks for part in of_rank[rank]] for ranks in hop.parts]) for hop in hops
+        ]
+
+
+class _Travelling:
+    """One bucket on its way.
+
+    Args:
+        members: The parameters.
+        trip: How they travel.
+        side: For what lies between two hops.
+    """
+
+    def __init__(self, members: list[nn.Parameter], trip: _Trip, side: SideStream) -> None:
+        self._members, self._to_go, self._side = members, list(trip.hops), side
+        self._pieces = trip.parts.cut(parameter.detach().view(-1) for parameter in members)
+        self._event: torch.cuda.Event | None = None
+        self._start()
+
+    def go_on(self) -> None:
+        """Start the hops that follow the first one; waits for what arrives by it, on CUDA not the current stream.
+
+        Collective over the groups of these hops.
+        """
+        while self._to_go:
+            with self._side.use():
+                self._take()
+                self._start()
+            self._event = self._side.record()
+
+    def arrive(self) -> None:
+        """The values are where they belong; waits, on CUDA the current stream."""
+        self.go_on()
+        if self._event is not None:
+            torch.cuda.current_stream(self._members[0].device).wait_event(self._event)
+        self._take()
+        # Messages that are received in place are writes that autograd does not see.
+        torch.autograd.graph.increment_version(self._members)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Each rank sends what it brings in the next hop to every other one, as one message."""
+        group, brought = self._to_go.pop(0)
+        mine = [self._pieces[index] for index, _ in brought[group.rank]]
+        # Must stay as it is until the messages are done.
+        self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0, device="cpu")
+        # Of each rank that sends some: a flat buffer, the parts that it is for unless it is their memory itself, and
+        # their sizes.
+        received: dict[int, tuple[Tensor, list[Tensor], list[int]]] = {}
+        for rank, parts in enumerate(brought):
+            if parts and rank != group.rank:
+                theirs, sizes = [self._pieces[index] for index, _ in parts], [size for _, size in parts]
+                is_one = len(theirs) == 1
+                buffer = theirs[0] if is_one else theirs[0].new_empty(sum(sizes))
+                received[rank] = buffer, [] if is_one else theirs, sizes
+        self._received = list(received.values())
+        others = [rank for rank in range(group.size) if rank != group.rank] if mine else []
+        buffers = {rank: buffer for rank, (buffer, *_) in received.items()}
+        self._works = start_messages(dict.fromkeys(others, self._sent), buffers, group)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Wait for the messages of the hop, and put them to where they belong."""
+        for work in self._works:
+            work.wait()
+        targets = [part for _, parts, _ in self._received for part in parts]
+        sources = [piece for buffer, parts, sizes in self._received if parts for piece in buffer.split(sizes)]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
+            if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+
+
+def _check_buckets(buckets: Sequence[Sequence[Tensor]], num_parameters: int) -> None:
+    if sum(map(len, buckets)) != num_parameters:
+        raise ValueError("a parameter lies in several buckets; put each into one")
+    for index, bucket in enumerate(buckets):
+        kinds = {(parameter.dtype, parameter.device) for parameter in bucket}
+        if len(kinds) > 1:
+            raise ValueError(f"bucket {index} mixes {sorted(map(str, kinds))}; use one dtype and device per bucket")

@@ -1,0 +1,155 @@
+"""Which part of each replicated parameter a rank updates: whole matrices for their owners, rows of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.params.layout import AxisPlacement, OwnedBy, held_boxes
+from lightning_muon.params.logical import Box
+from lightning_muon.schedule.assign import longest_first
+
+
+def place_shards(
+    parameters: Sequence[Tensor], whole: Mapping[Tensor, int], num_ranks: int
+) -> dict[Tensor, AxisPlacement]:
+    """The placement of each parameter on an axis of ``num_ranks`` ranks; pure, the same on every rank.
+
+    Args:
+        parameters: All parameters; what is not in ``whole`` is divided by rows, but for tensors without dimensions or
+            elements, which every rank updates.
+        whole: FLOPs of the step of each parameter that one rank shall own; they are evened out.
+        num_ranks: Size of the axis.
+    """
+    costs = [whole.get(parameter, 0) for parameter in parameters]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    taken = [index for index, parameter in enumerate(parameters) if parameter in whole]
+    owners = longest_first(costs, sizes, [(0, 0)] * num_ranks, taken=taken)
+    placements: dict[Tensor, AxisPlacement] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            placements[parameter] = Replicate()
+        else:
+            placements[parameter] = OwnedBy(owners[index]) if index in owners else Shard(0)
+    return placements
+
+
+class ShardMap:
+    """The parts of plain, contiguous parameters that the ranks of the shard axis hold; local.
+
+    Every part is one range of the flattened parameter. Replicas (the other axis of a 2-D mesh) hold the same parts.
+
+    Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+        placements: On the shard axis, as :func:`place_shards` returns them.
+
+    Attributes:
+        mesh: As given.
+        shard: The ranks that hold the parts of one replica.
+        replicate: The ranks that hold the same parts.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
+        self.mesh = mesh
+        self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
+        self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
+        self._placements = dict(placements)
+        self._known: dict[tuple[tuple[int, ...], AxisPlacement], tuple[Box, ...]] = {}
+        self._boxes = {parameter: self.boxes_as(parameter, placement) for parameter, placement in placements.items()}
+        self._ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self._boxes.items()}
+        self._shapes = {parameter: boxes[self.shard.rank].shape for parameter, boxes in self._boxes.items()}
+        self._views: dict[Tensor, tuple[int, Tensor]] = {}
+
+    def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
+        """One placement per axis of the mesh."""
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), self._placements[parameter])
+
+    def ranges(self, parameter: Tensor) -> list[tuple[int, int]]:
+        """For each rank of the shard axis ``(start, stop)`` of its part in the flattened parameter."""
+        return self._ranges[parameter]
+
+    def boxes(self, parameter: Tensor) -> tuple[Box, ...]:
+        """For each rank of the shard axis its part as a box."""
+        return self._boxes[parameter]
+
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Whether each element is updated by one rank of the shard axis only."""
+        return not isinstance(self._placements[parameter], Replicate)
+
+    def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
+        """The calling rank's part of ``parameter``, or of ``whole``, a contiguous tensor like it. Shares memory."""
+        tensor = parameter if whole is None else whole
+        if whole is None:
+            address, view = self._views.get(parameter, (0, parameter))
+            if address == parameter.data_ptr():
+                return view
+        start, stop = self._ranges[parameter][self.shard.rank]
+        view = tensor.detach().view(-1)[start:stop].view(self._shapes[parameter])
+        if whole is None:
+            self._views[parameter] = parameter.data_ptr(), view
+        return view
+
+    def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Shape of the calling rank's part."""
+        return self._shapes[parameter]
+
+    def boxes_as(self, parameter: Tensor, placement: AxisPlacement) -> tuple[Box, ...]:
+        """As :meth:`boxes`, if the parameter were placed so; found once for equal shapes."""
+        key = tuple(parameter.shape), placement
+        if key not in self._known:
+            size = self.shard.size
+            self._known[key] = held_boxes(key[0], (size,), (placement,), [(rank,) for rank in range(size)])
+        return self._known[key]
+
+
+class BucketParts:
+    """The parts of some parameters; how they are cut is found out once.
+
+    Args:
+        parameters: Of ``shard_map``.
+        shard_map: Says who holds what.
+
+    Attributes:
+        parameters: As given.
+        of_rank: For each rank of the shard axis the indices of its parts in what :meth:`cut` returns; none is empty.
+        counts: For each rank the number of its elements.
+        sizes: Elements of each part that :meth:`cut` returns.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap) -> None:
+        self.parameters = parameters
+        self.of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
+        self.counts = [0] * shard_map.shard.size
+        self.sizes: list[int] = []
+        self._splits: list[list[int]] = []
+        for parameter in parameters:
+            ranges = shard_map.ranges(parameter)
+            # They follow each other in the order of the ranks, or are one that all ranks hold.
+            different = list(dict.fromkeys((start, stop) for start, stop in ranges if stop > start))
+            for rank, (start, stop) in enumerate(ranges):
+                if stop > start:
+                    self.of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
+                    self.counts[rank] += stop - start
+            self._splits.append([stop - start for start, stop in different] or [0])
+            self.sizes += self._splits[-1]
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters."""
+        same = zip(parameters, self.parameters, strict=False)
+        return len(parameters) == len(self.parameters) and all(one is other for one, other in same)
+
+    def cut(self, flattened: Iterable[Tensor]) -> list[Tensor]:
+        """Views of the parts of all ranks in tensors like the parameters, in their order."""
+        pieces: list[Tensor] = []
+        for tensor, sizes in zip(flattened, self._splits, strict=True):
+            pieces.extend(tensor.split(sizes) if len(sizes) > 1 else (tensor,))
+        return pieces
+
+
+def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
+    return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]

@@ -1,0 +1,303 @@
+"""How a bucket of gradients is summed over the ranks: an all-reduce (DDP), or a reduce-scatter to owners (ZeRO-2)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.groups import ALONE, AxisGroup, Hop, PrivateGroups, make_hops
+from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient, start_reduce_scatter
+from lightning_muon.compat.torch import version
+from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
+
+
+class Pending(Protocol):
+    """Gradients on their way."""
+
+    def advance(self, *, wait: bool = False) -> bool:
+        """Start the communication that follows the first one, if any.
+
+        Args:
+            wait: For what it needs; otherwise it is left for another call if that is not there yet.
+
+        Returns:
+            Whether all communications have been started.
+        """
+        ...
+
+    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
+        """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
+        ...
+
+
+class Transport(Protocol):
+    """How gradients are summed over the ranks, and where the sums go."""
+
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
+        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
+
+        Collective over all ranks that hold the parameters, in the same order of calls.
+        """
+        ...
+
+    def resends(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
+        ...
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is just such a sum, with nothing added or changed since."""
+        ...
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Drop the sums."""
+        ...
+
+
+@dataclass
+class LaunchLog:
+    """What was launched for one step.
+
+    Attributes:
+        launches: Index of the bucket and bytes of gradients, in order.
+        overlapped_bytes: Of those that were launched by hooks, before backward was over.
+    """
+
+    launches: list[tuple[int, int]] = field(default_factory=list)
+    overlapped_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of gradients that this rank has sent."""
+        return sum(size for _, size in self.launches)
+
+
+class Results:
+    """Gradients that were reduced or divided; backward adds to them in place until ``zero_grad`` drops them. Local."""
+
+    def __init__(self) -> None:
+        # Weak, so that zero_grad frees the memory.
+        self._kept: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+
+    def keep(self, parameter: Tensor) -> None:
+        """``parameter.grad`` is a result as it is now."""
+        assert parameter.grad is not None
+        self._kept[parameter] = weakref.ref(parameter.grad), version(parameter.grad)
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether ``parameter.grad`` is a result, to which backward may have added."""
+        kept = self._kept.get(parameter)
+        return kept is not None and parameter.grad is not None and kept[0]() is parameter.grad
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """Whether ``parameter.grad`` is a result, with nothing added or changed since."""
+        return self.holds(parameter) and self._kept[parameter][1] == version(parameter.grad)
+
+
+class AllReduce:
+    """One all-reduce for each bucket; afterwards ``p.grad`` is a view of its buffer on every rank.
+
+    Collective over ``group`` to construct; every rank must do so.
+
+    Args:
+        group: All data-parallel ranks.
+    """
+
+    def __init__(self, group: AxisGroup) -> None:
+        (self._group,) = PrivateGroups().of([group])
+        self._results = Results()
+
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Sum:
+        """As in :class:`~lightning_muon.grad_sync.transports.Transport`.
+
+        Collective over the private group; every rank must call it.
+        """
+        buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
+        work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
+        return _Sum(self._results, tuple(gradients), buffer, work)
+
+    def resends(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: backward adds in place to the sum that ``zero_grad`` has not dropped."""
+        return self._results.holds(parameter)
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """As in ``Transport``."""
+        return self._results.is_untouched(parameter)
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Nothing to drop: ``zero_grad`` does it."""
+
+
+class _Sum:
+    """A buffer that is being summed."""
+
+    def __init__(
+        self,
+        results: Results,
+        parameters: tuple[Tensor, ...],
+        buffer: Tensor,
+        work: dist.Work | None,
+    ) -> None:
+        self._results, self._parameters, self._buffer, self._work = results, parameters, buffer, work
+
+    def advance(self, *, wait: bool = False) -> bool:
+        """Nothing follows the all-reduce."""
+        return True
+
+    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
+        """Set ``p.grad`` of the parameters in ``present``, or add to what an earlier launch has set."""
+        if self._work is not None:
+            self._work.wait()
+        if divisor != 1:
+            self._buffer.div_(divisor)
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            if parameter in present:
+                reduced = part.view(parameter.shape)
+                parameter.grad = reduced if parameter.grad is None else parameter.grad.add_(reduced)
+                self._results.keep(parameter)
+
+
+class ReduceScatterToOwners:
+    """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
+
+    The shares of all ranks are added in their order; with ``grid`` those of each node, and then these sums in the order
+    of the nodes. 16-bit floats are added in float32, and what travels on, between nodes or replicas, is rounded to the
+    dtype of the parameter (float16, which it might overflow, is not).
+
+    Collective over the axes of the mesh to construct; every rank must do so.
+
+    Args:
+        shard_map: Says which part of each parameter each rank holds.
+        grid: For each node its ranks of the shard axis, if a node shall add up before it sends; see
+            :func:`~lightning_muon.comm.groups.make_hops`.
+    """
+
+    def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
+        self._shard_map = shard_map
+        self._hops = make_hops(shard_map.shard, grid)
+        (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
+        self._packings: dict[Tensor, _Packing] = {}  # By the first parameter.
+        self._sides: dict[torch.device, SideStream] = {}
+        self._unread: dict[Tensor, list[_Parts]] = {}
+        self._reduced: dict[Tensor, Tensor] = {}
+
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Parts:
+        """As in :class:`~lightning_muon.grad_sync.transports.Transport`.
+
+        Collective over the private groups; every rank must call it.
+        """
+        parameters = tuple(gradients)
+        packing = self._packings.get(parameters[0])
+        if packing is None or not packing.parts.are_of(parameters):
+            packing = self._packings[parameters[0]] = _Packing(parameters, self._shard_map, self._hops)
+        own, others = packing.pack([flat_gradient(p, gradient) for p, gradient in gradients.items()])
+        if own.device not in self._sides:
+            self._sides[own.device] = SideStream(own.device)
+        pending = start_reduce_scatter(
+            own, others, packing.legs, replicate=self._replicate, side=self._sides[own.device]
+        )
+        return _Parts(self, parameters, packing, pending)
+
+    def reduced(self, parameter: Tensor) -> Tensor | None:
+        """The part of the gradient that the calling rank holds, in the dtype of the parameter; waits for its bucket.
+
+        The sum of all passes since :meth:`forget`. Shaped like the rank's part of ``parameter``; ``None`` if no rank
+        has computed a gradient. Local; on CUDA the current stream waits.
+        """
+        for parts in self._unread.get(parameter, ()):
+            self._read(parts)
+        self._unread.pop(parameter, None)
+        return self._reduced.get(parameter)
+
+    def resends(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: sums are kept apart from ``p.grad``."""
+        return False
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """As in ``Transport``: ``p.grad`` is never a sum."""
+        return False
+
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Drop the sums of these parameters; local."""
+        for parameter in parameters:
+            self.reduced(parameter)
+            self._reduced.pop(parameter, None)
+
+    def finished(self, parts: _Parts) -> None:
+        """The divisor of ``parts`` is known, so they may be read."""
+        for parameter in parts.parameters:
+            self._unread.setdefault(parameter, []).append(parts)
+
+    @torch.no_grad()
+    def _read(self, parts: _Parts) -> None:
+        """Add a bucket to the sums, once."""
+        if parts.sum is None:
+            return
+        buffer, parts.sum = parts.sum.result(), None
+        if parts.divisor != 1:
+            buffer.div_(parts.divisor)
+        buffer = buffer.to(parts.parameters[0].dtype)
+        pieces = buffer.split(parts.packing.sizes)
+        for parameter, piece, shape in zip(parts.parameters, pieces, parts.packing.shapes, strict=True):
+            if parameter in parts.present:
+                part = piece.view(shape)
+                earlier = self._reduced.get(parameter)
+                self._reduced[parameter] = part if earlier is None else earlier + part
+
+
+class _Packing:
+    """How a bucket is sent; the same in every step.
+
+    Attributes:
+        parts: How its parameters are divided.
+        legs: Of its sum.
+        shapes: Of the calling rank's part of each parameter.
+        sizes: Their elements.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
+        self.parts = BucketParts(parameters, shard_map)
+        counts, of_rank, first = self.parts.counts, self.parts.of_rank, hops[0]
+        self.legs = [ReduceLeg(hop.group, [sum(counts[rank] for rank in ranks) for ranks in hop.parts]) for hop in hops]
+        pieces = [[piece for rank in ranks for piece in of_rank[rank]] for ranks in first.parts]
+        self._own = pieces.pop(first.group.rank)
+        self._others = [piece for each in pieces for piece in each]
+        self.shapes = [shard_map.local_shape(parameter) for parameter in parameters]
+        start_and_stop = [shard_map.ranges(parameter)[shard_map.shard.rank] for parameter in parameters]
+        self.sizes = [stop - start for start, stop in start_and_stop]
+
+    def pack(self, flattened: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What the calling rank adds up first, and what it sends to the other ranks of the first leg; copies."""
+        pieces = self.parts.cut(flattened)
+        own, others = ([pieces[index] for index in indices] for indices in (self._own, self._others))
+        empty = flattened[0].new_empty(0)
+        return torch.cat(own or [empty]), torch.cat(others or [empty])
+
+
+@dataclass(eq=False)
+class _Parts:
+    """One bucket on its way; see :class:`~lightning_muon.grad_sync.transports.Pending`."""
+
+    transport: ReduceScatterToOwners
+    parameters: tuple[Tensor, ...]
+    packing: _Packing
+    sum: PendingSum | None
+    divisor: float = 1.0
+    present: Collection[Tensor] = ()
+
+    def advance(self, *, wait: bool = False) -> bool:
+        """Add up and start the sum over the replicas; collective over the replicas, in the same order on all."""
+        assert self.sum is not None
+        return self.sum.advance(wait=wait)
+
+    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
+        """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
+        self.divisor, self.present = divisor, present
+        self.transport.finished(self)

@@ -1,0 +1,242 @@
+"""What every way of dividing parameters, gradients and optimizer state does for a training loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.routing import Route
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
+from lightning_muon.sharding.units import WrapPolicy
+
+BucketBytes = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeOptions:
+    """Options of all modes; each takes those that mean something to it.
+
+    Args:
+        wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
+            :func:`lightning_muon.sharding.units.find_units`.
+        reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward.
+        reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
+        mp_policy: Mixed precision of FSDP2.
+        shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
+        bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
+            on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
+            :func:`lightning_muon.schedule.between_nodes.choose_exchange`.
+        wait_for_parameters: Let an optimizer step return only when all new values are there.
+        early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
+            :func:`lightning_muon.sharding.fsdp_runtime.let_gathers_start`.
+        decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
+            :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
+    """
+
+    wrap_policy: WrapPolicy = "auto"
+    reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    shard_root: bool = True
+    bucket_bytes: BucketBytes = "auto"
+    wait_for_parameters: bool = False
+    early_all_gather: bool = False
+    decoupled_nodes: bool = False
+
+
+class ShardingMode(ABC):
+    """One way to divide a model, for one run.
+
+    The order of calls: :meth:`prepare`, and for a training :meth:`attach`; in every step :meth:`begin_forward` and a
+    backward pass for each micro-batch, all but the last inside :meth:`no_sync`, then :meth:`finish_gradients`,
+    clipping, the step of the optimizers, and :meth:`end_step`. Every method that is not said to be local is collective
+    over the mesh; every rank must call it.
+
+    Args:
+        mesh: 1-D (shard), or 2-D (replicate, shard): the ranks with batches of their own.
+        options: What the user chose.
+
+    Attributes:
+        name: What users call it.
+        shards_weights: Whether parameters are DTensors between the steps.
+        parameters_arrive_late: Whether new values may still be on their way when an optimizer has stepped.
+        takes: The fields of :class:`ModeOptions` that mean something to it.
+    """
+
+    name: ClassVar[str]
+    shards_weights: ClassVar[bool]
+    parameters_arrive_late: ClassVar[bool] = False
+    takes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        self.mesh, self.options = mesh, options
+        self._order: FsdpCallLog | None = None
+
+    @abstractmethod
+    def prepare(self, module: nn.Module) -> None:
+        """Give all ranks the weights and buffers of the first one, and divide the parameters."""
+
+    def watch(self, module: nn.Module) -> None:
+        """Begin to note what must be equal on all ranks, for a training or an evaluation; may be called again."""
+        if self._order is None:
+            self._order = FsdpCallLog(module, self.mesh)
+
+    @abstractmethod
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """Watch gradients, and create the state of the optimizers.
+
+        Args:
+            module: As prepared, with all parameters in their final form.
+            optimizers: All that step its parameters. A :class:`~lightning_muon.ParallelMuon` has its routes already.
+
+        Raises:
+            ValueError: If an optimizer cannot work with gradients that are divided like this.
+        """
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward inside do not communicate gradients; local."""
+
+    @abstractmethod
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        """Divide the sum of the gradients over the ranks by this; ``None``: by their number. Local, same on all ranks.
+
+        Call it before the last backward pass of a step; it holds until it is called again.
+        """
+
+    def backward_failed(self) -> None:  # noqa: B027 - without division there is nothing to do
+        """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
+
+        Whatever catches the exception may go on with the next step. If not all ranks have failed, all raise: at the
+        latest in the next :meth:`finish_gradients`.
+        """
+
+    def forward_failed(self) -> None:  # noqa: B027
+        """A forward pass has raised; as :meth:`backward_failed`, but gradients stay. Local; every rank must call it."""
+
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """Make gradients equal in meaning on all ranks, after the last backward pass of a step.
+
+        May be called again, for example before clipping and before the step.
+        """
+
+    def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
+        """A step of the model begins that is not entered through ``module.__call__``; local."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """The optimizers have stepped; local."""
+
+    def finish_parameters(self) -> None:  # noqa: B027
+        """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
+
+    def _end_watch(self) -> None:
+        """The end of what :meth:`watch` has begun; local."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+    def _note_step(self) -> None:
+        """This rank has ended a step; for modes whose communication does not depend on the units. Local."""
+        if self._order is not None:
+            self._order.restart()
+
+    @property
+    def call_log(self) -> FsdpCallLog | None:
+        """How far this rank is, and the FSDP2 units that it has run, from :meth:`watch` on. Local."""
+        return self._order
+
+    @property
+    def layout(self) -> Layout:
+        """Where the gradients of the parameters are found. Local."""
+        return TensorLayout()
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.
+
+        ``torch.nn.utils.clip_grad_norm_`` sees no gradients that live outside of the parameters (``"zero2"``), and
+        refuses parameters of different meshes. Call it after :meth:`finish_gradients`.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = self.clip_norm_(parameters, max_norm)
+        # Whoever has the norm has waited for all gradients.
+        self.layout.arrives_late = False
+        return norm
+
+    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
+        return clip_norm_(parameters, max_norm, layout=self.layout)
+
+    def finish_evaluation(self) -> None:  # noqa: B027
+        """An evaluation has run on all ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove all hooks; the model stays as it is. Local."""
+
+
+@runtime_checkable
+class Attachable(Protocol):
+    """An optimizer that can work on divided parameters: :class:`~lightning_muon.ParallelMuon`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def routes(self) -> list[Route]:
+        """What each parameter is, in the order of the param groups."""
+        ...
+
+    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
+        """Create the state, laid out like this."""
+        ...
+
+
+@runtime_checkable
+class CouplesNodes(Protocol):
+    """An optimizer that exchanges updates between decoupled nodes itself: :class:`~lightning_muon.FlexDeMo`."""
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the (replicate, shard) mesh, unless the user gave one."""
+        ...
+
+
+def attach_optimizers(
+    module: nn.Module, optimizers: Sequence[Any], layout: Layout | None, *, nodes: DeviceMesh | None = None
+) -> None:
+    """Attach those that can be attached; the state of all others is made by themselves. Local.
+
+    Args:
+        module: As prepared.
+        optimizers: All that step its parameters.
+        layout: Where gradients are found, if the tensors do not say so themselves.
+        nodes: The (replicate, shard) mesh if its replicas are decoupled.
+
+    Raises:
+        ValueError: If nodes are decoupled and an optimizer does not keep them equal, or the other way round.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if nodes is None and isinstance(optimizer, CouplesNodes):
+            raise ValueError(
+                f"{name} exchanges updates between nodes itself, but here gradients are averaged over all ranks; set "
+                "ModeOptions(decoupled_nodes=True), in a Trainer ParallelMuonStrategy(optimizer=FlexDeMoConfig(...))"
+            )
+        if nodes is not None and not isinstance(optimizer, CouplesNodes):
+            raise ValueError(
+                f"with decoupled nodes {name} would step each node by its own gradients, and the nodes would drift "
+                "apart; use FlexDeMo"
+            )
+        if nodes is not None:
+            optimizer.use_mesh(nodes)
+        if isinstance(optimizer, Attachable):
+            optimizer.attach(module, layout)

@@ -1,1 +1,0 @@
-"""Ways to divide parameters, gradients and optimizer state among ranks; one file each, found by name."""

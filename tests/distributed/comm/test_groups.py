@@ -1,0 +1,218 @@
+"""Process groups: their names, who makes them, and who gets them next."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lightning_muon import FlexDeMo, Full, ParallelMuon
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_messages
+from lightning_muon.comm.groups import AxisGroup, PrivateGroups, axis_group, backends, host_group, require_backend
+from lightning_muon.sharding.shard_model import shard_model
+from tests.support.lazy_connections import nccl_like_mesh
+from tests.support.processes import ProcessPool
+
+
+def _sum_of_ranks(group: AxisGroup) -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total, group=group.group)
+    return int(total)
+
+
+def _with_unequal_numbers_of_groups() -> tuple[list[int], list[str]]:
+    for members in ([0], [0, 1], [0]):
+        dist.new_group(members)
+    mesh = init_device_mesh("cpu", (2, 2))
+    # Of the rows only the first is used, as a pipeline does whose stages have different parameters.
+    groups = [axis_group(mesh, (0, 1)), axis_group(mesh, (1,)), axis_group(mesh, (0,))]
+    if dist.get_rank() < 2:
+        groups += PrivateGroups().of([groups[1]])
+    groups += [host_group(group) for group in groups[:3]] + PrivateGroups().of(groups[:3])
+    return [_sum_of_ranks(group) for group in groups], [group.group.group_name for group in groups if group.lease]
+
+
+def test_ranks_of_different_numbers_of_groups_find_each_other(gloo: ProcessPool) -> None:
+    results = gloo.run(_with_unequal_numbers_of_groups)
+    of_all, of_rows, of_columns = [6] * 4, [1, 1, 5, 5], [2, 4, 2, 4]
+    for rank, (sums, names) in enumerate(results):
+        expected = [of_all[rank], of_rows[rank], of_columns[rank]]
+        assert sums == expected + ([1] if rank < 2 else []) + expected * 2
+        assert names[-3] == results[0][1][-3] and len(names) == len(set(names))
+
+
+def _nobody_else_comes() -> float:
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+    axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            host_group(axes)
+    return time.monotonic() - begin
+
+
+def test_making_a_group_waits_no_longer_than_the_default_group(gloo: ProcessPool) -> None:
+    assert gloo.run_fresh(_nobody_else_comes, world_size=2)[0] < 20.0
+
+
+Leave = Callable[[AxisGroup], Any]
+
+
+def _leave_nothing(group: AxisGroup) -> None:
+    start_all_reduce_sum(torch.ones(3), group).wait()
+
+
+def _leave_messages(group: AxisGroup) -> None:
+    """Not waited for; rank 1 sends two elements."""
+    other = 1 - group.rank
+    start_messages({other: torch.ones(1 + group.rank)}, {other: torch.zeros(1 + other)}, group)
+    start_messages(*(({1: torch.ones(2)}, {}) if group.rank == 0 else ({}, {0: torch.zeros(2)})), group)
+    start_messages({}, {}, group)
+
+
+def _leave_unequally(group: AxisGroup) -> None:
+    if group.rank == 0:
+        start_all_reduce_sum(torch.ones(3), group)
+
+
+def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
+    """Owners that come and go; the number of groups that they had together."""
+    axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
+    groups: list[dist.ProcessGroup] = []
+    received: list[float] = []
+    for number in range(num_owners):
+        owner = PrivateGroups()
+        (group,) = owner.of([axes])
+        assert group.group is not None
+        groups.append(group.group)
+        message = torch.zeros(4)
+        for work in start_messages({1 - group.rank: torch.full((4,), float(number))}, {1 - group.rank: message}, group):
+            work.wait()
+        received += message.tolist()
+        leave(group)
+        del owner, group
+        gc.collect()
+    if leave is _leave_unequally and dist.get_rank() == 1:
+        for left in groups:  # So that gloo's threads come to an end.
+            dist.all_reduce(torch.ones(3), group=left)
+    return len(set(groups)), received
+
+
+@pytest.mark.parametrize(
+    ("leave", "num_groups"),
+    [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 5)],
+    ids=lambda v: str(v)[:24],
+)
+def test_a_group_goes_to_the_next_owner_once_all_that_was_sent_has_arrived(
+    gloo: ProcessPool, leave: Leave, num_groups: int
+) -> None:
+    for found, received in gloo.run(_use_after, leave, 5, world_size=2):
+        assert found == num_groups
+        assert received == [float(number) for number in range(5) for _ in range(4)]
+
+
+def _an_owner_that_lives_on_one_rank_only() -> bool:
+    axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
+    first, second = PrivateGroups(), PrivateGroups()
+    kept = first.of([axes])[0].group
+    if dist.get_rank() == 0:
+        del first
+    (group,) = second.of([axes])
+    return group.group is not kept and _sum_of_ranks(group) == 1
+
+
+def test_a_group_that_has_an_owner_on_any_rank_is_not_given_away(gloo: ProcessPool) -> None:
+    assert gloo.run(_an_owner_that_lives_on_one_rank_only, world_size=2) == [True, True]
+
+
+def _throw_away_between_backward_and_step(num_rounds: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    losses: list[float] = []
+    for _ in range(num_rounds):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = FlexDeMo(model, lr=1e-2, mesh=mesh, replicator=Full(), chunk_bytes=1500)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+        del optimizer, model
+        gc.collect()
+    return losses
+
+
+def test_optimizers_may_be_thrown_away_between_backward_and_step(gloo: ProcessPool) -> None:
+    for losses in gloo.run_fresh(_throw_away_between_backward_and_step, 10, world_size=3):
+        assert len(set(losses)) == 1
+
+
+def _backends_follow_the_mesh() -> list[dict[str, str]]:
+    mesh = nccl_like_mesh(1, 2)
+    whole = axis_group(mesh, (0, 1))
+    groups = [whole, *PrivateGroups().of([whole]), host_group(whole)]
+    return [backends(group.group) for group in groups if group.group is not None]
+
+
+def test_groups_take_the_backend_of_their_mesh(gloo: ProcessPool) -> None:
+    for of_mesh, private, of_host in gloo.run(_backends_follow_the_mesh, world_size=2):
+        assert of_mesh == private == {"cpu": "lazy"}
+        assert of_host["cpu"] == "gloo"
+
+
+def _mesh_of(backend: str) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(backend=backend), "cuda")
+
+
+def _weights_on_the_host(backend: str) -> None:
+    require_backend(_mesh_of(backend), torch.device("cpu"), "head.weight (3, 4) is")
+
+
+def test_memory_that_no_backend_can_send_is_refused_on_all_ranks(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _weights_on_the_host,
+        "cuda:gloo",
+        match=r"head.weight .*'cuda:gloo'.*process_group_backend='cpu:gloo,cuda:gloo'",
+        world_size=2,
+    )
+    gloo.run(partial(_weights_on_the_host, "cpu:gloo,cuda:gloo"), world_size=2)
+
+
+def _offload(backend: str) -> None:
+    shard_model(nn.Linear(4, 4), _mesh_of(backend), offload_policy=CPUOffloadPolicy())
+
+
+def _attach_offloaded(backend: str) -> None:
+    """A model whose user has sharded it: weights on the host, the mesh of another device."""
+    weight = DTensor(torch.ones(2, 3), DTensorSpec(_mesh_of(backend), (Shard(0),), _meta_of(4, 3)), requires_grad=True)
+    model = nn.Module()
+    model.hidden = nn.Module()
+    model.hidden.weight = nn.Parameter(weight)
+    ParallelMuon(model, lr=0.1).attach(model)
+
+
+def _meta_of(*shape: int) -> TensorMeta:
+    return TensorMeta(torch.Size(shape), torch.empty(shape).stride(), torch.float32)
+
+
+@pytest.mark.parametrize("prepare", [_offload, _attach_offloaded])
+def test_offloading_needs_a_backend_for_the_host(gloo: ProcessPool, prepare: Callable[[str], None]) -> None:
+    gloo.expect_error_on_all_ranks(
+        prepare, "cuda:gloo", match=r"CPUOffloadPolicy.*process_group_backend='cpu:gloo,cuda:gloo'", world_size=2
+    )

@@ -1,0 +1,357 @@
+"""Ranks that wait for each other in different places end together; ranks that are slow do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_muon import ParallelMuon
+from lightning_muon.compat.torch import default_store
+from lightning_muon.monitor.watchdog import Watchdog, watching
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import Sharding, make_mode
+from tests.distributed.sharding.experts import inputs_of, sharded
+from tests.distributed.sharding.models import make_mesh
+from tests.support.lazy_connections import nccl_like_mesh
+from tests.support.processes import ProcessPool, RanksFailedError
+
+
+def _train(
+    shape: tuple[int, int],
+    steps: Sequence[Sequence[Sequence[int]]],
+    widths: Sequence[int] = (13, 11),
+    *,
+    log: bool = False,
+    patience: float = 4.0,
+    sleep: float = 0.0,
+) -> int:
+    """Steps in which each rank chooses its experts; an error that comes after ten seconds is another error."""
+    model, agreement = sharded(make_mesh(shape), ["Expert", "Layer"], widths)
+    rank = dist.get_rank()
+    with watching(agreement.order, patience=patience, interval=patience / 8):
+        for chosen in steps:
+            start = time.monotonic()
+            try:
+                if rank == 1:
+                    time.sleep(sleep)
+                loss = model(inputs_of(rank), chosen[rank]).square().mean()
+                if log:
+                    dist.all_reduce(loss.detach())
+                loss.backward()
+                agreement.finish()
+            except RuntimeError:
+                assert time.monotonic() - start < 10 - patience
+                raise
+    assert time.monotonic() - start < 10
+    return len(steps)
+
+
+BOTH = ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "widths"),
+    [
+        pytest.param((1, 2), [BOTH, ([0, 1], [0])], (13, 13), id="one rank skips a unit later"),
+        pytest.param((1, 2), [([0], [1])], (13, 11), id="units of different sizes"),
+        pytest.param((2, 2), [([0], [0], [0], [0, 1])], (13, 11), id="one of four ranks runs one unit more"),
+        pytest.param((4, 1), [([0], [0], [0, 1], [0])], (13, 11), id="replicas only"),
+    ],
+)
+def test_ranks_that_run_different_units_end_together(
+    gloo: ProcessPool,
+    shape: tuple[int, int],
+    steps: Sequence[Sequence[Sequence[int]]],
+    widths: Sequence[int],
+) -> None:
+    gloo.expect_error_on_all_ranks(
+        _train,
+        shape,
+        steps,
+        widths,
+        patience=1.0,
+        match=r"run different units.*layers\.\d\.experts\.1",
+        exception=RuntimeError,
+        world_size=len(steps[0]),
+    )
+
+
+def test_a_rank_in_a_unit_and_one_in_another_collective_end_together(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _train, (1, 2), [([0], [0, 1])], log=True, patience=1.0, match="experts", exception=RuntimeError, world_size=2
+    )
+
+
+def test_without_shortened_patience_it_takes_less_than_ten_seconds(gloo: ProcessPool) -> None:
+    start = time.monotonic()
+    gloo.expect_error_on_all_ranks(
+        _train, (1, 2), [BOTH, ([0], [0, 1])], match="experts.1", exception=RuntimeError, world_size=2
+    )
+    assert time.monotonic() - start < 10
+
+
+def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
+    steps = [BOTH, ([1], [1]), BOTH]
+    assert gloo.run(_train, (1, 2), steps, patience=0.5, sleep=0.9, world_size=2) == [3, 3]
+
+
+def _fail_on_one_rank() -> str:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    try:
+        with watching(agreement.order, patience=1.0, interval=0.1):
+            model(inputs_of(0), [0])
+            if dist.get_rank() == 1:
+                raise KeyboardInterrupt("by hand")
+            model.layers[0](inputs_of(0), [0])
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> None:
+    waiting, failed = gloo.run_fresh(_fail_on_one_rank, world_size=2, timeout=40.0)
+    assert failed == "KeyboardInterrupt: by hand"
+    assert waiting.startswith("RuntimeError") and "rank 1" in waiting and "by hand" in waiting
+
+
+def _die_on_one_rank() -> None:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    watchdog = Watchdog(agreement.order, patience=0.5, interval=0.2)
+    watchdog.start()
+    with watchdog.explaining():
+        model(inputs_of(0), [0]).sum().backward()
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.layers[1](inputs_of(0), [0])  # In an order that is new, so in the barrier.
+
+
+def _stop_for(seconds: float | None) -> None:
+    """Stop this process, as a debugger or a scheduler does, and go on some seconds later, or never."""
+    if seconds is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _train_while_a_rank_is_stopped(
+    mode_name: Sharding, seconds: float | None, *, silence: timedelta | None = None, limit: float = 1800.0
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
+    mode = make_mode(mode_name, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), ModeOptions())
+    mode.prepare(model)
+    mode.watch(model)
+    optimizer = ParallelMuon(model, lr=1e-2)
+    mode.attach(model, [optimizer])
+    assert mode.call_log is not None
+    watchdog = Watchdog(mode.call_log, patience=0.5, interval=0.1, silence=silence)
+    default_store().set_timeout(timedelta(seconds=limit))
+    watchdog.start()
+    try:
+        for step in range(3):
+            if dist.get_rank() == 1 and step == 1:
+                _stop_for(seconds)
+            with watchdog.explaining():
+                model(torch.ones(3, 7)).square().mean().backward()
+                mode.finish_gradients()
+                optimizer.step()
+                mode.end_step()
+                mode.finish_parameters()
+                optimizer.zero_grad()
+    finally:
+        watchdog.close()
+
+
+MODES: tuple[Sharding, ...] = ("fsdp", "zero2", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("mode", "silence", "limit"), [("fsdp", None, 3.0), ("zero2", None, 3.0), ("ddp", timedelta(seconds=2), 1800.0)]
+)
+def test_a_stopped_rank_is_waited_for_until_the_limit(
+    gloo: ProcessPool, mode: Sharding, silence: timedelta | None, limit: float
+) -> None:
+    # Raised, or printed by a process that had to end itself since its connection to the stopped one cannot be broken.
+    with pytest.raises(RanksFailedError, match=r"rank 1 has given no sign of life for 2 s"):
+        gloo.run_fresh(
+            _train_while_a_rank_is_stopped,
+            mode,
+            None,
+            silence=silence,
+            limit=limit,
+            world_size=2,
+            timeout=40.0,
+            grace=1.0,
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_is_silent_for_less_is_no_dead_one(gloo: ProcessPool, mode: Sharding) -> None:
+    gloo.run_fresh(_train_while_a_rank_is_stopped, mode, 3.0, world_size=2, timeout=40.0)
+
+
+def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
+    assert "rank 1 has died" in raised.value.failures[0].message
+
+
+def _come_too_late() -> str:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    default_store().set_timeout(timedelta(seconds=1.0))
+    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=timedelta(seconds=1.0))
+    watchdog.start()
+    default_store().set_timeout(timedelta(seconds=30.0))
+    try:
+        with watchdog.explaining():
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+            model(inputs_of(0), [0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_gate_waits_no_longer_than_the_timeout_and_names_who_is_missing(gloo: ProcessPool) -> None:
+    waiting, late = gloo.run_fresh(_come_too_late, world_size=2, timeout=40.0)
+    assert "has waited 1 s" in waiting and "missing: 1." in waiting
+    assert "has waited 1 s" in late and "rank 0" in late
+
+
+def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    done: list[bool] = []
+    with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
+        for epoch in range(2):
+            try:
+                with watchdog.explaining():
+                    model(inputs_of(0), [epoch]).sum().backward()
+                    agreement.finish()
+                    raise exception
+            except exception:
+                done.append(agreement.order.barrier is not None)
+    return done
+
+
+@pytest.mark.parametrize("exception", [StopIteration, GeneratorExit])
+def test_the_end_of_an_iteration_is_no_failure(gloo: ProcessPool, exception: type[BaseException]) -> None:
+    assert gloo.run(_end_an_iteration, exception, world_size=2) == [[True, True]] * 2
+
+
+def _gates() -> list[bool]:
+    found: list[bool] = []
+    for mesh in (make_mesh((1, 2)), nccl_like_mesh(1, 2)):
+        _, agreement = sharded(mesh, ["Layer"])  # Makes a group of gloo for what the hosts ask each other.
+        with watching(agreement.order):
+            found.append(agreement.order.barrier is not None)
+    return found
+
+
+def test_ranks_wait_at_gates_only_if_units_communicate_over_gloo(gloo: ProcessPool) -> None:
+    assert gloo.run(_gates, world_size=2) == [[True, False]] * 2
+
+
+def _fail_outside() -> tuple[str, float]:
+    """Rank 1 fails where it loads data; ranks 0 and 2 learn it."""
+    model, agreement = sharded(make_mesh((1, 3)), ["Layer"])
+    watchdog = Watchdog(agreement.order, patience=0.8, interval=0.2)
+    watchdog.start()
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            watchdog.failed(OSError("file 4"))
+            watchdog.failed(ValueError("the second"))
+            time.sleep(2.0)  # Otherwise closed connections would tell the others.
+        else:
+            with watchdog.explaining():
+                model(inputs_of(0), [0])
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        watchdog.close()
+    return "", time.monotonic() - start
+
+
+def test_ranks_learn_what_failed_outside_of_steps(gloo: ProcessPool) -> None:
+    first, failed, last = gloo.run_fresh(_fail_outside, world_size=3, timeout=40.0)
+    assert failed[0] == ""
+    for message, seconds in (first, last):
+        assert "rank 1 has failed: OSError: file 4" in message
+        assert seconds < 4
+
+
+def _fail_and_end() -> tuple[str, float]:
+    """Rank 1 ends right after it has failed."""
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    model(inputs_of(0), [0])
+    watchdog = Watchdog(agreement.order, patience=6.0)
+    watchdog.start()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        watchdog.failed(OSError("file 4"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        with watchdog.explaining():
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", -1.0
+
+
+def test_a_rank_whose_connection_is_closed_learns_why_at_once(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        gloo.run_fresh(_fail_and_end, world_size=2, timeout=40.0)
+    message, seconds = raised.value.results[0]
+    assert message == "rank 1 has failed: OSError: file 4"
+    assert seconds < 3
+
+
+def _fail_in_collectives() -> float:
+    """Each rank fails in torch.distributed; nobody can say why."""
+    _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="BXOR"), watching(agreement.order, patience=9.0):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
+    return time.monotonic() - start
+
+
+def test_ranks_that_all_fail_in_communication_do_not_wait_for_a_cause(gloo: ProcessPool) -> None:
+    assert max(gloo.run_fresh(_fail_in_collectives, world_size=2)) < 5
+
+
+def _fail_together() -> list[float]:
+    """The same error everywhere, a checkpoint that takes longer than the patience, and a second run."""
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    sums = []
+    for run in range(2):
+        try:
+            with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
+                model(inputs_of(0), [run]).sum().backward()
+                agreement.finish()
+                try:
+                    with watchdog.explaining():
+                        raise ValueError("the gradient is NaN")
+                finally:
+                    if dist.get_rank() == 1:
+                        time.sleep(1.2)
+                    total = torch.ones(())
+                    dist.all_reduce(total)
+                    sums.append(total.item())
+        except ValueError:
+            continue
+    return sums
+
+
+def test_ranks_that_fail_together_may_save_a_checkpoint_and_train_again(gloo: ProcessPool) -> None:
+    assert gloo.run(_fail_together, world_size=2) == [[2.0, 2.0]] * 2

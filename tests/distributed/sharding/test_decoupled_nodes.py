@@ -1,0 +1,196 @@
+"""FSDP2 inside of nodes that know nothing of each other: weights, gradients, norms and divisors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import ParallelMuon
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import make_mode
+from tests.distributed.sharding.training import mesh_of
+from tests.support.processes import ProcessPool
+
+
+class _Nodes(torch.optim.SGD):
+    """Stands for an optimizer that exchanges updates between nodes."""
+
+    mesh: DeviceMesh | None = None
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+
+def _net(seed: int = 5) -> nn.Sequential:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(13, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    net.register_parameter("scale", nn.Parameter(torch.rand(())))
+    return net
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _batch(rank: int) -> Tensor:
+    return torch.randn(4, 13, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def _loss(net: nn.Module, rank: int) -> Tensor:
+    return (rank + 1) * (net(_batch(rank)) * net.scale).square().sum()
+
+
+def _prepared(shape: tuple[int, int], sharded: bool) -> dict[str, Tensor]:
+    """Every rank starts from other weights and buffers; what all have in the end."""
+    net = _net(seed=dist.get_rank())
+    net[1].running_mean.fill_(dist.get_rank() + 1.0)
+    mesh = mesh_of(shape)
+    if sharded:
+        fully_shard(net[0], mesh=mesh["shard"])
+    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)).prepare(net)
+    return {name: _whole(tensor) for name, tensor in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_nodes_start_from_the_weights_of_the_first_rank(gloo: ProcessPool, sharded: bool) -> None:
+    expected = _net(seed=0)
+    expected[1].running_mean.fill_(1.0)
+    results = gloo.run(_prepared, (2, 2), sharded)
+    for found in results:
+        assert found.keys() == results[0].keys()
+        assert all(torch.equal(found[name], results[0][name]) for name in found)
+        # A user's own sharding takes the part of each rank, which the first rank of each part has.
+        skipped = {"0.weight", "0.bias"} if sharded else set()
+        state = expected.state_dict()
+        assert all(torch.equal(found[name], state[name]) for name in state if name not in skipped)
+
+
+def _gradients(
+    shape: tuple[int, int], divisor: float | None, max_norm: float | None
+) -> tuple[dict[str, Tensor], float | None, Any]:
+    net = _net()
+    mesh = mesh_of(shape)
+    mode = make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True))
+    mode.prepare(net)
+    optimizer = _Nodes(net.parameters(), lr=0.1)
+    mode.attach(net, [optimizer])
+    mode.set_gradient_divisor(divisor)
+    with mode.no_sync():
+        _loss(net, dist.get_rank()).backward()
+    _loss(net, dist.get_rank()).backward()
+    mode.finish_gradients()
+    norm = None if max_norm is None else float(mode.clip_grad_norm_(optimizer, max_norm))
+    meshes = {p.device_mesh for p in net.parameters() if isinstance(p, DTensor)}
+    assert meshes == {mesh["shard"]} and optimizer.mesh is mesh
+    mode.close()
+    return {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm, None
+
+
+def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, Tensor]]:
+    """For each node twice (two micro-batches) the sum over its ranks, divided."""
+    num_nodes, num_shards = shape
+    nodes = []
+    for node in range(num_nodes):
+        net = _net()
+        for rank in range(node * num_shards, (node + 1) * num_shards):
+            (2 * _loss(net, rank) / (num_shards if divisor is None else divisor / num_nodes)).backward()
+        nodes.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("shape", "divisor"), [((2, 2), None), ((2, 2), 5.0), ((3, 1), None), ((4, 1), 7.0), ((1, 2), 3.0), ((1, 3), None)]
+)
+def test_gradients_are_those_of_the_node_and_their_mean_is_the_global_sum_divided(
+    gloo: ProcessPool, shape: tuple[int, int], divisor: float | None
+) -> None:
+    expected = _expected(shape, divisor)
+    for rank, (found, _, _) in enumerate(gloo.run(_gradients, shape, divisor, None, world_size=math.prod(shape))):
+        node = expected[rank // shape[1]]
+        assert found.keys() == node.keys()
+        for name in node:
+            torch.testing.assert_close(found[name], node[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "max_norm"), [((2, 2), 0.3), ((3, 1), 0.3), ((2, 2), 1e9), ((1, 2), 0.3)])
+def test_the_norm_is_the_root_of_the_mean_square_of_the_nodes_and_scales_all_alike(
+    gloo: ProcessPool, shape: tuple[int, int], max_norm: float
+) -> None:
+    expected = _expected(shape, None)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for node in expected for g in node.values()) / shape[0])
+    scale = min(1.0, max_norm / norm)
+    results = gloo.run(_gradients, shape, None, max_norm, world_size=math.prod(shape))
+    assert len({found_norm for _, found_norm, _ in results}) == 1
+    assert results[0][1] == pytest.approx(norm, rel=1e-5)
+    for rank, (found, _, _) in enumerate(results):
+        for name, gradient in expected[rank // shape[1]].items():
+            torch.testing.assert_close(found[name], scale * gradient, rtol=1e-4, atol=1e-6 * norm * scale)
+
+
+def _attach(optimizer: str, decoupled: bool, sharding: str) -> None:
+    net = nn.Linear(4, 4)
+    options = ModeOptions(decoupled_nodes=decoupled)
+    mode = make_mode(sharding, mesh_of((2, 1)), options)
+    mode.prepare(net)
+    kind = {"sgd": torch.optim.SGD, "muon": ParallelMuon, "nodes": _Nodes}[optimizer]
+    mode.attach(net, [kind(net.parameters(), lr=0.1)])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool, optimizer: str) -> None:
+    gloo.expect_error_on_all_ranks(_attach, optimizer, True, "fsdp", world_size=2, match="drift apart; use FlexDeMo")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
+def test_an_optimizer_for_nodes_without_nodes_is_an_error(gloo: ProcessPool, sharding: str) -> None:
+    gloo.expect_error_on_all_ranks(
+        _attach, "nodes", False, sharding, world_size=2, match=r"ModeOptions\(decoupled_nodes=True\)"
+    )
+
+
+def _on_mesh(names: tuple[str, ...]) -> None:
+    shape = (2, 1, 1)[: len(names)]
+    make_mode("fsdp", init_device_mesh("cpu", shape, mesh_dim_names=names), ModeOptions(decoupled_nodes=True))
+
+
+@pytest.mark.parametrize("names", [("shard",), ("replicate", "data"), ("replicate", "shard", "tensor")])
+def test_other_axes_are_an_error(gloo: ProcessPool, names: tuple[str, ...]) -> None:
+    gloo.expect_error_on_all_ranks(_on_mesh, names, world_size=2, match="need a 2-D mesh with the axes")
+
+
+def _sharded_over_all() -> None:
+    net = _net()
+    mesh = mesh_of((2, 1))
+    fully_shard(net[0], mesh=mesh)
+    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)).prepare(net)
+
+
+def test_weights_that_are_shared_with_other_nodes_are_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_sharded_over_all, world_size=2, match=r"0\.weight is a DTensor on .*'shard'\]")
+
+
+def _one_node_alone(shape: tuple[int, int]) -> bool:
+    """The nodes run different units, which is their own business."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net.requires_grad_(True)
+    mode = make_mode("fsdp", mesh_of(shape), ModeOptions(decoupled_nodes=True, wrap_policy=(nn.Linear,)))
+    mode.prepare(net)
+    mode.attach(net, [_Nodes(net.parameters(), lr=0.1)])
+    node = dist.get_rank() // shape[1]
+    x = torch.ones(2, 4)
+    (net(x) if node == 0 else net[0](x)).sum().backward()
+    mode.finish_gradients()
+    mode.close()
+    return net[1].weight.grad is not None
+
+
+def test_nodes_may_run_different_units(gloo: ProcessPool) -> None:
+    assert gloo.run(_one_node_alone, (2, 2)) == [True, True, False, False]

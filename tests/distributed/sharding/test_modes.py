@@ -1,0 +1,156 @@
+"""Every mode gives the weights of one process with the whole batch."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon import ParallelMuon
+from lightning_muon.schedule.cost import PRESETS
+from tests.distributed.sharding.training import (
+    OddNet,
+    Run,
+    Training,
+    branch_by_rank,
+    largest_difference,
+    loss,
+    mesh_of,
+    model,
+    optimizer_for,
+    train,
+    train_alone,
+)
+from tests.support.processes import ProcessPool
+
+RUNS = {
+    "plain": Run(),
+    "accumulated": Run(accumulate=3),
+    "clipped": Run(max_norm=0.3),
+    "branches that differ by rank": Run(branch_of=branch_by_rank, accumulate=2, max_norm=0.5),
+}
+# fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_gradients.py.
+CASES = [
+    (mode, shape, name) for mode in ("zero2", "ddp") for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in RUNS
+] + [
+    ("fsdp", shape, name) for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in ("plain", "accumulated", "clipped")
+]
+
+
+@pytest.mark.parametrize(("mode", "shape", "run"), CASES, ids=str)
+def test_weights_are_those_of_one_process(gloo: ProcessPool, mode: str, shape: tuple[int, ...], run: str) -> None:
+    size = math.prod(shape)
+    expected = train_alone(RUNS[run], size)
+    for weights in gloo.run(train, mode, shape, RUNS[run], {"bucket_bytes": 600}, world_size=size):
+        difference, name = largest_difference(weights, expected)
+        # Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
+        assert difference < 1e-6, name
+
+
+def _train_on_nodes(run: Run) -> dict[str, Tensor]:
+    """On two nodes of two ranks, where nodes sum first as launches and latencies cost nothing."""
+    free = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
+    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() // 2)), mock.patch.dict(PRESETS, h100=free):
+        return train("zero2", (4,), run, {"bucket_bytes": 600})
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_of_zero2_on_two_nodes_are_those_of_one_process_and_equal_on_all_ranks(
+    gloo: ProcessPool, run: str
+) -> None:
+    expected = train_alone(RUNS[run], 4)
+    first, *others = gloo.run(_train_on_nodes, RUNS[run])
+    difference, name = largest_difference(first, expected)
+    assert difference < 1e-6, name
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "ddp"])
+def test_replicas_have_the_same_bits(gloo: ProcessPool, mode: str) -> None:
+    first, *others = gloo.run(train, mode, (2, 2), RUNS["accumulated"], {"bucket_bytes": 600})
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def _train_and_lose(mode: str, how: str, ranks: tuple[int, ...], *, after_backward: bool) -> dict[str, Tensor]:
+    """Four steps; before or after the backward pass of the third, ``ranks`` lose state."""
+    training = Training.start(mode, mesh_of((2,)))
+    for step in range(4):
+        is_lost = step == 2 and dist.get_rank() in ranks
+        if is_lost and not after_backward:
+            _lose(training.net, training.optimizer, how)
+        training.optimizer.zero_grad()
+        loss(training.net, Run(), step, 0, dist.get_rank()).backward()
+        if is_lost and after_backward:
+            _lose(training.net, training.optimizer, how)
+        training.mode.finish_gradients()
+        training.optimizer.step()
+    return training.weights()
+
+
+def _lose_alone(how: str) -> dict[str, Tensor]:
+    net = model()
+    optimizer = optimizer_for(net)
+    for step in range(4):
+        if step == 2:
+            _lose(net, optimizer, how)
+        optimizer.zero_grad()
+        for rank in range(2):
+            (loss(net, Run(), step, 0, rank) / 2).backward()
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def _lose(net: OddNet, optimizer: ParallelMuon, how: str) -> None:
+    if how == "all":
+        optimizer.state.clear()
+    elif how == "keys":  # Other keys in their places: as many as before.
+        optimizer.state[net.blocks[0].up.weight] = {"other": 0}
+        optimizer.state[net.blocks[1].norm.weight].pop("exp_avg")
+        optimizer.state[net.blocks[1].norm.weight]["other"] = 0
+    else:
+        optimizer.state.pop(net.blocks[0].up.weight)
+        optimizer.state.pop(net.scale)
+
+
+@pytest.mark.parametrize("how", ["all", "keys", "some"])
+@pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
+def test_state_that_is_lost_on_any_rank_begins_with_zeros_on_all(gloo: ProcessPool, mode: str, how: str) -> None:
+    """Also that of 0-d parameters, of which each rank has a copy."""
+    expected = _lose_alone(how)
+    for ranks, after_backward in (((0, 1), False), ((1,), False), ((1,), True)):
+        for found in gloo.run(
+            _train_and_lose, mode, how, ranks, after_backward=after_backward, world_size=2, timeout=30
+        ):
+            assert largest_difference(found, expected)[0] < 1e-6
+
+
+def _train_with_a_default_device(mode: str) -> bool:
+    """Whether the weights are the same where torch makes tensors on the meta device by default."""
+    results: list[dict[str, Tensor]] = []
+    for device in ("cpu", "meta"):
+        training = Training.start(mode, mesh_of((2,)))
+        for step in range(2):
+            training.optimizer.zero_grad()
+            loss(training.net, Run(), step, 0, dist.get_rank()).backward()
+            torch.set_default_device(device)
+            try:
+                training.mode.finish_gradients()
+                training.optimizer.step()
+                training.optimizer.load_state_dict(training.optimizer.state_dict())
+            finally:
+                torch.set_default_device(None)
+        results.append(training.weights())
+    return all(torch.equal(results[0][name], weight) for name, weight in results[1].items())
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
+def test_the_default_device_does_not_matter(gloo: ProcessPool, mode: str) -> None:
+    assert gloo.run(_train_with_a_default_device, mode, world_size=2, timeout=30) == [True, True]

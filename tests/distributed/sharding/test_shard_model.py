@@ -1,0 +1,290 @@
+"""Sharded models on several processes, against the same model in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_runtime import free_unsharded, fsdp_modules, initialize_roots
+from lightning_muon.sharding.shard_model import shard_model
+from tests.distributed.sharding.models import (
+    Block,
+    Net,
+    assert_close,
+    full,
+    gradients_of,
+    make_mesh,
+    reference_gradients,
+    tokens_of_all,
+)
+from tests.support.processes import ProcessPool, RanksFailedError
+
+MESHES = [(1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (4, 1)]
+
+
+def _sharded_gradients(shape: tuple[int, int], **options: Any) -> dict[str, Any]:
+    mesh = make_mesh(shape)
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    shard_model(model, mesh, forward_methods=("training_step",), **options)
+    weights = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}  # type: ignore[union-attr]
+    agreement = GradientAgreement(model, mesh)
+    tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]
+    model.training_step(tokens).backward()
+    agreement.finish()
+    agreement.finish()
+    units = [type(unit).__name__ for unit in fsdp_modules(model)]
+    return {"weights": weights, "gradients": gradients_of(model), "units": units}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_weights_are_those_of_rank_0_and_gradients_those_of_one_process(
+    gloo: ProcessPool, shape: tuple[int, int]
+) -> None:
+    world_size = shape[0] * shape[1]
+    torch.manual_seed(0)
+    state = Net().state_dict()
+    for result in gloo.run(_sharded_gradients, shape, world_size=world_size):
+        assert result["units"] == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
+        assert all(torch.equal(result["weights"][name], value) for name, value in state.items())
+        assert_close(result["gradients"], reference_gradients(world_size))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap_policy": ()},
+        {"reshard_after_forward": False},
+        {"wrap_policy": ["Block", "Linear", "Embedding", "LayerNorm"]},
+    ],
+    ids=str,
+)
+def test_other_units_give_the_same_gradients(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    for result in gloo.run(_sharded_gradients, (1, 2), world_size=2, **options):
+        assert_close(result["gradients"], reference_gradients(2))
+
+
+def _user_sharded(kind: str) -> tuple[list[str], dict[str, Tensor | None]]:
+    world = dist.get_world_size()
+    mesh = make_mesh((2, world // 2))
+    torch.manual_seed(0)
+    model = Net()
+    if kind == "block":
+        fully_shard(model.blocks[1], mesh=mesh)
+    elif kind == "inside":
+        fully_shard(model.blocks[1].up, mesh=mesh)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.scale})
+    shard_model(model, mesh, forward_methods=("training_step",))
+    agreement = GradientAgreement(model, mesh)
+    model.training_step(tokens_of_all(world)[dist.get_rank()]).backward()
+    agreement.finish()
+    return [name for name, m in model.named_modules() if isinstance(m, FSDPModule)], gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "units"),
+    [
+        ("block", ["", "blocks.0", "blocks.1"]),
+        ("inside", ["", "blocks.0", "blocks.1", "blocks.1.up"]),
+        ("all", ["", "blocks.0", "blocks.1"]),
+    ],
+)
+def test_modules_that_the_user_sharded_are_left_alone(gloo: ProcessPool, kind: str, units: list[str]) -> None:
+    for names, gradients in gloo.run(_user_sharded, kind, world_size=4):
+        assert names == units
+        assert_close(gradients, reference_gradients(4))
+
+
+def _tensor_parallel() -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    full = model[0].weight.detach().clone()
+    model[0].weight = nn.Parameter(distribute_tensor(full, mesh["tensor"], [Shard(0)]))
+    shard_model(model, mesh["shard"])
+    return [full, model[0].weight.full_tensor(), torch.tensor(len(model[0].weight.placements))]
+
+
+def test_tensor_parallel_weights_are_sharded_further(gloo: ProcessPool) -> None:
+    for whole, gathered, num_axes in gloo.run(_tensor_parallel, world_size=4):
+        assert torch.equal(whole, gathered)
+        assert num_axes == 2
+
+
+def _wider(rank: int) -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.Linear(4, 4 + rank)), "auto"
+
+
+def _other_units(rank: int) -> tuple[nn.Module, Any]:
+    return nn.Sequential(Block(), Block()), lambda name, _: name == str(rank)
+
+
+def _error_on_one_rank(rank: int) -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.Linear(4, 4)), ["Linear" if rank == 0 else "Missing"]
+
+
+def _policy_raises(rank: int) -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.Linear(4, 4)), lambda *_: {}["missing"] if rank == 1 else False
+
+
+def _shard_different(build: Callable[[int], tuple[nn.Module, Any]]) -> str:
+    model, policy = build(dist.get_rank())
+    try:
+        shard_model(model, make_mesh((1, 3)), wrap_policy=policy)
+    except (RuntimeError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_wider, "the model Sequential differs between ranks: .*'0.weight' \\(4, 4\\) float32.*\\(5, 4\\)"),
+        (_other_units, "the model Sequential differs between ranks: .*FSDP2 unit"),
+        (_error_on_one_rank, "no module is a Missing"),
+        (_policy_raises, "KeyError"),
+    ],
+)
+def test_what_differs_between_ranks_is_an_error_on_every_rank(
+    gloo: ProcessPool, build: Callable[[int], tuple[nn.Module, Any]], message: str
+) -> None:
+    for text in gloo.run(_shard_different, build, world_size=3):
+        assert re.search(message, text), text
+
+
+def _no_root(kind: str) -> tuple[list[str], list[Tensor]]:
+    mesh = make_mesh((1, 2))
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": nn.Linear(5, 5), "list": nn.ModuleList([nn.Linear(5, 3)])})
+    if kind == "tied":
+        model["two"] = nn.Linear(5, 5)
+        model["two"].weight = model["one"].weight
+    shard_model(model, mesh, shard_root=False)
+    initialize_roots(model)
+    x = torch.ones(2, 5)
+    for _ in range(2):
+        # Two passes in a row, as in a training step with manual optimization.
+        model["list"][0](model["one"](x)).sum().backward()
+    return [name for name, m in model.named_modules() if isinstance(m, FSDPModule)], [
+        full(p.grad) for p in model.parameters()
+    ]
+
+
+def test_without_a_root_every_child_is_one(gloo: ProcessPool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+    for names, gradients in gloo.run(_no_root, "plain", world_size=2):
+        assert names == ["one", "list.0"]
+        for actual, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(actual, parameter.grad)
+
+
+def test_children_that_share_a_weight_cannot_be_roots(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match=r"one\.weight is held by ModuleDict itself or shared"):
+        gloo.run(_no_root, "tied", world_size=2)
+
+
+class HalfWithFullNorm(nn.Module):
+    """Linear layers in bfloat16 around a norm in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(4)
+        self.outer = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.norm(self.inner(x).float()).bfloat16())
+
+
+def _mixed_dtypes() -> tuple[list[str], list[torch.dtype]]:
+    model = HalfWithFullNorm()
+    shard_model(model, make_mesh((1, 2)))
+    model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+    names = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    return names, [p.grad.dtype for p in (model.inner.weight, model.norm.weight)]
+
+
+def test_a_layer_of_another_dtype_is_a_unit(gloo: ProcessPool) -> None:
+    assert gloo.run(_mixed_dtypes, world_size=2) == [(["", "norm"], [torch.bfloat16, torch.float32])] * 2
+
+
+def _meta() -> list[Tensor]:
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    shard_model(model, make_mesh((1, 2)))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    initialize_roots(model)
+    model(torch.ones(2, 7)).sum().backward()
+    return [full(p.detach()) for p in model.parameters()]
+
+
+def test_a_meta_model_is_sharded_before_it_has_data(gloo: ProcessPool) -> None:
+    for weights in gloo.run(_meta, world_size=2):
+        assert all(bool((weight == 1).all()) for weight in weights)
+
+
+class BackwardInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        # FSDP2 of torch 2.11 cannot shard integers.
+        dtype = torch.uint8 if torch.__version__ >= "2.12" else torch.float32
+        self.packed = nn.Parameter(torch.ones(3, 4, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.empty.sum() + self.packed.float().sum()
+
+    def training_step(self, x: Tensor) -> None:
+        self.layer(x).sum().backward()
+
+
+def _backward_inside() -> list[bool]:
+    model = BackwardInside()
+    shard_model(model, make_mesh((1, 2)), forward_methods=("training_step",))
+    model.training_step(torch.ones(2, 4))
+    free_unsharded(model)
+    lost = model.layer.weight.grad is None
+    model(torch.ones(2, 4)).sum().backward()
+    return [lost, model.layer.weight.grad is None]
+
+
+def test_a_root_loses_the_gradients_of_a_backward_pass_inside_its_forward(gloo: ProcessPool) -> None:
+    """The reason for ``shard_root=False``; the second pass shows that empty and packed parameters do no harm."""
+    assert gloo.run(_backward_inside, world_size=2) == [[True, False]] * 2
+
+
+def _output_dtypes(shard_root: bool) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+    model = nn.ModuleDict({"net": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 2)))})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    root = model if not shard_root else model["net"]
+    shard_model(root, make_mesh((1, 2)), mp_policy=policy, shard_root=shard_root)
+    model["net"][0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    seen.append(model["net"](torch.ones(2, 4)).dtype)
+    return seen
+
+
+@pytest.mark.parametrize("shard_root", [True, False])
+def test_only_roots_cast_their_output(gloo: ProcessPool, shard_root: bool) -> None:
+    assert gloo.run(_output_dtypes, shard_root, world_size=2) == [[torch.bfloat16, torch.float32]] * 2

@@ -1,0 +1,300 @@
+"""What a step of each mode sends, and when, as seen at the operators of torch.distributed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_muon import ParallelMuon
+from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.modes import make_mode
+from tests.distributed.sharding.training import Block, mesh_of
+from tests.support.processes import ProcessPool
+
+NUM_BLOCKS, WORDS, WIDTH = 6, 11, 7
+# A block of 7 -> 13 -> 7 has 209 elements, so there is about one bucket for each.
+OPTIONS = {"bucket_bytes": 900}
+EXCHANGE, MESSAGE, ALL_REDUCE, ALL_GATHER = "alltoall_base_", "send", "allreduce_", "_allgather_base_"
+
+
+class Stack(nn.Module):
+    """Blocks with odd sizes; every parameter has dimensions and is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One call of an operator of torch.distributed.
+
+    Attributes:
+        phase: What the rank was doing.
+        operator: Its name.
+        is_payload: Whether it carries floating-point numbers; the ranks' notes to each other are integers.
+        num_bytes: That leave this rank: the parts for other ranks of an exchange, or a message. Elsewhere 0.
+        to: The same by the rank that gets them.
+    """
+
+    phase: str
+    operator: str
+    is_payload: bool
+    num_bytes: int
+    to: dict[int, int] = field(default_factory=dict, compare=False)
+
+
+class Wire(TorchDispatchMode):
+    """Notes what is sent inside of it; the user sets ``phase``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.sent: list[Sent] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            tensors = [tensor for each in args[:2] for tensor in (each if isinstance(each, list) else [each])]
+            is_payload = any(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors)
+            to = _bytes_to(name, args)
+            self.sent.append(Sent(self.phase, name, is_payload, sum(to.values()), to))
+        return func(*args, **(kwargs or {}))
+
+    def payload(self, phase: str) -> list[Sent]:
+        """What carried numbers in this phase."""
+        return [sent for sent in self.sent if sent.phase == phase and sent.is_payload]
+
+
+def _bytes_to(name: str, args: Any) -> dict[int, int]:
+    if name not in (EXCHANGE, MESSAGE):
+        return {}
+    group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+    ranks = dist.get_process_group_ranks(group)
+    if name == MESSAGE:
+        return {ranks[args[2]]: args[0][0].numel() * args[0][0].element_size()}
+    counts = zip(ranks, args[4], strict=True)
+    return {rank: count * args[1].element_size() for rank, count in counts if rank != dist.get_rank()}
+
+
+def _start(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[ShardingMode, Stack, ParallelMuon]:
+    torch.manual_seed(0)
+    net = Stack()
+    mode = make_mode(name, mesh_of(shape), ModeOptions(**OPTIONS, **options))
+    mode.prepare(net)
+    optimizer = ParallelMuon(net, lr=0.01, compute_dtype="float32", wire_dtype="float32")
+    mode.attach(net, [optimizer])
+    return mode, net, optimizer
+
+
+def _run(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    accumulate: int = 1,
+    steps: int = 2,
+    options: dict[str, Any] | None = None,
+    watch: Callable[[Stack, Wire], None] | None = None,
+) -> list[Sent]:
+    """What this rank sends in the last step; its phases are "0" to "3" for micro-batches, "finish" and "step"."""
+    mode, net, optimizer = _start(name, shape, options or {})
+    wire = Wire()
+    if watch is not None:
+        watch(net, wire)
+    for _ in range(steps):
+        mode.finish_parameters()
+        wire.sent.clear()
+        optimizer.zero_grad()
+        with wire:
+            for number in range(accumulate):
+                wire.phase = str(number)
+                tokens = torch.randint(WORDS, (2, 5))
+                with nullcontext() if number == accumulate - 1 else mode.no_sync():
+                    (net(tokens).square().mean() / accumulate).backward()
+            wire.phase = "finish"
+            mode.finish_gradients()
+            wire.phase = "step"
+            optimizer.step()
+            mode.end_step()
+            mode.finish_parameters()
+    mode.close()
+    return wire.sent
+
+
+def _payload(sent: list[Sent], *phases: str) -> list[Sent]:
+    return [each for each in sent if each.is_payload and each.phase in phases]
+
+
+NUM_BYTES = 4 * sum(parameter.numel() for parameter in Stack().parameters())
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_a_step_of_zero2_moves_each_gradient_and_each_value_as_rarely_as_possible(
+    gloo: ProcessPool, shape: tuple[int, ...]
+) -> None:
+    ranks = gloo.run(_run, "zero2", shape, world_size=math.prod(shape))
+    # Every rank has all of the gradient and needs 1/S of the sum, so (S - 1) / S of it leaves each rank on average.
+    # Owners are not equally large, so that holds for the sum over the ranks of a replica: (S - 1) N. New values: each
+    # leaves its only holder once for each of the S - 1 others.
+    floor = math.prod(shape[:-1]) * (shape[-1] - 1) * NUM_BYTES
+    there = sum(each.num_bytes for sent in ranks for each in _payload(sent, "0", "finish") if each.operator == EXCHANGE)
+    back = sum(each.num_bytes for sent in ranks for each in _payload(sent, "step") if each.operator == MESSAGE)
+    assert (there, back) == (floor, floor)
+    for sent in ranks:
+        # Matrices are whole where they are orthogonalized: nothing is gathered for Muon.
+        assert {each.operator for each in _payload(sent, "step")} <= {MESSAGE, "recv_"}
+        # The sum over the replicas is all that follows an exchange.
+        assert {each.operator for each in _payload(sent, "0", "finish")} == (
+            {EXCHANGE, ALL_REDUCE} if len(shape) > 1 else {EXCHANGE}
+        )
+
+
+# Without latencies and launches the fewest bytes are the fastest, however small the model is.
+FREE_LAUNCHES = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
+
+
+def _run_on_nodes(shape: tuple[int, ...], nodes: tuple[int, ...]) -> list[Sent]:
+    """As torchrun with one agent for each node would have it."""
+    environment = {"GROUP_RANK": str(nodes[dist.get_rank()])}
+    with mock.patch.dict(os.environ, environment), mock.patch.dict(PRESETS, h100=FREE_LAUNCHES):
+        return _run("zero2", shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "copies"),
+    [
+        ((4,), (0, 0, 1, 1), 1),
+        ((4,), (0, 1, 0, 1), 1),
+        ((2, 2), (0, 0, 1, 1), 0),
+        ((4,), (0, 1, 2, 3), 1),
+        # Ways straight to each rank: 3 + 3 ranks on the other side of 1 + 3; places that are not in the order of nodes.
+        ((4,), (0, 0, 0, 1), None),
+        ((4,), (0, 1, 1, 0), None),
+    ],
+    ids=str,
+)
+def test_what_zero2_sends_between_nodes_leaves_a_node_once(
+    gloo: ProcessPool, shape: tuple[int, ...], nodes: tuple[int, ...], copies: int | None
+) -> None:
+    ranks = gloo.run(_run_on_nodes, shape, nodes)
+    between: dict[str, Counter[tuple[int, int]]] = {EXCHANGE: Counter(), MESSAGE: Counter()}
+    for rank, sent in enumerate(ranks):
+        for each in _payload(sent, "0", "finish", "step"):
+            for other, num_bytes in each.to.items():
+                if nodes[rank] != nodes[other] and each.operator in between:
+                    between[each.operator][nodes[rank], nodes[other]] += num_bytes
+    there, back = between[EXCHANGE], between[MESSAGE]
+    # What a node sends another one of gradients is what that one holds, and of values what it holds itself.
+    assert there == {(target, source): num_bytes for (source, target), num_bytes in back.items()}
+    # Floor: each of M nodes sends its sum of what the others hold, (M - 1) N in all; values go the other way.
+    if copies is not None:
+        assert sum(there.values()) == copies * (len(set(nodes)) - 1) * NUM_BYTES
+    else:
+        assert sum(there.values()) > 1.4 * NUM_BYTES
+
+
+def _mark_first_block(net: Stack, wire: Wire) -> None:
+    def mark(*_: Any) -> None:
+        wire.phase = "first block"
+
+    net.blocks[0].register_full_backward_pre_hook(mark)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_most_of_the_reduction_of_zero2_is_launched_before_backward_reaches_the_first_block(
+    gloo: ProcessPool, world_size: int
+) -> None:
+    early = late = 0
+    for sent in gloo.run(_run, "zero2", (world_size,), watch=_mark_first_block, world_size=world_size):
+        early += sum(each.num_bytes for each in _payload(sent, "0"))
+        late += sum(each.num_bytes for each in _payload(sent, "first block"))
+        assert _payload(sent, "finish") == []
+    # Head and five of six blocks are 0.8 of the elements, and the last bucket of them may wait for the first block.
+    assert 0.6 * (early + late) < early < early + late
+
+
+def _reducer_traffic(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    mode, net, _ = _start(name, shape, {})
+    for _ in range(2):
+        net(torch.randint(WORDS, (2, 5))).square().mean().backward()
+        mode.finish_gradients()
+    running = getattr(mode, "_running", None)
+    traffic = (running.reducer if running is not None else mode._reducer).traffic  # type: ignore[attr-defined]
+    mode.close()
+    return traffic.overlapped_bytes, traffic.total_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mode", ["zero2", "ddp"])
+def test_the_reducer_counts_the_bytes_that_it_launches_before_backward_ends(
+    gloo: ProcessPool, mode: str, world_size: int
+) -> None:
+    for overlapped, total in gloo.run(_reducer_traffic, mode, (world_size,), world_size=world_size):
+        assert total == NUM_BYTES
+        assert overlapped >= 0.8 * total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["zero2", "ddp"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_only_the_last_of_four_micro_batches_communicates(
+    gloo: ProcessPool, mode: str, world_size: int, steps: int
+) -> None:
+    for sent in gloo.run(_run, mode, (world_size,), accumulate=4, steps=steps, world_size=world_size):
+        assert [each for each in sent if each.phase in ("0", "1", "2")] == []
+        # The first step opens the connections, when all ranks are there.
+        assert bool(_payload(sent, "finish" if steps == 1 else "3")) == (world_size > 1)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp_reduces_in_the_last_of_four_micro_batches_only_and_gathers_once_if_it_keeps_the_weights(
+    gloo: ProcessPool, shape: tuple[int, ...], reshard: bool
+) -> None:
+    options = {"reshard_after_backward": reshard}
+    for sent in gloo.run(_run, "fsdp", shape, accumulate=4, options=options, world_size=math.prod(shape)):
+        early = [each.operator for each in sent if each.phase in ("0", "1", "2")]
+        assert set(early) == {ALL_GATHER}
+        last = {each.operator for each in sent if each.phase == "3"}
+        assert "_reduce_scatter_base_" in last
+        assert (ALL_REDUCE in last) == (len(shape) > 1)
+        by_phase = [
+            sum(each.operator == ALL_GATHER and each.phase == str(phase) for each in sent) for phase in range(4)
+        ]
+        units = NUM_BLOCKS + 1
+        # Forward and backward gather each block; the root keeps its weights in between.
+        expected = [2 * NUM_BLOCKS + 1] * 4 if reshard else [units, 0, 0, 0]
+        assert by_phase == expected
+
+
+def test_the_observer_sees_messages_between_two_ranks(gloo: ProcessPool) -> None:
+    assert gloo.run(_one_message, world_size=2) == [[Sent("", "send", True, 20)], [Sent("", "recv_", True, 0)]]
+
+
+def _one_message() -> list[Sent]:
+    with Wire() as wire:
+        call = dist.isend if dist.get_rank() == 0 else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(call, torch.ones(5), 1 - dist.get_rank())]):
+            work.wait()
+    return wire.sent

@@ -1,0 +1,136 @@
+"""ZeRO-2: what each rank holds, when gradients are freed, and states that go from one layout to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.params.layout import OwnedBy
+from tests.distributed.sharding.training import Run, Training, loss, mesh_of, model
+from tests.support.processes import ProcessPool
+
+
+def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int]:
+    """Elements of state and of gradients, which ``p.grad`` exist after backward, elements of the largest tensor."""
+    training = Training.start("zero2", mesh_of(shape), bucket_bytes=600)
+    loss(training.net, Run(), 0, 0, dist.get_rank()).backward()
+    training.mode.finish_gradients()
+    layout = training.mode.layout
+    parameters = [p for p in training.net.parameters() if p.requires_grad]
+    gradients = [layout.gradient(parameter) for parameter in parameters]
+    states = [
+        value.to_local() if isinstance(value, DTensor) else value
+        for parameter in parameters
+        for key, value in training.optimizer.state[parameter].items()
+        if key != "step"
+    ]
+    held = {
+        "gradients": sum(gradient.numel() for gradient in gradients if gradient is not None),
+        "state": sum(state.numel() for state in states),
+    }
+    return held, [parameter.grad is not None for parameter in parameters], max(p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (2, 2)])
+def test_gradients_and_state_are_divided_and_whole_gradients_are_freed(
+    gloo: ProcessPool, shape: tuple[int, ...]
+) -> None:
+    size = torch.Size(shape).numel()
+    (alone, _, _), *_ = gloo.run(_held, (1,), world_size=1)
+    results = gloo.run(_held, shape, world_size=size)
+    for held, whole_gradients, largest in results:
+        assert not any(whole_gradients)
+        for kind, count in held.items():
+            # No rank has much more than its share: at most one matrix, or the rows that do not divide.
+            assert count <= alone[kind] / shape[-1] + 2 * largest
+    for kind, count in alone.items():
+        # One 0-d parameter is on every rank, with two moments.
+        extra = (size - size // shape[-1]) * (1 if kind == "gradients" else 2)
+        assert sum(held[kind] for held, _, _ in results) == count * size // shape[-1] + extra
+
+
+def _places() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    training = Training.start("zero2", mesh_of((4,)))
+    layout = training.mode.layout
+    names = {parameter: name for name, parameter in training.net.named_parameters()}
+    placements = {name: layout.mesh_and_placements(p)[1][-1] for p, name in names.items()}
+    saved = training.optimizer.state_dict()["state"]
+    state = training.optimizer.state_dict()["param_groups"][0]["params"]
+    shapes = {
+        name: tuple(value.shape)
+        for name, number in zip(names.values(), state, strict=True)
+        for key, value in saved[number].items()
+        if key != "step"
+    }
+    return placements, shapes
+
+
+def test_matrices_are_whole_on_one_rank_and_everything_else_is_divided_by_rows(gloo: ProcessPool) -> None:
+    placements, shapes = gloo.run(_places)[0]
+    owned = {name: place.rank for name, place in placements.items() if isinstance(place, OwnedBy)}
+    assert set(owned) == {
+        *("conv.weight", "branches.0.weight", "branches.1.weight", "frozen.weight", "unused.weight"),
+        *(f"blocks.{index}.{layer}.weight" for index in range(3) for layer in ("up", "down")),
+    }
+    assert set(owned.values()) == {0, 1, 2, 3}, "owners are spread"
+    # A checkpoint has whole shapes, whatever a rank holds.
+    assert shapes == {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
+
+
+def _reading_too_early() -> tuple[list[bool], bool]:
+    """Forward, state_dict and finish_parameters wait for the new values."""
+    training = Training.start("zero2", mesh_of((4,)), bucket_bytes=600)
+    run = Run()
+    training.step(run, 0)
+    saved = {name: value.clone() for name, value in training.net.state_dict().items()}
+    weights = training.weights()
+    same = [torch.equal(saved[name], weights[name]) for name in weights]
+    training.step(run, 1)
+    output = training.net(torch.arange(4).view(1, 4), 0)
+    training.mode.finish_parameters()
+    return same, torch.equal(output, training.net(torch.arange(4).view(1, 4), 0))
+
+
+def test_whoever_reads_weights_has_the_new_ones(gloo: ProcessPool) -> None:
+    for same, is_equal in gloo.run(_reading_too_early):
+        assert all(same) and is_equal
+
+
+def _with_a_hole() -> dict[str, Tensor]:
+    training = Training.start("zero2", mesh_of((2,)))
+    weight = training.net.blocks[0].up.weight
+    training.step(Run(), 0)
+    training.optimizer.zero_grad()
+    loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
+    training.mode.finish_gradients()
+    layout = training.mode.layout
+    gradient = layout.gradient(weight)
+    assert gradient is not None
+    if gradient.numel():
+        gradient[0, 0] = torch.nan
+    before = training.weights()
+    momenta = [
+        v.clone() for s in training.optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
+    ]
+    training.optimizer.step()
+    training.mode.end_step()
+    after = [v for s in training.optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
+    assert training.optimizer.skipped_steps == 1
+    assert all(
+        torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other))
+        for one, other in zip(momenta, after, strict=True)
+    )
+    weights = training.weights()
+    assert all(torch.equal(before[name], weights[name]) for name in before)
+    training.step(Run(), 2)
+    return training.weights()
+
+
+def test_a_nan_on_the_owner_changes_nothing_anywhere_and_the_next_step_works(gloo: ProcessPool) -> None:
+    first, second = gloo.run(_with_a_hole, world_size=2)
+    assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
