@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 COMPUTE = "compute"
 TRANSFER = "transfer"
@@ -11,6 +12,20 @@ RECV = "recv"
 """``send[key]`` on one rank and ``recv[key]`` on the other, with the same two ranks as group, are one communication."""
 UNASSIGNED = -1
 """Rank of ops that no rank has been chosen for yet."""
+
+# Phases, in their order. What belongs to backward and has not run when the step begins, runs then.
+IN_BACKWARD = "in backward"
+IN_STEP = "in step"
+
+# Conditions, each of which holds for some keys in a step; equal on all ranks that share an op.
+GRADIENTS = "gradients"
+"""Some parameter of the bucket has a gradient."""
+SENT = "sent"
+"""Some rank has sent the bucket during backward, so that all ranks do."""
+VALID = "valid"
+"""The bucket was sent during backward, with what the step would send. Implies ``SENT``."""
+DEFERRED = "deferred"
+"""Whether the step may change anything is known only when ``check`` has waited for it: for a device, for example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +48,10 @@ class Op:
         items: Indices of what it works on, for example matrices.
         group: Ranks that take part in a communication. It begins when all of them have reached their op of this name.
             Empty for what a rank does alone.
+        phase: When it runs: ``IN_BACKWARD`` or ``IN_STEP``.
+        when: Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not
+            run do not wait for it.
+        unless: Conditions under which it does not run, whatever ``when`` says.
     """
 
     kind: str
@@ -46,6 +65,9 @@ class Op:
     memory: int = 0
     items: tuple[int, ...] = ()
     group: tuple[int, ...] = ()
+    phase: str = IN_STEP
+    when: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -55,6 +77,43 @@ class Op:
 
 Program = dict[int, list[Op]]
 """Rank -> its ops, in the order in which the rank issues them."""
+
+Facts = Mapping[str, Container[str]]
+"""Condition -> the keys for which it holds in one step."""
+
+
+class EveryKey:
+    """The keys of a condition that does not depend on the key."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+EVERY_KEY = EveryKey()
+
+
+def runs(op: Op, facts: Facts) -> bool:
+    """Whether an op runs in a step of which these facts are known."""
+    return all(op.key in facts.get(name, ()) for name in op.when) and not any(
+        op.key in facts.get(name, ()) for name in op.unless
+    )
+
+
+def branch(program: Program, facts: Facts) -> Program:
+    """What of a program runs in a step of which these facts are known: ops without conditions."""
+    return {rank: _unconditional(op for op in ops if runs(op, facts)) for rank, ops in program.items()}
+
+
+def _unconditional(ops: Iterable[Op]) -> list[Op]:
+    chosen = list(ops)
+    names = {op.name for op in chosen}
+    return [
+        op
+        if not op.when and not op.unless and names.issuperset(op.deps)
+        else replace(op, deps=tuple(name for name in op.deps if name in names), when=(), unless=())
+        for op in chosen
+    ]
+
 
 # Kinds of the ops of an optimizer step.
 MOMENTUM = "momentum"
@@ -67,10 +126,28 @@ SCATTER = "scatter"
 """Bring the updates back to the ranks that hold the pieces."""
 UPDATE = "update"
 """Weight decay and update of the local pieces of the weights."""
+EARLY_MOMENTUM = "early_momentum"
+"""As ``MOMENTUM``, during backward; changes no state, so that it can be thrown away."""
+EARLY_GATHER = "early_gather"
+"""As ``GATHER``, during backward."""
+CHECK = "check"
+"""Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid."""
 ADAMW = "adamw"
-"""AdamW for all parameters that are no matrices."""
+"""AdamW for some of the parameters that are no matrices."""
+REDUCE_SCATTER = "reduce_scatter"
+"""Sum the gradients of a bucket of replicated parameters on the ranks that update them."""
+ALL_GATHER = "all_gather"
+"""Bring the new values of a bucket of replicated parameters to all ranks."""
+ENCODE = "encode"
+"""Add the gradients of a bucket to the residuals, and choose and pack what other nodes get of them."""
+EXCHANGE = "exchange"
+"""Send that to the other nodes."""
+DECODE = "decode"
+"""Merge what all nodes have sent of a bucket into updates."""
 BACKWARD = "backward"
 """The part of backward that ends with the last gradient of a bucket."""
 
+EARLY_KINDS = {EARLY_MOMENTUM: MOMENTUM, EARLY_GATHER: GATHER}
+"""What runs during backward in the place of which op of the step."""
 STEP_KINDS = (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)
 """The ops of one bucket, in their order."""

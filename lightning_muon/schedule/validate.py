@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -12,21 +12,35 @@ from lightning_muon.schedule.graph import Communications, build_graph, where
 from lightning_muon.schedule.memory import peak_memory
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
+    ADAMW,
+    CHECK,
     COMPUTE,
+    DEFERRED,
+    EARLY_KINDS,
+    EVERY_KEY,
     GATHER,
+    GRADIENTS,
+    IN_BACKWARD,
+    IN_STEP,
     MOMENTUM,
     NEWTON_SCHULZ,
     RECV,
     SCATTER,
     SEND,
+    SENT,
     STEP_KINDS,
     TRANSFER,
     UPDATE,
+    VALID,
+    Facts,
     Op,
     Program,
+    branch,
 )
 
 _LANES = (COMPUTE, TRANSFER)
+_PHASES = (IN_BACKWARD, IN_STEP)
+_KINDS_OF_MATRICES = (*STEP_KINDS, *EARLY_KINDS)
 
 
 def validate(program: Program, *, memory_bytes: int | None = None) -> None:
@@ -63,30 +77,82 @@ def validate(program: Program, *, memory_bytes: int | None = None) -> None:
 
 
 def check_plan(plan: MuonPlan) -> None:
-    """Check all that is known of a plan: :func:`validate` and :func:`~.validate_step`.
+    """Check the ops of one plan, see :func:`check_step`."""
+    check_step(plan.program, [plan], is_whole=len(plan.program) == len(plan.flops))
 
-    Takes time in the number of ops. Where the plan lists the ops of some ranks only, communications count as what a
-    rank does alone: that all ranks have them in the same order is what equal :meth:`~.muon.MuonPlan.fingerprint` say.
+
+def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
+    """Check a program with :func:`validate`, and with :func:`validate_step` each of its branches.
+
+    Takes time in the number of ops. Where the program lists the ops of some ranks only, communications count as what a
+    rank does alone: that all ranks have them in the same order is what equal :func:`~.step.fingerprint` say.
+
+    Args:
+        program: Made of ``plans``, as :func:`~.step.step_program` does it.
+        plans: Matrices and owners; no two have ops of one key.
+        is_whole: Whether all ranks are there.
 
     Raises:
         ValueError: Names the op and its rank.
     """
-    is_whole = len(plan.program) == len(plan.flops)
-    validate(plan.program if is_whole else {rank: [_alone(op) for op in ops] for rank, ops in plan.program.items()})
-    validate_step(plan.program, plan.owners, is_whole=is_whole)
+    validate(program if is_whole else {rank: [_alone(op, rank) for op in ops] for rank, ops in program.items()})
+    plan_of = {op.key: plan for plan in plans for ops in plan.program.values() for op in ops}
+    for facts in _scenarios(program):
+        chosen = branch(program, facts)
+        of_plan: dict[int, Program] = {id(plan): {} for plan in plans}
+        for ops in chosen.values():
+            _check_changes(ops, is_deferred="" in facts.get(DEFERRED, ()))
+            for op in ops:
+                if op.kind in _KINDS_OF_MATRICES and op.key in plan_of:
+                    of_plan[id(plan_of[op.key])].setdefault(op.rank, []).append(op)
+        for plan in plans:
+            validate_step(of_plan[id(plan)], plan.owners, is_whole=is_whole)
 
 
-def _alone(op: Op) -> Op:
-    return replace(op, group=()) if op.group else op
+def _scenarios(program: Program) -> Iterator[Facts]:
+    """The branches that differ in what runs. Those with ops that are run in vain have nothing else."""
+    found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
+    unknown = sorted(found - {GRADIENTS, SENT, VALID, DEFERRED})
+    if unknown:
+        raise ValueError(f"an op depends on the condition {unknown[0]!r}, which no step knows")
+    for is_sent in (False, True) if SENT in found else (False,):
+        for is_deferred in (False, True) if DEFERRED in found else (False,):
+            facts = {GRADIENTS: EVERY_KEY}
+            if is_sent:
+                facts |= {SENT: EVERY_KEY, VALID: EVERY_KEY}
+            yield facts | ({DEFERRED: EVERY_KEY} if is_deferred else {})
+
+
+def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
+    """Nothing changes before the check, and AdamW runs once."""
+    is_checked = not is_deferred
+    for op in ops:
+        is_checked = is_checked or op.kind == CHECK
+        if op.kind in (ADAMW, UPDATE) and not is_checked:
+            raise ValueError(f"{where(op)} changes parameters before the step has waited for {CHECK}; put it behind")
+    batches = [op.key.partition(" ")[0] for op in ops if op.kind == ADAMW]
+    if len(set(batches)) != len(batches):
+        raise ValueError(f"rank {ops[0].rank} has the {ADAMW} ops {batches}; each must run once in a step")
+
+
+def _alone(op: Op, rank: int) -> Op:
+    return replace(op, group=(), rank=rank) if op.group or op.rank != rank else op
 
 
 def _check_rank(rank: int, ops: list[Op]) -> None:
     used = {name for op in ops for name in op.deps}
+    phase = 0
     for op in ops:
         if op.rank != rank:
             raise ValueError(f"{op.name} is an op of rank {op.rank} in the list of rank {rank}; assign it first")
         if op.lane not in _LANES:
             raise ValueError(f"{op.name} of rank {rank} is on the lane {op.lane!r}; lanes are {_LANES}")
+        if op.phase not in _PHASES or _PHASES.index(op.phase) < phase:
+            raise ValueError(
+                f"{op.name} of rank {rank} runs {op.phase!r}, behind what runs {_PHASES[phase]!r}; phases follow each "
+                f"other as {_PHASES}"
+            )
+        phase = _PHASES.index(op.phase)
         if op.cost < 0 or op.bytes < 0 or op.memory < 0 or (op.axis_bytes and min(op.axis_bytes) < 0):
             raise ValueError(
                 f"{op.name} of rank {rank} has cost={op.cost}, bytes={op.bytes}, axis_bytes={op.axis_bytes}, "
@@ -135,7 +201,7 @@ def _check_collective_order(program: Program) -> None:
         found: dict[int, list[str]] = {}
         for op in ops:
             if len(op.group) > 1 and op.kind not in (SEND, RECV):
-                found.setdefault(matches.group_number(op), []).append(op.name)
+                found.setdefault(matches.group_number(op), []).append(_with_conditions(op))
         for group, names in found.items():
             first, wanted = expected.setdefault(group, (rank, names))
             for mine, theirs in zip_longest(names, wanted):
@@ -144,6 +210,12 @@ def _check_collective_order(program: Program) -> None:
                         f"rank {rank} has {mine} where rank {first} has {theirs}: communications of one group must "
                         "come in the same order on all of its ranks"
                     )
+
+
+def _with_conditions(op: Op) -> str:
+    """Equal for the ops of one communication, which must run on all ranks or on none."""
+    unless = f" unless {' and '.join(op.unless)}" if op.unless else ""
+    return f"{op.name}{' when ' + ' and '.join(op.when) if op.when else ''}{unless}"
 
 
 def _check_pair_order(program: Program) -> None:
@@ -223,7 +295,8 @@ def _check_step_of_rank(rank: int, ops: Sequence[Op]) -> None:
     """One op of each kind per bucket, each behind the one before, and nobody else's."""
     buckets: dict[str, dict[str, Op]] = {}
     for op in ops:
-        if op.kind in STEP_KINDS and buckets.setdefault(op.key, {}).setdefault(op.kind, op) is not op:
+        kind = EARLY_KINDS.get(op.kind, op.kind)
+        if kind in STEP_KINDS and buckets.setdefault(op.key, {}).setdefault(kind, op) is not op:
             raise ValueError(f"{op.name} of rank {rank} is there twice; a bucket has one op of each kind")
     results = {
         op.name: (kind, key) for key, bucket in buckets.items() for kind, op in bucket.items() if kind in _HANDED_TO

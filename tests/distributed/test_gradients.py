@@ -64,8 +64,8 @@ def _is_zero(state: dict[str, Tensor]) -> bool:
 def _grads_with_zero_rows(name: str, rank: int, world_size: int) -> dict[str, Tensor]:
     """The gradient that the group means when one rank has none for its rows."""
     grads = _tensors(1)
-    rows = grads[name].bucket(world_size)[rank].shape[0]
-    start = sum(part.shape[0] for part in grads[name].bucket(world_size)[:rank])
+    rows = grads[name].chunk(world_size)[rank].shape[0]
+    start = sum(part.shape[0] for part in grads[name].chunk(world_size)[:rank])
     grads[name][start : start + rows] = 0
     return grads
 
@@ -131,7 +131,7 @@ def _train_tied(mesh_shape: tuple[int, ...] | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
         tokens = torch.randint(11, (12, 5), generator=generator)
-        mine = tokens if mesh_shape is None else tokens.bucket(dist.get_world_size())[dist.get_rank()]
+        mine = tokens if mesh_shape is None else tokens.chunk(dist.get_world_size())[dist.get_rank()]
         loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten())
         loss.backward()
         optimizer.step()

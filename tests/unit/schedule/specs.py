@@ -11,7 +11,7 @@ from lightning_muon.schedule.muon import MuonPlan, plan_step
 def sharded(
     numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None
 ) -> list[MatrixSpec]:
-    """Matrices cut as evenly as torch.bucket does, in each replica; rank = replica * shards + shard."""
+    """Matrices cut as evenly as torch.chunk does, in each replica; rank = replica * shards + shard."""
     num_shards = num_ranks // num_replicas
     specs: list[MatrixSpec] = []
     for index, numel in enumerate(numels):

@@ -1,0 +1,138 @@
+"""The program of a step: what its branches run, and which orders are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_muon.schedule.muon import MuonPlan, plan_step
+from lightning_muon.schedule.passes import with_adamw
+from lightning_muon.schedule.program import (
+    ALL_GATHER,
+    DEFERRED,
+    EVERY_KEY,
+    GRADIENTS,
+    IN_BACKWARD,
+    REDUCE_SCATTER,
+    SENT,
+    TRANSFER,
+    Facts,
+    Op,
+    Program,
+    branch,
+)
+from lightning_muon.schedule.simulate import simulate
+from lightning_muon.schedule.step import ALL_EARLY, ALL_IN_STEP, AddedOps, fingerprint, step_program
+from lightning_muon.schedule.validate import check_step
+from tests.unit.schedule.programs import UNIT
+from tests.unit.schedule.specs import sharded
+
+BUCKETS = ("0", "1", "2")
+
+
+@pytest.fixture
+def plan() -> MuonPlan:
+    """Six matrices on two ranks, two to a bucket."""
+    return plan_step(sharded([8] * 6, 2), num_ranks=2, itemsize=4, chunk_bytes=1)
+
+
+def _program(plan: MuonPlan, look_ahead: int = 2, *, is_late: bool = False) -> Program:
+    return step_program(with_adamw(plan.program, [1, 1]), look_ahead=look_ahead, early=BUCKETS, is_late=is_late)
+
+
+def _names(program: Program, facts: Facts) -> list[str]:
+    return [op.name for op in branch(program, facts)[0]]
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_every_branch_is_a_step(plan: MuonPlan, look_ahead: int, is_late: bool) -> None:
+    program = _program(plan, look_ahead, is_late=is_late)
+    check_step(program, [plan])
+    for facts in (ALL_IN_STEP, ALL_EARLY):
+        assert simulate(branch(program, facts), UNIT).makespan > 0
+
+
+def test_a_bucket_is_gathered_in_backward_or_in_the_step(plan: MuonPlan) -> None:
+    facts = {**ALL_IN_STEP, SENT: {"0", "1"}, "valid": {"0"}}
+    names = _names(_program(plan), facts)
+    assert names[:4] == ["early_momentum[0]", "early_gather[0]", "early_momentum[1]", "early_gather[1]"]
+    assert [name for name in names[4:] if "gather" in name] == ["gather[1]", "gather[2]"]
+
+
+def test_a_bucket_without_gradients_does_not_run(plan: MuonPlan) -> None:
+    names = _names(_program(plan), {GRADIENTS: {"0", "2"}})
+    assert [name for name in names if "[1]" in name] == []
+    assert sum("update" in name for name in names) == 2
+
+
+def test_adamw_follows_a_deferred_check(plan: MuonPlan) -> None:
+    names = _names(_program(plan), ALL_IN_STEP)
+    assert names.index("adamw[0]") < names.index("newton_schulz[0]")
+    assert "check[]" not in names
+    names = _names(_program(plan), {**ALL_IN_STEP, DEFERRED: EVERY_KEY})
+    place = names.index("check[]")
+    assert names[place : place + 3] == ["check[]", "adamw[0 after check]", "update[0]"]
+    assert _names(_program(plan, is_late=True), ALL_IN_STEP)[place - 1 : place + 1] == ["scatter[1]", "adamw[0]"]
+
+
+def test_added_ops_have_their_places(plan: MuonPlan) -> None:
+    def added(rank: int) -> AddedOps:
+        common = {"rank": rank, "lane": TRANSFER, "group": (0, 1)}
+        return AddedOps(
+            first=[Op(kind=REDUCE_SCATTER, key="p0", phase=IN_BACKWARD, **common)],
+            after={"update[1]": [Op(kind=ALL_GATHER, key="p0", deps=("update[1]",), **common)]},
+            last=[Op(kind=ALL_GATHER, key="p1", deps=("adamw[0]",), **common)],
+        )
+
+    canonical = with_adamw(plan.program, [1, 1])
+    program = step_program(canonical, look_ahead=2, is_late=True, added={rank: added(rank) for rank in (0, 1)})
+    check_step(program, [plan])
+    names = _names(program, ALL_IN_STEP)
+    assert (names[0], names[-1]) == ("reduce_scatter[p0]", "all_gather[p1]")
+    assert names[names.index("update[1]") + 1] == "all_gather[p0]"
+    with pytest.raises(ValueError, match=r"next to update\[9\], which is not in the step"):
+        step_program(canonical, look_ahead=2, added={0: AddedOps(after={"update[9]": []})})
+
+
+def test_a_change_before_the_check_is_refused(plan: MuonPlan) -> None:
+    program = _program(plan)
+    for ops in program.values():
+        check = next(op for op in ops if op.name == "check[]")
+        ops.remove(check)
+        ops.append(check)
+    with pytest.raises(ValueError, match="changes parameters before the step has waited for check"):
+        check_step(program, [plan])
+
+
+def test_adamw_that_runs_twice_is_refused(plan: MuonPlan) -> None:
+    program = {
+        rank: [replace(op, unless=()) if op.name == "adamw[0]" else op for op in ops]
+        for rank, ops in _program(plan).items()
+    }
+    with pytest.raises(ValueError, match="each must run once"):
+        check_step(program, [plan])
+
+
+def test_conditions_that_differ_between_ranks_are_refused(plan: MuonPlan) -> None:
+    program = _program(plan)
+    program[1] = [replace(op, when=()) if op.name == "gather[1]" else op for op in program[1]]
+    with pytest.raises(ValueError, match=r"gather\[1\] unless valid where rank 0 has gather\[1\] when gradients"):
+        check_step(program, [plan])
+    assert fingerprint(program[0]) != fingerprint(program[1])
+
+
+def test_backward_behind_the_step_is_refused(plan: MuonPlan) -> None:
+    program = {rank: [*ops[1:], ops[0]] for rank, ops in _program(plan).items()}
+    with pytest.raises(ValueError, match="phases follow each other"):
+        check_step(program, [plan])
+
+
+def test_an_early_gather_that_nobody_waits_for_is_refused(plan: MuonPlan) -> None:
+    program = {
+        rank: [replace(op, deps=op.deps[:-1]) if op.name == "newton_schulz[1]" else op for op in ops]
+        for rank, ops in _program(plan).items()
+    }
+    with pytest.raises(ValueError, match=r"early_gather\[1\] of rank 0 has a result|does not depend on early_gather"):
+        check_step(program, [plan])
