@@ -8,7 +8,7 @@ from typing import Any
 from lightning_muon.cli.plan_specs import ExchangeRanks, Mesh
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE
 from lightning_muon.config import MuonConfig
-from lightning_muon.schedule.dedupe import sharing_pays
+from lightning_muon.schedule.estimates import sharing_pays
 
 _ITEMSIZES = {"auto": 2, "bfloat16": 2, "float32": 4}
 

@@ -10,8 +10,8 @@ from lightning_muon.cli.plan_specs import ExchangeRanks, Mesh, exchange_ranks
 from lightning_muon.schedule.assign import Strategy
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.crowd import Crowd, merge_equal_ranks
+from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
-from lightning_muon.schedule.overlap import EarlyEstimate, estimate_early, rank_seconds
 from lightning_muon.schedule.passes import prefetch, scatter_buffers_for, with_adamw
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.shapes import ModelShapes
@@ -75,7 +75,7 @@ class Outcome:
     bytes: list[RankTraffic]
     floor: TrafficFloor
     timeline: Timeline
-    early: EarlyEstimate | None
+    early: PrefetchEstimate | None
     sizes: dict[int, int]
     note: str = ""
 
@@ -195,8 +195,8 @@ def _plan(ranks: ExchangeRanks, options: PlanOptions, strategy: Strategy) -> _Pl
         plan=plan,
         program=program,
         sizes=sizes,
-        bytes=traffic(plan, ranks.specs, **counted),
-        floor=traffic_floor(plan, ranks.specs, **counted),
+        bytes=traffic(plan.owners, ranks.specs, **counted),
+        floor=traffic_floor(plan.owners, ranks.specs, **counted),
         note=_coarse_note(chunk_bytes, options),
     )
 
@@ -215,7 +215,7 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         bytes=planned.bytes,
         floor=planned.floor,
         timeline=simulate(issued, options.cost),
-        early=estimate_early([rank_seconds(ops, options.cost) for ops in planned.program.values()]),
+        early=estimate_prefetch([rank_seconds(ops, options.cost) for ops in planned.program.values()]),
         sizes=planned.sizes,
         note=planned.note,
     )

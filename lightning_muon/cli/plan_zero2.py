@@ -9,8 +9,8 @@ from typing import Any
 from lightning_muon.cli.plan_report import table
 from lightning_muon.cli.plan_specs import Mesh
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.schedule.between_nodes import ShardExchange, shard_exchanges
 from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.shapes import ModelShapes
 
 _ITEMSIZE = 4  # Of float32 parameters, whose gradients travel in their dtype.

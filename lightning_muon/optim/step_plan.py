@@ -27,8 +27,8 @@ from lightning_muon.params.exchange import (
 from lightning_muon.params.layout import AxisPlacement, Layout
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.params.routing import Route
+from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.overlap import EarlyEstimate, RankSeconds, estimate_early, machine_of, rank_seconds
 from lightning_muon.schedule.validate import check_plan
 
 ParamGroup = dict[str, Any]
@@ -172,7 +172,7 @@ class ExchangeGroup:
     jobs: tuple[MatrixJob, ...]
     plan: MuonPlan
     sends_early: bool
-    estimate: EarlyEstimate | None
+    estimate: PrefetchEstimate | None
 
     @cached_property
     def has_single_owners(self) -> bool:
@@ -232,7 +232,7 @@ def bind(
         check_plan(each.plan)
         if axes.group is not None:
             require_equal([("plan", each.plan.fingerprint())], axes.group, "the plan of ParallelMuon")
-    estimates: Mapping[int, EarlyEstimate | None] = {}
+    estimates: Mapping[int, PrefetchEstimate | None] = {}
     if options.overlap == "auto":
         estimates = _estimates(planned, meshes, options)
     groups: list[ExchangeGroup] = []
@@ -275,12 +275,12 @@ _Nodes = Mapping[tuple[int, ...], int]
 
 def _estimates(
     planned: _Planned, meshes: Sequence[MeshMembers], options: PlanOptions
-) -> dict[int, EarlyEstimate | None]:
+) -> dict[int, PrefetchEstimate | None]:
     """Of each exchange group by its number: equal on all ranks of its mesh, each of which brings what it takes itself.
 
     By the slowest links that any rank of the mesh has. Collective over ``meshes``; every rank of them must call it.
     """
-    found: dict[int, EarlyEstimate | None] = {}
+    found: dict[int, PrefetchEstimate | None] = {}
     for members in meshes:
         nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
         own: dict[int, RankSeconds] = {}
@@ -293,7 +293,7 @@ def _estimates(
         of_ranks = gather(own, members.host.group) if members.host.group is not None else [own]
         # Groups have other numbers on ranks that belong to other meshes, too.
         by_group = zip(*(each.values() for each in of_ranks), strict=True)
-        found.update(zip(own, map(estimate_early, by_group), strict=True))
+        found.update(zip(own, map(estimate_prefetch, by_group), strict=True))
     return found
 
 

@@ -18,7 +18,7 @@ from lightning_muon.comm.collectives import BufferPool, Parts, parts, start_all_
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
-from lightning_muon.schedule.muon import server_of
+from lightning_muon.schedule.traffic import server_of
 
 # The jobs whose pieces a message holds, and the boxes of these pieces.
 _Message = Sequence[tuple[MatrixJob, Box]]

@@ -20,7 +20,7 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
-from lightning_muon.schedule.dedupe import sharing_pays
+from lightning_muon.schedule.estimates import sharing_pays
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_muon.schedule.counts import Owners, RankTraffic, count_elements
-from lightning_muon.schedule.holdings import Holdings
+from lightning_muon.schedule.matrix_shards import ShardedMatrices
 from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UNASSIGNED, UPDATE, Op, Program
+from lightning_muon.schedule.traffic import Owners, RankTraffic, count_elements
 
 # Gradients, momenta and weights are counted as float32.
 STATE_ITEMSIZE = 4
@@ -26,7 +26,7 @@ class _Bucket:
 
 def insert_communication(
     program: Program,
-    where: Holdings,
+    where: ShardedMatrices,
     *,
     itemsize: int,
     buckets: Sequence[Op],
@@ -69,7 +69,7 @@ def insert_communication(
     return inserted
 
 
-def _count(bucket: Op, owners: Sequence[Owners], holders: Sequence[int | None], where: Holdings) -> _Bucket:
+def _count(bucket: Op, owners: Sequence[Owners], holders: Sequence[int | None], where: ShardedMatrices) -> _Bucket:
     if any(holders[item] is None for item in bucket.items):
         counts = count_elements({item: owners[item] for item in bucket.items}, where)
         return _Bucket(bucket.key, bucket.items, is_resident=False, traffic=dict(enumerate(counts)))

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lightning_muon.schedule.assign import Load, Strategy, assign_owners
 from lightning_muon.schedule.buckets import fill_buckets, insert_communication, owners_of
-from lightning_muon.schedule.counts import server_of
-from lightning_muon.schedule.holdings import MatrixSpec, holdings
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.passes import choose_lanes
 from lightning_muon.schedule.program import NEWTON_SCHULZ, UNASSIGNED, Op, Program
 
-__all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step", "server_of"]
+__all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ def plan_step(
             lists of the ranks differ; for simulations of thousands of ranks.
         ranks: Whose ops to list, at least one; all by default. A rank that runs the plan needs only its own.
     """
-    where = holdings(specs, [0] * num_ranks if replica_of is None else replica_of)
+    where = sharded_matrices(specs, [0] * num_ranks if replica_of is None else replica_of)
     loads = [(0, 0)] * num_ranks if loads is None else loads
     _check_arguments(num_ranks, chunk_bytes, num_replica_entries=where.num_ranks, num_loads=len(loads))
     sizes = [spec.numel * itemsize for spec in specs]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from lightning_muon.schedule.counts import Owners
 from lightning_muon.schedule.graph import Communications, build_graph, where
 from lightning_muon.schedule.memory import peak_memory
 from lightning_muon.schedule.muon import MuonPlan
@@ -37,6 +36,7 @@ from lightning_muon.schedule.program import (
     Program,
     branch,
 )
+from lightning_muon.schedule.traffic import Owners
 
 _LANES = (COMPUTE, TRANSFER)
 _PHASES = (IN_BACKWARD, IN_STEP)

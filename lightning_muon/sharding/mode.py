@@ -35,7 +35,7 @@ class ModeOptions:
         shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
             on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
-            :func:`lightning_muon.schedule.between_nodes.choose_exchange`.
+            :func:`lightning_muon.schedule.estimates.choose_exchange`.
         wait_for_parameters: Let an optimizer step return only when all new values are there.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
             :func:`lightning_muon.sharding.fsdp_runtime.let_gathers_start`.

@@ -27,8 +27,8 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.params.routing import Route
-from lightning_muon.schedule.between_nodes import Grid, ShardExchange, choose_exchange, node_grid
 from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.estimates import Grid, ShardExchange, choose_exchange, node_grid
 from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.units import find_units
 from lightning_muon.sharding.weights import names_of, replicate_model

@@ -21,7 +21,7 @@ from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.overlap import machine_of
+from lightning_muon.schedule.estimates import machine_of
 from tests.support.processes import ProcessPool
 
 

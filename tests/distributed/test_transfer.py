@@ -21,7 +21,7 @@ from lightning_muon.optim.transfer import BucketPieces, Transfer
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.holdings import MatrixSpec
+from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.traffic import traffic, traffic_floor
 from tests.support.processes import ProcessPool
 
@@ -95,8 +95,8 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
         for job in group.jobs
     ]
     layout = {"itemsize": 1, "replica_of": group.replica_of}
-    planned = traffic(group.plan, specs, **layout)[rank]  # type: ignore[arg-type]
-    floor = traffic_floor(group.plan, specs, **layout)  # type: ignore[arg-type]
+    planned = traffic(group.plan.owners, specs, **layout)[rank]  # type: ignore[arg-type]
+    floor = traffic_floor(group.plan.owners, specs, **layout)  # type: ignore[arg-type]
     return {
         "is_right": is_right,
         "sent": wire.sent.total(),

@@ -12,7 +12,7 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE
 from lightning_muon.config import MuonConfig
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/dedupe.py).
+# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/estimates.py).
 _LARGE, _SMALL = 4096, 64
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.holdings import MatrixSpec
+from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.buckets import fill_buckets, insert_communication, owners_of
-from lightning_muon.schedule.holdings import MatrixSpec, holdings
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.muon import plan_step
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 from tests.unit.schedule.specs import grid, replicated, sharded
@@ -34,7 +34,7 @@ def test_owners_are_read_off_in_ascending_order() -> None:
 def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
     # Rank 0 owns 12 elements and holds 6 + 4; rank 1 owns 8 and holds as much.
     program = insert_communication(
-        _assigned((0,), (1,)), holdings(sharded([12, 8], 2), [0, 0]), itemsize=2, buckets=[_bucket(1, 0)]
+        _assigned((0,), (1,)), sharded_matrices(sharded([12, 8], 2), [0, 0]), itemsize=2, buckets=[_bucket(1, 0)]
     )
     momentum, gather, newton_schulz, scatter, update = program[0]
     assert (momentum.memory, momentum.bytes) == (4 * 2, 10 * 12 + 4 * 2)
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_packing_sending_and_reading_weights() -> None:
 
 
 def test_on_a_grid_only_updates_travel_between_replicas() -> None:
-    where = holdings(sharded([12], 4, 2), grid(2, 2))
+    where = sharded_matrices(sharded([12], 4, 2), grid(2, 2))
     program = insert_communication(_assigned((0,), (), (), ()), where, itemsize=1, buckets=[_bucket(0)])
     gathers, scatters = ([ops[index] for ops in program.values()] for index in (1, 3))
     assert [op.axis_bytes for op in gathers] == [(6, 0), (6, 0), (0, 0), (0, 0)]
@@ -62,7 +62,7 @@ def test_on_a_grid_only_updates_travel_between_replicas() -> None:
 
 
 def test_ops_that_move_nothing_on_any_rank_are_left_out() -> None:
-    where = holdings(replicated([5, 6], 2), [0, 1])
+    where = sharded_matrices(replicated([5, 6], 2), [0, 1])
     program = insert_communication(_assigned((0,), (1,)), where, itemsize=1, buckets=[_bucket(1, 0)])
     assert [op.kind for op in program[1]] == ["momentum", "newton_schulz", "scatter", "update"]
     assert program[1][1].deps == ("momentum[0]",)

@@ -1,0 +1,292 @@
+"""What pays on a given machine: shared owners, gathers during backward, sums inside each node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE, Op
+
+_H100 = PRESETS["h100"]
+# FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
+# gloo over loopback (benchmarks/plan_accuracy.py prints both).
+_FLOPS_PER_BYTE = {"cuda": _H100.flops_per_second / _H100.bandwidth[-1], "cpu": 400.0}
+
+
+def sharing_pays(
+    flops: int, wire_bytes: int, *, device_type: str, num_matrices: int, num_replicas: int, replica_ranks: int
+) -> bool:
+    """Whether one owner for all R replicas beats one in each of them, if all N matrices are like this one.
+
+    Repeating, a rank computes ``m = max(1, N / S)`` matrices, with S ranks in a replica. Sharing, it computes
+    ``n = max(1, N / (R S))``, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if
+    ``(m - n) flops / F > n (R - 1) wire_bytes / B``. For N of R S or more that is ``flops / wire_bytes > F / B``. The
+    traffic can hide behind arithmetic, so this is the careful choice.
+
+    Args:
+        flops: Of Newton-Schulz for the matrix.
+        wire_bytes: Of the whole matrix in the wire dtype.
+        device_type: ``"cuda"`` or ``"cpu"``; another one counts as CUDA.
+        num_matrices: N.
+        num_replicas: R.
+        replica_ranks: S.
+    """
+    shared = max(1.0, num_matrices / (num_replicas * replica_ranks))
+    repeated = max(1.0, num_matrices / replica_ranks)
+    seconds_saved = (repeated - shared) * flops / _FLOPS_PER_BYTE.get(device_type, _FLOPS_PER_BYTE["cuda"])
+    return seconds_saved > shared * (num_replicas - 1) * wire_bytes
+
+
+# What a rank has inside of a machine, and between machines. CPU: ``lightning-muon plan --calibrate`` on two cores with
+# AVX-512 BF16 (memory, loopback), the FLOP/s that schedule/estimates.py has for this loopback; 10 Gbit/s are assumed.
+_MACHINES = {
+    "cuda": PRESETS["h100"],
+    "cpu": CostModel(
+        flops_per_second=400 * 1.4e9,
+        memory_bytes_per_second=12e9,
+        bandwidth=(1.4e9, 1.25e9),
+        op_seconds=0.2e-3,
+        latency_seconds=(0.2e-3,),
+    ),
+}
+# The comparison computes the look-ahead again, rounds it, and reads what was sent: 36 bytes for an element of 2 bytes
+# on the wire, 34 for one of 4, where the op that sends it counts 14 and 16 (schedule/communication.py).
+_BYTES_OF_CHECK = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchEstimate:
+    """Predicted seconds of a step of one exchange group, after backward and without AdamW.
+
+    Attributes:
+        in_step_seconds: All gathers start in the step.
+        in_backward_seconds: They start during backward; with the check.
+        check_seconds: Of these, finding out whether what was sent is what the step would send.
+    """
+
+    in_step_seconds: float
+    in_backward_seconds: float
+    check_seconds: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether gathers should start during backward."""
+        return self.in_backward_seconds < self.in_step_seconds
+
+    def to_text(self) -> str:
+        """One sentence."""
+        where = "during backward" if self.pays else "in the step"
+        return (
+            f"gathers start {where}; predicted: {1e3 * self.in_step_seconds:.2f} ms if they start in the step, "
+            f"{1e3 * self.in_backward_seconds:.2f} ms if they start during backward, of which checking what was sent "
+            f"takes {1e3 * self.check_seconds:.2f} ms"
+        )
+
+
+def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> CostModel:
+    """The rates that plans are made with, since all ranks must decide alike.
+
+    Args:
+        device_type: ``"cuda"`` or ``"cpu"``; another one counts as CUDA.
+        is_between_machines: Whether the links inside of a replica lead to other machines, and those between replicas.
+    """
+    machine = _MACHINES.get(device_type, _MACHINES["cuda"])
+    links = [-1 if is_between else 0 for is_between in is_between_machines]
+    return replace(
+        machine,
+        bandwidth=tuple(machine.bandwidth[link] for link in links),
+        latency_seconds=tuple(machine.latency_seconds[link] for link in links),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSeconds:
+    """Predicted seconds of the ops of one rank, without AdamW.
+
+    Attributes:
+        gathers: By bucket.
+        scatters: By bucket.
+        momentum: Of all buckets, as the next two.
+        newton_schulz: Or whatever else is computed on whole matrices.
+        update: Of the weights.
+        check: Finding out whether what was sent early is what the step would send.
+    """
+
+    gathers: Mapping[str, float]
+    scatters: Mapping[str, float]
+    momentum: float
+    newton_schulz: float
+    update: float
+    check: float
+
+
+def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
+    """How long one rank takes.
+
+    Args:
+        ops: Canonical: momentum, gather, newton_schulz, scatter, update of bucket after bucket.
+        machine: Rates.
+    """
+    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)}
+    for op in ops:
+        if op.kind in by_kind:
+            by_kind[op.kind][op.key] = machine.seconds(op)
+    gathers = by_kind[GATHER]
+    return RankSeconds(
+        gathers=gathers,
+        scatters=by_kind[SCATTER],
+        momentum=sum(by_kind[MOMENTUM].values()),
+        newton_schulz=sum(by_kind[NEWTON_SCHULZ].values()),
+        update=sum(by_kind[UPDATE].values()),
+        check=sum(_check_seconds(op, machine) for op in ops if op.kind == MOMENTUM and op.key in gathers),
+    )
+
+
+def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
+    """What a step takes with and without early gathers; ``None`` if nothing is gathered.
+
+    With k buckets, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
+    average bucket, a step takes
+
+    - ``g + n + s + (k - 1) max(n, g + s)`` if gathers start in it: they share a lane with the scatters;
+    - ``max(k n + s, max(g, n) + k s, g + n + s)`` and the check, if they start during backward. The last bucket has its
+      gradients when backward ends, so its gather can hide behind the arithmetic of the others only.
+
+    Backward is taken to be long enough for all gathers, and to leave the links free for them.
+
+    Args:
+        ranks: Of all ranks, since a communication takes as long as its slowest member.
+    """
+    gathers, scatters = _slowest([each.gathers for each in ranks]), _slowest([each.scatters for each in ranks])
+    num_buckets = len(gathers)
+    if not num_buckets:
+        return None
+    gather, scatter = sum(gathers.values()) / num_buckets, sum(scatters.values()) / num_buckets
+    check = max(each.check for each in ranks)
+    rest = (max(each.newton_schulz for each in ranks) + max(each.update for each in ranks)) / num_buckets
+    whole = rest + max(each.momentum for each in ranks) / num_buckets
+    return PrefetchEstimate(
+        in_step_seconds=gather + whole + scatter + (num_buckets - 1) * max(whole, gather + scatter),
+        in_backward_seconds=check
+        + max(num_buckets * rest + scatter, max(gather, rest) + num_buckets * scatter, gather + rest + scatter),
+        check_seconds=check,
+    )
+
+
+def _slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The longest time that any rank takes for each bucket."""
+    found: dict[str, float] = {}
+    for seconds in of_ranks:
+        for key, each in seconds.items():
+            found[key] = max(each, found.get(key, 0.0))
+    return found
+
+
+def _check_seconds(momentum: Op, machine: CostModel) -> float:
+    """Of one bucket; the handful of kernels for each matrix counts as one op."""
+    return _BYTES_OF_CHECK * momentum.bytes / machine.memory_bytes_per_second + len(momentum.items) * machine.op_seconds
+
+
+# With more than this part of the model on its way at a time, buffers count beside the weights, and the end of backward
+# has little to hide the last bucket behind.
+_LEAST_BUCKETS = 64
+Grid = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardExchange:
+    """One way, and what it costs in a step.
+
+    Attributes:
+        grid: For each node the ranks of the shard axis on it, if nodes sum first; empty: direct.
+        bucket_bytes: Of gradients that travel together.
+        node_bytes: That leave each node for others, gradients and new values together; mean over the nodes.
+        seconds: Of the step's transfers and sums, one bucket after the other.
+    """
+
+    grid: Grid
+    bucket_bytes: int
+    node_bytes: int
+    seconds: float
+
+
+def node_grid(nodes: Sequence[int]) -> Grid:
+    """For each node its ranks, or nothing unless there are several nodes of several ranks each, equally many.
+
+    The ranks of equal place in their nodes must be in the order of the nodes, so that every rank adds up the nodes in
+    the same order.
+
+    Args:
+        nodes: Number of the node of each rank.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    sizes = {len(each) for each in ranks.values()}
+    is_grid = len(ranks) > 1 and len(sizes) == 1 and sizes != {1}
+    columns = zip(*ranks.values(), strict=True) if is_grid else ()
+    return tuple(map(tuple, ranks.values())) if is_grid and all(list(c) == sorted(c) for c in columns) else ()
+
+
+def shard_exchanges(
+    nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
+) -> list[ShardExchange]:
+    """The direct way, and the hierarchical one where there is one, each with its best size of buckets.
+
+    Args:
+        nodes: For each replica the number of the node of each rank of its shard axis.
+        num_bytes: Of all gradients.
+        cost: The machine; its second link is between nodes.
+        bucket_bytes: Size of buckets.
+        may_grow: Whether buckets may be larger, where the shard axis of any replica spans several nodes.
+    """
+    grids = {node_grid(replica) for replica in nodes}
+    spans = any(len(set(replica)) > 1 for replica in nodes)
+    sizes = [bucket_bytes]
+    larger = num_bytes // _LEAST_BUCKETS
+    while may_grow and spans and larger > bucket_bytes:
+        sizes.append(larger)
+        larger //= 2
+    ways: list[Grid] = [()]
+    # Ranks must launch the same buckets in all replicas.
+    if all(grids) and len({(len(grid), len(grid[0])) for grid in grids}) == 1:
+        ways += sorted(grids)[:1]
+    return [min((_priced(nodes[0], grid, num_bytes, cost, size) for size in sizes), key=_seconds) for grid in ways]
+
+
+def choose_exchange(
+    nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
+) -> ShardExchange:
+    """The faster one of :func:`shard_exchanges`; pure, so equal on all ranks that know the same nodes."""
+    return min(shard_exchanges(nodes, num_bytes, cost, bucket_bytes=bucket_bytes, may_grow=may_grow), key=_seconds)
+
+
+def _seconds(exchange: ShardExchange) -> float:
+    return exchange.seconds
+
+
+def _priced(nodes: Sequence[int], grid: Grid, num_bytes: int, cost: CostModel, bucket_bytes: int) -> ShardExchange:
+    size, num_nodes = len(nodes), len(set(nodes))
+    local = size / num_nodes
+    number = max(1, -(-num_bytes // bucket_bytes))
+    bucket = num_bytes / number
+    # For each exchange: the bytes that a rank sends inside its node and to other ones, and the shares it adds up.
+    if grid:
+        legs = [(bucket * (local - 1) / local, 0.0, local - 1), (0.0, bucket * (num_nodes - 1) / size, num_nodes - 1)]
+    else:
+        legs = [(bucket * (local - 1) / size, bucket * (size - local) / size, size - 1.0)]
+    transfers = [_transfer_seconds(inside, outside, cost) for inside, outside, _ in legs]
+    sums = sum(shares * cost.op_seconds for *_, shares in legs)
+    sums += 3 * sum(inside + outside for inside, outside, _ in legs) / cost.memory_bytes_per_second
+    there = (number - 1) * max(*transfers, sums) + sum(transfers) + sums
+    back = (number - 1) * max(transfers) + sum(transfers)
+    left = 2 * number * local * sum(outside for _, outside, _ in legs)
+    return ShardExchange(grid=grid, bucket_bytes=bucket_bytes, node_bytes=round(left), seconds=there + back)
+
+
+def _transfer_seconds(inside: float, outside: float, cost: CostModel) -> float:
+    sizes = (round(inside), round(outside))
+    return cost.seconds(
+        Op(kind="exchange", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes, group=(0, 1))
+    )

@@ -1,0 +1,247 @@
+"""What pays on a machine: shared owners, gathers during backward, sums inside each node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.estimates import (
+    PrefetchEstimate,
+    choose_exchange,
+    estimate_prefetch,
+    machine_of,
+    node_grid,
+    rank_seconds,
+    shard_exchanges,
+    sharing_pays,
+)
+from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.passes import prefetch
+from lightning_muon.schedule.program import GATHER, MOMENTUM, Op, Program
+from lightning_muon.schedule.simulate import simulate
+from tests.unit.schedule.specs import replicated
+
+H100 = PRESETS["h100"]
+MIB = 2**20
+# The H100 preset: 0.6 * 989 TFLOP/s over 0.8 * 50 GB/s.
+CUDA_FLOPS_PER_BYTE = 0.6 * 989e12 / (0.8 * 50e9)
+
+
+def _pays(side: int, *, device_type: str, num_matrices: int, num_replicas: int = 2, replica_ranks: int = 8) -> bool:
+    """For square matrices, five Newton-Schulz steps and a bfloat16 wire: 15 ``side`` FLOPs for each byte."""
+    return sharing_pays(
+        30 * side**3,
+        2 * side * side,
+        device_type=device_type,
+        num_matrices=num_matrices,
+        num_replicas=num_replicas,
+        replica_ranks=replica_ranks,
+    )
+
+
+@pytest.mark.parametrize(("device_type", "flops_per_byte"), [("cpu", 400), ("cuda", CUDA_FLOPS_PER_BYTE)])
+@pytest.mark.parametrize("num_replicas", [2, 64])
+def test_many_matrices_are_shared_if_arithmetic_costs_more(
+    device_type: str, flops_per_byte: float, num_replicas: int
+) -> None:
+    least = int(flops_per_byte / 15) + 1
+    layout = {"num_matrices": 10_000, "num_replicas": num_replicas}
+    assert _pays(least, device_type=device_type, **layout)
+    assert not _pays(least - 2, device_type=device_type, **layout)
+
+
+def test_few_matrices_pay_for_messages_to_all_replicas() -> None:
+    # 160 matrices on 64 x 8: repeated 20 per rank, shared 1, so 63 messages have to be paid by 19 matrices.
+    least = int(CUDA_FLOPS_PER_BYTE * 63 / 19 / 15) + 1
+    assert _pays(least, device_type="cuda", num_matrices=160, num_replicas=64)
+    assert not _pays(least - 2, device_type="cuda", num_matrices=160, num_replicas=64)
+
+
+def test_sharing_what_no_rank_repeats_does_not_pay() -> None:
+    assert not _pays(8192, device_type="cuda", num_matrices=8)
+
+
+def test_an_unknown_device_counts_as_cuda() -> None:
+    layout = {"num_matrices": 10_000, "num_replicas": 2}
+    assert [_pays(side, device_type="xpu", **layout) for side in (500, 2000)] == [False, True]
+
+
+def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
+    held = (rows * cols // num_ranks,) * num_ranks
+    flops = newton_schulz_flops(rows, cols, 5)
+    specs = [MatrixSpec(name=f"w{i}", numel=rows * cols, flops=flops, held=held) for i in range(num_matrices)]
+    return plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=4 * 2**20)
+
+
+def _without_early(program: Program) -> Program:
+    """The step after a backward pass in which everything was gathered but the last bucket, which goes first now."""
+    last = [op.key for op in program[0] if op.kind == GATHER][-1]
+
+    def left(op: Op) -> Op:
+        op = replace(op, bytes=0) if op.kind == MOMENTUM else op
+        return replace(op, bytes=0, group=()) if op.kind == GATHER and op.key != last else op
+
+    issued = prefetch(program, 3, scatter_buffers=3)
+    found: Program = {}
+    for rank, ops in issued.items():
+        is_first = [op.key == last and op.kind in (MOMENTUM, GATHER) for op in ops]
+        first = [
+            replace(op, deps=op.deps[:1] if op.kind == GATHER else ())
+            for op, yes in zip(ops, is_first, strict=True)
+            if yes
+        ]
+        found[rank] = first + [left(op) for op, yes in zip(ops, is_first, strict=True) if not yes]
+    return found
+
+
+def _estimate(program: Program, machine: CostModel) -> PrefetchEstimate | None:
+    return estimate_prefetch([rank_seconds(ops, machine) for ops in program.values()])
+
+
+@pytest.mark.parametrize("bandwidth", [360e9, 40e9, 5e9, 0.5e9])
+@pytest.mark.parametrize(
+    ("num_matrices", "rows", "cols", "num_ranks"),
+    [(64, 4096, 4096, 8), (64, 1024, 4096, 8), (48, 512, 512, 4), (64, 8192, 8192, 16), (16, 2048, 2048, 16)],
+)
+def test_both_steps_take_as_long_as_in_the_simulator(
+    num_matrices: int, rows: int, cols: int, num_ranks: int, bandwidth: float
+) -> None:
+    program = _plan(num_matrices, rows, cols, num_ranks).program
+    machine = replace(H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
+    found = _estimate(program, machine)
+    assert found is not None
+    in_step = simulate(prefetch(program, 3, scatter_buffers=3), machine).makespan
+    in_backward = simulate(_without_early(program), machine).makespan + found.check_seconds
+    # The estimate takes all buckets for equally large, and leaves out how many may be on their way.
+    assert found.in_step_seconds == pytest.approx(in_step, rel=0.25)
+    assert found.in_backward_seconds == pytest.approx(in_backward, rel=0.25)
+    if max(in_step, in_backward) > 1.3 * min(in_step, in_backward):
+        assert found.pays == (in_backward < in_step)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "side", "pays"),
+    [
+        # Within a machine of NVLink the check takes longer than all gathers do.
+        (360e9, 4096, False),
+        (360e9, 1024, False),
+        # 40 GB/s hide behind the arithmetic of large matrices, 2 GB/s do not.
+        (40e9, 4096, False),
+        (2e9, 4096, True),
+    ],
+)
+def test_gathers_start_early_only_over_slow_links(bandwidth: float, side: int, pays: bool) -> None:
+    machine = replace(H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
+    found = _estimate(_plan(64, side, side, 8).program, machine)
+    assert found is not None
+    assert found.pays is pays
+
+
+def test_one_bucket_has_no_head_start() -> None:
+    # Its last gradient is there when backward ends.
+    program = _plan(8, 1024, 1024, 8).program
+    found = _estimate(program, replace(H100, bandwidth=(1e6,)))
+    assert found is not None
+    assert not found.pays
+
+
+def test_what_is_not_gathered_has_no_estimate() -> None:
+    whole = plan_step(replicated([60, 60], 2), num_ranks=2, itemsize=2, chunk_bytes=1, replica_of=[0, 1])
+    assert _estimate(whole.program, H100) is None
+    alone = plan_step([MatrixSpec(name="w", numel=9, flops=9, held=(9,))], num_ranks=1, itemsize=2, chunk_bytes=1)
+    assert _estimate(alone.program, H100) is None
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu"])
+def test_links_between_machines_are_slower_than_those_inside(device_type: str) -> None:
+    inside = machine_of(device_type, is_between_machines=(False, False))
+    mixed = machine_of(device_type, is_between_machines=(False, True))
+    between = machine_of(device_type, is_between_machines=(True, True))
+    assert mixed.bandwidth == (inside.bandwidth[0], between.bandwidth[1])
+    assert between.bandwidth[0] == between.bandwidth[1] < inside.bandwidth[0] == inside.bandwidth[1]
+    assert len(between.latency_seconds) == 2
+    if device_type != "cpu":
+        assert (inside.bandwidth[0], between.bandwidth[1]) == H100.bandwidth
+
+
+@pytest.mark.parametrize("is_between", [False, True])
+def test_on_a_cpu_gathers_stay_in_the_step(is_between: bool) -> None:
+    machine = machine_of("cpu", is_between_machines=(is_between, is_between))
+    for side in (256, 512, 2048):
+        found = _estimate(_plan(64, side, side, 4).program, machine)
+        assert found is not None
+        assert not found.pays
+
+
+def test_the_sentence_says_what_is_done_and_its_time() -> None:
+    seconds = {"in_step_seconds": 12.345e-3, "check_seconds": 6e-3}
+    in_step = PrefetchEstimate(in_backward_seconds=14e-3, **seconds)
+    assert in_step.to_text().startswith("gathers start in the step; predicted: 12.35 ms")
+    assert "14.00 ms if they start during backward, of which checking what was sent takes 6.00 ms" in in_step.to_text()
+    assert PrefetchEstimate(in_backward_seconds=11e-3, **seconds).to_text().startswith("gathers start during backward")
+
+
+def _nodes(num_nodes: int, local: int) -> list[int]:
+    return [rank // local for rank in range(num_nodes * local)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "grid"),
+    [
+        ([0, 0, 1, 1], ((0, 1), (2, 3))),
+        ([0, 1, 0, 1], ((0, 2), (1, 3))),
+        ([5, 5, 3, 3, 9, 9], ((0, 1), (2, 3), (4, 5))),
+        ([0, 0, 0], ()),
+        ([0, 1, 2], ()),
+        ([0, 0, 1], ()),
+        ([0, 1, 1, 0], ()),  # The second places, ranks 3 and 2, would add up node 1 before node 0.
+        ([0], ()),
+    ],
+)
+def test_a_grid_needs_equally_many_ranks_on_several_nodes(nodes: list[int], grid: tuple[tuple[int, ...], ...]) -> None:
+    assert node_grid(nodes) == grid
+
+
+@pytest.mark.parametrize(("num_nodes", "local"), [(2, 2), (8, 8), (3, 4)])
+def test_the_direct_way_sends_once_for_each_rank_of_a_node(num_nodes: int, local: int) -> None:
+    size = 12_000_000
+    direct, hierarchical = shard_exchanges([_nodes(num_nodes, local)], size, H100, bucket_bytes=MIB, may_grow=False)
+    floor = 2 * size * (num_nodes - 1) / num_nodes  # Gradients leave, and values.
+    assert hierarchical.node_bytes == pytest.approx(floor)
+    assert direct.node_bytes == pytest.approx(local * floor)
+    assert len(hierarchical.grid) == num_nodes and not direct.grid
+
+
+def test_large_models_are_summed_inside_nodes_first() -> None:
+    chosen = [
+        choose_exchange([_nodes(2, 2)], size, H100, bucket_bytes=25 * MIB, may_grow=False) for size in (10**5, 10**8)
+    ]
+    assert [bool(each.grid) for each in chosen] == [False, True]
+
+
+def test_free_links_between_nodes_leave_the_direct_way() -> None:
+    fast = replace(H100, bandwidth=(1e9, 1e15), latency_seconds=(0.0,), op_seconds=0.0)
+    assert not choose_exchange([_nodes(2, 2)], 10**9, fast, bucket_bytes=25 * MIB, may_grow=True).grid
+
+
+def test_one_node_keeps_its_way_and_its_buckets() -> None:
+    chosen = choose_exchange([[0] * 8, [1] * 8], 32 * 10**9, H100, bucket_bytes=25 * MIB, may_grow=True)
+    assert (chosen.grid, chosen.bucket_bytes, chosen.node_bytes) == ((), 25 * MIB, 0)
+
+
+def test_buckets_grow_to_a_64th_of_the_model() -> None:
+    for size in (10**8, 32 * 10**9):
+        grown = choose_exchange([_nodes(8, 8)], size, H100, bucket_bytes=25 * MIB, may_grow=True)
+        assert 25 * MIB <= grown.bucket_bytes <= max(25 * MIB, size // 64)
+    assert grown.bucket_bytes > 200 * MIB
+    fixed = choose_exchange([_nodes(8, 8)], 32 * 10**9, H100, bucket_bytes=25 * MIB, may_grow=False)
+    assert fixed.bucket_bytes == 25 * MIB
+    assert fixed.seconds > grown.seconds
+
+
+def test_replicas_that_lie_differently_all_go_straight() -> None:
+    replicas = [[0, 0, 1, 1], [1, 2, 2, 2]]
+    assert not any(each.grid for each in shard_exchanges(replicas, 10**9, H100, bucket_bytes=MIB, may_grow=False))
