@@ -9,9 +9,10 @@ import difflib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -50,15 +51,33 @@ def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Co
     return f"there is no option {key!r}; {hint}"
 
 
-def explains_keywords(elsewhere: Mapping[str, Collection[str]] | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorator of a class whose constructor meets an unknown keyword with :func:`unknown_option`, in a ``TypeError``.
+def from_arguments(config: type[T], arguments: Mapping[str, Any]) -> T:
+    """The dataclass ``config`` with those of ``arguments``, the ``locals()`` of a constructor, that are its fields.
 
-    The signature stays as it is, for readers and for LightningCLI.
+    So a constructor has every option in its signature, and no second list in its body.
+    """
+    return config(**{field.name: arguments[field.name] for field in fields(config) if field.name in arguments})  # type: ignore[arg-type]
+
+
+def takes_options(
+    config: type[Any] | None = None, elsewhere: Mapping[str, Collection[str]] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Decorator of a class whose keyword arguments are options.
+
+    An unknown keyword raises a ``TypeError`` with the text of :func:`unknown_option`. The signature stays as it is, for
+    readers and for LightningCLI; the docstring gets what that of ``config`` says of the same options.
+
+    Args:
+        config: The dataclass that declares the options, if the class is another one.
+        elsewhere: As in :func:`unknown_option`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__
         names = [name for name in inspect.signature(init).parameters if name != "self"]
+        if is_dataclass(kind):
+            # jsonargparse looks up names of types in the module of the class, which may lack those of its bases.
+            init.__annotations__ |= get_type_hints(kind)
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,18 +87,50 @@ def explains_keywords(elsewhere: Mapping[str, Collection[str]] | None = None) ->
             init(self, *args, **kwargs)
 
         setattr(kind, "__init__", checked)  # noqa: B010 - type checkers refuse the plain assignment
+        if config is not None and kind.__doc__:
+            kind.__doc__ = _with_arguments(kind.__doc__, option_docs(config), names)
         return kind
 
     return decorate
 
 
-@explains_keywords()
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
+_ENTRY = re.compile(r" {8}(\w+): ")
 
-    The first block has the names and defaults of ``torch.optim.Muon``, but for ``adjust_lr_fn``: ``match_rms_adamw``
-    lets a learning rate that was tuned for AdamW carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+
+def option_docs(config: type[Any]) -> dict[str, str]:
+    """Name of each option -> what the docstrings of ``config`` and its base classes say of it, in one line."""
+    docs: dict[str, str] = {}
+    for kind in reversed(config.__mro__):
+        name = None
+        for line in (kind.__doc__ or "").partition("Args:\n")[2].splitlines():
+            entry = _ENTRY.match(line)
+            if entry:
+                name = entry[1]
+                docs[name] = line[entry.end() :]
+            elif name is None or not line.startswith(" " * 9):
+                break
+            else:
+                docs[name] += " " + line.strip()
+    return docs
+
+
+def _with_arguments(doc: str, docs: Mapping[str, str], names: Collection[str]) -> str:
+    """``doc`` with those of ``docs`` in its section of arguments that are in ``names`` and not there yet."""
+    before, section, after = doc.partition("Args:\n")
+    if not section:
+        before, section, after = doc.rstrip() + "\n\n    ", "Args:\n", ""
+    given, _, rest = after.partition("\n\n")
+    known = {entry[1] for entry in map(_ENTRY.match, given.splitlines()) if entry}
+    lines = [f"        {name}: {text}" for name, text in docs.items() if name in names and name not in known]
+    return before + section + "\n".join([*([given.rstrip()] if given else []), *lines]) + "\n\n" + rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Options that all optimizers of the package have.
+
+    The names and defaults are those of ``torch.optim.Muon``, but for ``adjust_lr_fn``: ``match_rms_adamw`` lets a
+    learning rate that was tuned for AdamW carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2).
 
     Args:
         lr: Learning rate, per optimizer step.
@@ -99,17 +150,6 @@ class MuonConfig:
             orthogonalized on its own.
         compute_dtype: Of Newton-Schulz. ``"auto"``: bfloat16 where the device multiplies it faster, else float32.
         wire_dtype: Of the matrices and updates that travel between ranks. ``"auto"``: the compute dtype.
-        chunk_bytes: How many bytes of a chunk, the matrices that travel together, a rank owns on average; a chunk has
-            at least one matrix for each rank, however large.
-        assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
-            in turn. ``"redundant"``: every rank gathers and computes all of them.
-        dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
-            ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
-        overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
-            arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
-            links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
-            bit.
-        look_ahead: Chunks that are gathered or on their way at a time during the step.
         error_if_nonfinite: Skip the step on all ranks, weights and state untouched, when a gradient has a NaN or Inf.
         max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
     """
@@ -129,18 +169,56 @@ class MuonConfig:
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: DtypeName = "auto"
     wire_dtype: DtypeName = "auto"
-    chunk_bytes: int = 4 * 2**20
-    assignment: Assignment = "lpt"
-    dedupe: Dedupe = "auto"
-    overlap: Overlap = "auto"
-    look_ahead: int = 3
     error_if_nonfinite: bool = True
     max_skipped_steps: int = 3
 
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
-        check_plan_options(vars(self))
-        check_shared_options(vars(self))
+        for key in ("compute_dtype", "wire_dtype"):
+            check_one_of(key, getattr(self, key), get_args(DtypeName))
+        for key in ("adamw_patterns", "muon_patterns"):
+            patterns = getattr(self, key)
+            is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
+            if not (is_sequence and all(isinstance(pattern, str) for pattern in patterns)):
+                raise ValueError(
+                    f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}"
+                )
+        check_fused(self.fused)
+        check_flag("error_if_nonfinite", self.error_if_nonfinite)
+        check_whole("max_skipped_steps", self.max_skipped_steps, at_least=0)
+
+
+@takes_options(OptimizerConfig)
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerConfig):
+    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
+
+    Args:
+        chunk_bytes: How many bytes of a chunk, the matrices that travel together, a rank owns on average; a chunk has
+            at least one matrix for each rank, however large.
+        assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
+            in turn. ``"redundant"``: every rank gathers and computes all of them.
+        dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
+            ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
+        overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
+            arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
+            links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
+            bit.
+        look_ahead: Chunks that are gathered or on their way at a time during the step.
+    """
+
+    chunk_bytes: int = 4 * 2**20
+    assignment: Assignment = "lpt"
+    dedupe: Dedupe = "auto"
+    overlap: Overlap = "auto"
+    look_ahead: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("chunk_bytes", "look_ahead"):
+            check_whole(key, getattr(self, key), at_least=1)
+        for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
+            check_one_of(key, getattr(self, key), get_args(allowed))
 
 
 _ADJUST_LR = ("original", "match_rms_adamw")
@@ -166,28 +244,6 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group.get("nesterov", True))
     for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
         check_one_of(key, group.get(key, allowed[0]), allowed)
-
-
-def check_plan_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for the first option of the plan that is out of range."""
-    for key in ("chunk_bytes", "look_ahead"):
-        check_whole(key, options[key], at_least=1)
-    for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
-        check_one_of(key, options[key], get_args(allowed))
-
-
-def check_shared_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for the first option that all configs of optimizers have and that is no such value."""
-    for key in ("compute_dtype", "wire_dtype"):
-        check_one_of(key, options[key], get_args(DtypeName))
-    for key in ("adamw_patterns", "muon_patterns"):
-        patterns = options[key]
-        is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
-        if not (is_sequence and all(isinstance(pattern, str) for pattern in patterns)):
-            raise ValueError(f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}")
-    check_fused(options["fused"])
-    check_flag("error_if_nonfinite", options["error_if_nonfinite"])
-    check_whole("max_skipped_steps", options["max_skipped_steps"], at_least=0)
 
 
 def check_fused(fused: object) -> None:

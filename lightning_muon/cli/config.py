@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_muon.config import MuonConfig, check_whole
+from lightning_muon.config import MuonConfig, check_whole, option_docs
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes import Sharding
@@ -127,10 +127,7 @@ def _section(live: Mapping[str, Any], optimizer: type[Any], *, is_chosen: bool) 
 
 def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
     """(name, default, what its docstring says) of every field of a config."""
-    from docstring_parser import parse  # Comes with jsonargparse.
-
-    about = {entry.arg_name: entry.description or "" for entry in parse(kind.__doc__ or "").params}
-    made = kind()
+    about, made = option_docs(kind), kind()
     for field in fields(kind):
         yield field.name, getattr(made, field.name), about[field.name]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_muon.integrations.replacement import last_written
+from lightning_muon.checkpoint.staging import last_written
 
 _DESCRIPTION = """Turn a checkpoint that ParallelMuonStrategy saved as a directory into one file that
 MyModule.load_from_checkpoint and a Trainer with any strategy read: weights, hyper-parameters and everything else but

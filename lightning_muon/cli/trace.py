@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_muon.config import Assignment, MuonConfig, check_plan_options
+from lightning_muon.config import Assignment, MuonConfig
 from lightning_muon.monitor.calibrate import Comparison, compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.ranks % arguments.replicate:
         raise ValueError(f"--replicate {arguments.replicate} must divide --ranks {arguments.ranks}")
     options = {key: getattr(arguments, key) for key in ("assignment", "overlap", "look_ahead", "chunk_bytes")}
-    check_plan_options({**options, "dedupe": MuonConfig.dedupe})
+    MuonConfig(**options)  # Raises for a value that there is not.
     is_launched = "RANK" in os.environ
     if not is_launched:
         _require_memory(model, arguments.replicate)

@@ -8,29 +8,33 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, explains_keywords
+from lightning_muon.config import (
+    MuonConfig,
+    check_flag,
+    check_one_of,
+    check_whole,
+    from_arguments,
+    takes_options,
+)
 from lightning_muon.engine.conversion import OptimizerChoice, check_choice, config_of
-from lightning_muon.engine.mesh_sizes import MeshSizes, Size
+from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, class_with_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.sharding.mode import BucketBytes, ModeOptions
+from lightning_muon.sharding.mode import ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding, check_mode
-from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
 SECTION = "lightning_muon"  # Of a file that has the options of Accelerate, too.
 
-# Options of the modes that users set, by their names here.
-_SET_BY_USERS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "bucket_bytes")
 _CONFIGS = (MuonConfig, FlexDeMoConfig)
 # Where else a wrong key may belong.
 ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
 
 
-@explains_keywords(ELSEWHERE)
+@takes_options(elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShardingOptions, MeshSizes):
     """What a training may be told beside its model and data.
 
     Example::
@@ -39,28 +43,16 @@ class Options:
         assert options == Options.from_mapping({"replicate_size": 2, "optimizer": {"momentum": 0.9}})
 
     Args:
-        replicate_size: Replicas of the model; see :class:`~lightning_muon.engine.mesh_sizes.MeshSizes`.
-        shard_size: Ranks that share one replica.
         optimizer: What to make of the optimizer of the program. ``"auto"``: AdamW and Adam become ParallelMuon with the
             same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
             and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
             are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
             A mapping of its keys stands for a config.
-        wrap_policy: Which modules are FSDP2 units; see :func:`lightning_muon.sharding.units.find_units`.
-        reshard_after_forward: Free the whole weights of a unit between forward and backward.
         sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
             divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
-        context_size: Ranks that share the sequences of a batch; see :mod:`lightning_muon.sharding.context_parallel`.
-        tensor_size: Ranks that share each layer that the program parallelizes with ``parallelize_module``.
         loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: the loss is a sum, and gradients
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
-        reshard_after_backward: Free the whole weights also between the micro-batches of an accumulated batch.
-        bucket_bytes: Gradients that travel together with ``"zero2"`` and ``"ddp"``; ``"auto"``: by the ranks' nodes.
-        early_all_gather: On CUDA the all-gathers of the next forward wait for the optimizer step only, not for what is
-            queued after it. Not together with callbacks that change weights after a step.
-        data_parallel_size: Lightning's name for sharding over all ranks without replicas.
-        tensor_parallel_size: Lightning's name for ``tensor_size``.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
@@ -73,21 +65,11 @@ class Options:
         ValueError: For a value that does not exist, or that the others cannot honour.
     """
 
-    replicate_size: Size = MeshSizes.replicate_size
-    shard_size: Size = MeshSizes.shard_size
     optimizer: OptimizerChoice = "auto"
-    wrap_policy: WrapPolicy = ModeOptions.wrap_policy
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = True  # ModeOptions also takes a number of ranks.
     sharding: Sharding = "fsdp"
-    context_size: int = MeshSizes.context_size
-    tensor_size: int = MeshSizes.tensor_size
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
-    reshard_after_backward: bool = ModeOptions.reshard_after_backward
-    bucket_bytes: BucketBytes = ModeOptions.bucket_bytes
-    early_all_gather: bool = ModeOptions.early_all_gather
-    data_parallel_size: Size = MeshSizes.data_parallel_size
-    tensor_parallel_size: Size = MeshSizes.tensor_parallel_size
     save_distributed_checkpoint: bool = True
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
@@ -141,13 +123,12 @@ class Options:
     @property
     def mesh_sizes(self) -> MeshSizes:
         """The sizes of the mesh."""
-        return MeshSizes(**{field.name: getattr(self, field.name) for field in fields(MeshSizes)})
+        return from_arguments(MeshSizes, vars(self))
 
     @property
     def mode_options(self) -> ModeOptions:
         """Those for :func:`lightning_muon.make_mode`; ``mp_policy`` and what else follows from the run is missing."""
-        chosen = {key: getattr(self, key) for key in _SET_BY_USERS}
-        return ModeOptions(**chosen, decoupled_nodes=self.has_nodes)
+        return from_arguments(ModeOptions, vars(self) | {"decoupled_nodes": self.has_nodes})
 
     @property
     def config(self) -> MuonConfig | FlexDeMoConfig:
@@ -222,9 +203,9 @@ def _check_combinations(sharding: str, options: ModeOptions, *, num_tensor_ranks
         raise ValueError(
             f"tensor_size={num_tensor_ranks} needs sharding={others[0]!r}, got {sharding!r}, which keeps plain weights"
         )
-    for key in _SET_BY_USERS:
+    for key in (field.name for field in fields(ShardingOptions)):
         value = getattr(options, key)
-        if value != getattr(ModeOptions, key) and key not in mode.takes:
+        if value != getattr(ShardingOptions, key) and key not in mode.takes:
             takers = [name for name, other in MODES.items() if key in other.takes]
             raise ValueError(
                 f"{key}={value!r} means nothing with sharding={sharding!r}; remove it, or use one of {takers}"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from lightning_muon.config import (
-    AdjustLr,
-    DtypeName,
     MuonConfig,
-    check_hyperparameters,
+    OptimizerConfig,
     check_number,
     check_one_of,
-    check_shared_options,
     check_whole,
-    explains_keywords,
+    from_arguments,
+    takes_options,
 )
 from lightning_muon.flexdemo.replicator import LocalSteps, Replicator, check_replicator
 from lightning_muon.flexdemo.replicators import DCTTopK
@@ -27,13 +24,15 @@ Compat = Literal["none", "demo", "detonation"]
 ExchangeOverlap = Literal["auto", "backward", "step"]
 
 
-@explains_keywords()
+@takes_options(OptimizerConfig)
 @dataclass(frozen=True, kw_only=True)
-class FlexDeMoConfig:
+class FlexDeMoConfig(OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
 
+    Patterns, fused weights and the options of Newton-Schulz count with ``base="muon"``, ``momentum`` and ``nesterov``
+    only where the nodes then train by themselves. ``wire_dtype`` is that of what travels inside a node.
+
     Args:
-        lr: Learning rate, per optimizer step.
         base: What applies the merged update: ``"sgd"``, ``"adamw"`` (its moments follow the update), or ``"muon"``
             (Newton-Schulz for matrices, without a second momentum; AdamW for the rest). Where nodes train by
             themselves (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
@@ -42,7 +41,6 @@ class FlexDeMoConfig:
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
         merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
             by the number of all nodes (``"mean"``).
-        weight_decay: Decoupled weight decay; a step multiplies the weights by ``1 - lr * weight_decay``.
         value_format: Of the values on the wire; what rounding loses stays in the momentum. Parameters that travel
             dense have at least ``"bf16"``.
         dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
@@ -54,24 +52,8 @@ class FlexDeMoConfig:
             ``"detonation"`` cuts the flattened shard into strips, too, as DeToNATION does. For comparisons.
         check_every: After so many steps all nodes compare their weights; 0 never.
         chunk_bytes: Parameters (4 bytes for each element) that travel in one buffer.
-        momentum: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"`` where nodes train by themselves.
-        nesterov: As ``momentum``.
-        betas: Decay rates of AdamW.
-        adamw_eps: Denominator term of AdamW.
-        ns_coefficients: As in :class:`~lightning_muon.MuonConfig`.
-        ns_steps: As in :class:`~lightning_muon.MuonConfig`.
-        eps: As in :class:`~lightning_muon.MuonConfig`.
-        adjust_lr_fn: As in :class:`~lightning_muon.MuonConfig`.
-        adamw_patterns: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
-        muon_patterns: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
-        fused: As in :class:`~lightning_muon.MuonConfig`, for ``base="muon"``.
-        compute_dtype: As in :class:`~lightning_muon.MuonConfig`.
-        wire_dtype: As in :class:`~lightning_muon.MuonConfig`; of what travels inside a node.
-        error_if_nonfinite: Skip the step on all ranks of all nodes when a gradient has a NaN or Inf.
-        max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
     """
 
-    lr: float = 1e-3
     base: Base = "sgd"
     replicator: Replicator | LocalSteps = field(default_factory=DCTTopK)
     decay: float = 0.999
@@ -85,25 +67,9 @@ class FlexDeMoConfig:
     compat: Compat = "none"
     check_every: int = 100
     chunk_bytes: int = 16 * 2**20
-    momentum: float = MuonConfig.momentum
-    nesterov: bool = MuonConfig.nesterov
-    betas: tuple[float, float] = MuonConfig.betas
-    adamw_eps: float = MuonConfig.adamw_eps
-    ns_coefficients: tuple[float, float, float] = MuonConfig.ns_coefficients
-    ns_steps: int = MuonConfig.ns_steps
-    eps: float = MuonConfig.eps
-    adjust_lr_fn: AdjustLr = MuonConfig.adjust_lr_fn
-    adamw_patterns: tuple[str, ...] = ()
-    muon_patterns: tuple[str, ...] = ()
-    fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
-    compute_dtype: DtypeName = MuonConfig.compute_dtype
-    wire_dtype: DtypeName = MuonConfig.wire_dtype
-    error_if_nonfinite: bool = MuonConfig.error_if_nonfinite
-    max_skipped_steps: int = MuonConfig.max_skipped_steps
 
     def __post_init__(self) -> None:
-        check_hyperparameters(vars(self))
-        check_shared_options(vars(self))
+        super().__post_init__()
         choices = {
             "base": Base,
             "merge": Merge,
@@ -162,3 +128,11 @@ class FlexDeMoConfig:
     def takes_sign(self) -> bool:
         """Whether the sign of the merged update is applied."""
         return self.base == "sgd" if self.sign == "auto" else self.sign
+
+    @property
+    def inside_nodes(self) -> MuonConfig:
+        """What the ranks of one node do together: Newton-Schulz with one owner in each node, beside the exchange."""
+        # One owner for several nodes would have whole matrices travel between them. The chunks here are those between
+        # nodes.
+        shared = {key: value for key, value in vars(self).items() if key not in ("chunk_bytes", "overlap")}
+        return from_arguments(MuonConfig, {**shared, "dedupe": "never", "overlap": "step"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import axis_group, host_group
-from lightning_muon.config import AdjustLr, DtypeName, MuonConfig, explains_keywords
+from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
 from lightning_muon.flexdemo.config import (
     Base,
     Compat,
@@ -34,9 +33,9 @@ from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import step_sgd_
 from lightning_muon.optim.gradients import Agreement
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
-from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer, PlannedOptions
+from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.state import StateCompletion
-from lightning_muon.optim.step_plan import COMPARED, StepPlan
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
@@ -44,7 +43,7 @@ _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 
-@explains_keywords()
+@takes_options(FlexDeMoConfig)
 class FlexDeMo(PlannedOptimizer):
     """SGD, AdamW or Muon on momenta of which the nodes send each other only what moves fast.
 
@@ -67,37 +66,8 @@ class FlexDeMo(PlannedOptimizer):
 
     Args:
         params: A module, parameters, named parameters, or groups; as in :class:`~lightning_muon.ParallelMuon`.
-        lr: Learning rate. For this and the others see :class:`~lightning_muon.FlexDeMoConfig`.
-        base: ``"sgd"``, ``"adamw"`` or ``"muon"``.
-        replicator: What the nodes send each other.
-        decay: Of the residual.
-        sign: Apply the sign of the update.
-        merge: ``"contributors"`` or ``"mean"``.
-        weight_decay: Decoupled weight decay.
         mesh: 2-D, with the axes ``("replicate", "shard")``: nodes, and the ranks of each. Needed as soon as there is
             more than one process.
-        value_format: Of what travels between nodes.
-        dense_below: Smaller parameters travel whole.
-        delay: Steps by which an update is late.
-        overlap: When exchanges begin.
-        compat: Conventions of other implementations.
-        check_every: Steps between comparisons of the weights of all nodes.
-        chunk_bytes: Parameters that travel in one buffer.
-        momentum: Of Muon, where nodes train by themselves.
-        nesterov: Likewise.
-        betas: Of AdamW.
-        adamw_eps: Of AdamW.
-        ns_coefficients: Newton-Schulz polynomial of Muon.
-        ns_steps: Newton-Schulz iterations.
-        eps: Lower bound of the norm before Newton-Schulz.
-        adjust_lr_fn: Rule of the learning rate per shape.
-        adamw_patterns: Names that AdamW takes.
-        muon_patterns: Names that Muon takes.
-        fused: Names of fused weights and their parts.
-        compute_dtype: Of Newton-Schulz.
-        wire_dtype: Of what travels inside of a node.
-        error_if_nonfinite: Skip a step on all ranks where a gradient has a NaN or Inf.
-        max_skipped_steps: So many steps in a row are skipped.
 
     Source: From et al. 2025, arXiv:2502.06728, Algorithm 1; DeMo: Peng et al. 2024, arXiv:2411.19870.
     """
@@ -137,20 +107,17 @@ class FlexDeMo(PlannedOptimizer):
         error_if_nonfinite: bool = FlexDeMoConfig.error_if_nonfinite,
         max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,
     ) -> None:
-        values = locals()
-        self.config = FlexDeMoConfig(**{field.name: values[field.name] for field in fields(FlexDeMoConfig)})
-        self._mesh = None if mesh is None else node_mesh(mesh)
+        self.config = from_arguments(FlexDeMoConfig, locals())
         self._between: BetweenNodes | None = None
         self._checked: Bound | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
-        defaults = {key: values.get(key) for key in COMPARED} | without
-        defaults |= {"algorithm": "auto" if base == "muon" else "adamw", "num_exchanges": 0}
         super().__init__(
             params,
-            defaults,
-            self._planned_options(),
-            layout=self._own_layout(),
-            max_skipped_steps=max_skipped_steps,
+            self.config.inside_nodes,
+            mesh=None if mesh is None else node_mesh(mesh),
+            algorithm="auto" if base == "muon" else "adamw",
+            num_exchanges=0,
+            **without,
         )
 
     @classmethod
@@ -285,25 +252,7 @@ class FlexDeMo(PlannedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds."""
         self._nodes().finish_in_flight()
-        return super().__getstate__() | {"config": self.config, "_mesh": self._mesh, "_between": None, "_checked": None}
-
-    def _planned_options(self) -> PlannedOptions:
-        config = self.config
-        return PlannedOptions(
-            mesh=None,
-            compute_dtype=config.compute_dtype,
-            wire_dtype=config.wire_dtype,
-            chunk_bytes=MuonConfig.chunk_bytes,
-            assignment=MuonConfig.assignment,
-            # One owner for several nodes would have whole matrices travel between them.
-            dedupe="never",
-            overlap="step",
-            look_ahead=MuonConfig.look_ahead,
-            adamw_patterns=config.adamw_patterns,
-            muon_patterns=config.muon_patterns,
-            fused=config.fused,
-            error_if_nonfinite=config.error_if_nonfinite,
-        )
+        return super().__getstate__() | {"config": self.config, "_between": None, "_checked": None}
 
     def _own_layout(self) -> Layout:
         return TensorLayout() if self._mesh is None else NodeLayout(self._mesh)

@@ -10,13 +10,6 @@ from lightning_muon.config import DtypeName
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def check_dtypes(compute_dtype: str, wire_dtype: str) -> None:
-    """Raise ``ValueError`` for a name that is neither ``"auto"`` nor a dtype that Newton-Schulz runs in."""
-    for option, name in (("compute_dtype", compute_dtype), ("wire_dtype", wire_dtype)):
-        if name != "auto" and name not in _DTYPES:
-            raise ValueError(f"{option} must be 'auto', 'float32' or 'bfloat16', got {name!r}")
-
-
 def resolve_compute_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     """Dtype of Newton-Schulz; ``"auto"`` is bfloat16 where ``device`` multiplies it faster than float32."""
     if name != "auto":

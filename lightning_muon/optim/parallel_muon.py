@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,18 +17,18 @@ from lightning_muon.config import (
     DtypeName,
     MuonConfig,
     Overlap,
-    explains_keywords,
+    from_arguments,
+    takes_options,
 )
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
 from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
-from lightning_muon.optim.step_plan import COMPARED, StepPlan
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
 
-@explains_keywords()
+@takes_options(MuonConfig)
 class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 
@@ -51,33 +50,10 @@ class ParallelMuon(PlannedOptimizer):
     Args:
         params: A module (its types, ties and uses decide what is a matrix), parameters, named parameters, or groups.
             Without a module the number of dimensions decides alone, until :meth:`attach` is called.
-        lr: Learning rate. For this and the other hyper-parameters see :class:`~lightning_muon.config.MuonConfig`.
-        weight_decay: Decoupled weight decay.
-        momentum: Decay of the moving average of gradients.
-        nesterov: Orthogonalize the look-ahead.
-        ns_coefficients: Newton-Schulz polynomial.
-        eps: Lower bound of the norm before Newton-Schulz.
-        ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: Rule of the learning rate per shape; ``None`` means ``"original"``, as in ``torch.optim.Muon``.
         algorithm: ``"auto"`` routes each parameter; ``"muon"`` and ``"adamw"`` force a whole group.
-        betas: Of AdamW.
-        adamw_eps: Of AdamW.
         mesh: 1-D or 2-D mesh on which the plain tensors in ``params`` are replicated with equal gradients (as after a
             DDP backward), so that the ranks divide the work. Without it plain tensors are local to their process.
-        compute_dtype: Of Newton-Schulz.
-        wire_dtype: Of what travels.
-        chunk_bytes: Size of the buckets of matrices that travel together, per rank.
-        assignment: How matrices get their owners.
-        dedupe: One owner for all replicas, or one in each.
-        overlap: With what the traffic overlaps.
-        look_ahead: Buckets that are gathered or on their way at a time during the step.
-        adamw_patterns: Names that AdamW takes.
-        muon_patterns: Names that Muon takes.
-        fused: Names of fused weights and their parts.
-        error_if_nonfinite: When a gradient has a NaN or Inf on any rank, skip the step on all ranks, before anything
-            changes. Costs one pass over the gradients.
-        max_skipped_steps: So many steps in a row are skipped; the next one raises
-            :class:`~lightning_muon.errors.NonFiniteGradientError` on all ranks, with the names of the parameters.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; ownership of whole matrices after Liu et al.
     2025, arXiv:2502.16982, section 2.3.
@@ -112,14 +88,10 @@ class ParallelMuon(PlannedOptimizer):
         error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
         max_skipped_steps: int = MuonConfig.max_skipped_steps,
     ) -> None:
-        values = locals()
-        super().__init__(
-            params,
-            {key: values[key] for key in COMPARED},
-            PlannedOptions(**{option.name: values[option.name] for option in fields(PlannedOptions)}),
-            layout=TensorLayout(mesh),
-            max_skipped_steps=max_skipped_steps,
-        )
+        if adjust_lr_fn is None:
+            adjust_lr_fn = "original"  # What None means to torch.optim.Muon.
+        fused = fused or {}
+        super().__init__(params, from_arguments(MuonConfig, locals()), mesh=mesh, algorithm=algorithm)
 
     @classmethod
     def from_config(cls, params: Any, config: MuonConfig, **overrides: Any) -> ParallelMuon:

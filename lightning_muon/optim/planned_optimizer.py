@@ -14,18 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.compat.torch import fsdp_units_of, holds_all_of
 from lightning_muon.config import (
-    Assignment,
-    Dedupe,
-    DtypeName,
-    Overlap,
-    check_flag,
-    check_fused,
-    check_plan_options,
+    MuonConfig,
 )
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.dtypes import check_dtypes, resolve_compute_dtype, resolve_wire_dtype
+from lightning_muon.optim.dtypes import resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.elementwise import step_elementwise_
 from lightning_muon.optim.gradients import Agreement, GradientsAreNotFinite, PrefetchIsVoid, agree_on_gradients
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
@@ -33,6 +27,7 @@ from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
 from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
 from lightning_muon.optim.step_plan import (
+    COMPARED,
     BoundParameter,
     CheckedGroups,
     StepPlan,
@@ -45,42 +40,6 @@ from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.report import routing_table
 from lightning_muon.params.routing import Route, require_muon
 from lightning_muon.sharding.fsdp_runtime import forget_unreduced, is_left_in_backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedOptions:
-    """What is the same for all param groups; see :class:`~lightning_muon.config.MuonConfig`."""
-
-    mesh: DeviceMesh | None
-    compute_dtype: DtypeName
-    wire_dtype: DtypeName
-    chunk_bytes: int
-    assignment: Assignment
-    dedupe: Dedupe
-    overlap: Overlap
-    look_ahead: int
-    adamw_patterns: Sequence[str]
-    muon_patterns: Sequence[str]
-    fused: Mapping[str, int | tuple[int, ...]] | None
-    error_if_nonfinite: bool
-
-    def __post_init__(self) -> None:
-        check_dtypes(self.compute_dtype, self.wire_dtype)
-        check_plan_options(vars(self))
-        check_fused(self.fused or {})
-        check_flag("error_if_nonfinite", self.error_if_nonfinite)
-
-    def plan_options(self, wire_dtype: torch.dtype, device: torch.device) -> PlanOptions:
-        """What the planner needs of this."""
-        return PlanOptions(
-            itemsize=wire_dtype.itemsize,
-            device_type=device.type,
-            chunk_bytes=self.chunk_bytes,
-            assignment=self.assignment,
-            dedupe=self.dedupe,
-            look_ahead=self.look_ahead,
-            overlap=self.overlap,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,35 +61,37 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     Args:
         params: As in :class:`~lightning_muon.ParallelMuon`.
-        defaults: Hyper-parameters of the param groups.
-        options: What is the same for all param groups.
-        layout: Says where the parts of the parameters lie.
-        max_skipped_steps: So many steps in a row are skipped where a gradient has a NaN or an Inf.
+        config: Options, and the hyper-parameters of groups that do not say otherwise.
+        mesh: Where plain tensors are replicated, if it is known.
+        **defaults: Further entries of the param groups, and other ones than those of ``config``.
     """
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        defaults: dict[str, Any],
-        options: PlannedOptions,
+        config: MuonConfig,
         *,
-        layout: Layout,
-        max_skipped_steps: int,
+        mesh: DeviceMesh | None,
+        **defaults: Any,
     ) -> None:
-        self._options = options
+        self._options = config
+        self._mesh = mesh
         self._module = params if isinstance(params, nn.Module) else None
         self._routes = KnownRoutes()
         self._bound: Bound | None = None
         self._checked_groups = CheckedGroups()
         self._completion = self._own_completion()
         self._private_groups = PrivateGroups()
-        self._layout = layout
+        self._layout = self._own_layout()
         self.is_fresh = True
         # Whether a backward pass has reached any parameter since the last step; ``None`` until the first one does.
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
-        self._finite_check = FiniteCheck(max_skipped_steps)
-        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        self._finite_check = FiniteCheck(config.max_skipped_steps)
+        super().__init__(
+            params.named_parameters() if isinstance(params, nn.Module) else params,
+            {key: value for key, value in vars(config).items() if key in COMPARED} | defaults,
+        )
         if self._module is not None:
             self._bind_parameters()
 
@@ -247,9 +208,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds; the plan is made anew."""
-        own = {"_options": self._options, "_module": self._module, "_routes": self._routes, "_bound": None}
-        own["_finite_check"] = self._finite_check
-        return super().__getstate__() | own
+        kept = ("_options", "_mesh", "_module", "_routes", "_finite_check")
+        return super().__getstate__() | {key: getattr(self, key) for key in kept} | {"_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch."""
@@ -296,7 +256,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
-        return TensorLayout(self._options.mesh)
+        return TensorLayout(self._mesh)
 
     def _settings(self) -> str:
         """What else must be the same on all ranks."""
@@ -391,7 +351,15 @@ class PlannedOptimizer(CompleteStateOptimizer):
         device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
-        plan_options = options.plan_options(wire_dtype, device)
+        plan_options = PlanOptions(
+            itemsize=wire_dtype.itemsize,
+            device_type=device.type,
+            chunk_bytes=options.chunk_bytes,
+            assignment=options.assignment,
+            dedupe=options.dedupe,
+            look_ahead=options.look_ahead,
+            overlap=options.overlap,
+        )
         settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()}"
         binding = bind(parameters, meshes, self._private_groups, options=plan_options, settings=settings)
         step = MatrixStep(

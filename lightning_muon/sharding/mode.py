@@ -23,34 +23,43 @@ BucketBytes = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModeOptions:
-    """Options of all modes; each takes those that mean something to it.
+class ShardingOptions:
+    """What users choose of how a model is sharded; each mode takes the options that mean something to it.
 
     Args:
         wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
             :func:`lightning_muon.sharding.units.find_units`.
         reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward.
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
-        mp_policy: Mixed precision of FSDP2.
-        shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
             on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
             :func:`lightning_muon.schedule.estimates.choose_exchange`.
-        wait_for_parameters: Let an optimizer step return only when all new values are there.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
             :func:`lightning_muon.sharding.fsdp_runtime.let_gathers_start`.
-        decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
-            :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
     """
 
     wrap_policy: WrapPolicy = "auto"
     reshard_after_forward: bool | int = True
     reshard_after_backward: bool = True
+    bucket_bytes: BucketBytes = "auto"
+    early_all_gather: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeOptions(ShardingOptions):
+    """What a mode is told: the choices of the user, and what follows from the run.
+
+    Args:
+        mp_policy: Mixed precision of FSDP2.
+        shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
+        wait_for_parameters: Let an optimizer step return only when all new values are there.
+        decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
+            :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
+    """
+
     mp_policy: MixedPrecisionPolicy | None = None
     shard_root: bool = True
-    bucket_bytes: BucketBytes = "auto"
     wait_for_parameters: bool = False
-    early_all_gather: bool = False
     decoupled_nodes: bool = False
 
 

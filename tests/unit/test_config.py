@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_muon.config import MuonConfig, check_hyperparameters, explains_keywords, nearest, unknown_option
+from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon
+from lightning_muon.config import (
+    MuonConfig,
+    check_hyperparameters,
+    nearest,
+    option_docs,
+    takes_options,
+    unknown_option,
+)
+from lightning_muon.engine.options import Options
+from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
+from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
 
 def test_the_defaults_are_valid_and_frozen() -> None:
@@ -70,7 +81,7 @@ def test_a_wrong_keyword_names_the_nearest_and_the_signature_stays() -> None:
             self.area = width * height
 
     plain = inspect.signature(Base)
-    decorated = explains_keywords({"under size:": ["depth"]})(Base)
+    decorated = takes_options(elsewhere={"under size:": ["depth"]})(Base)
 
     class Child(decorated): ...  # type: ignore[misc,valid-type]
 
@@ -84,3 +95,28 @@ def test_a_wrong_keyword_names_the_nearest_and_the_signature_stays() -> None:
         Base()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^MuonConfig: .*'momentun'; did you mean 'momentum'"):
         MuonConfig(momentun=0.9)  # type: ignore[call-arg]
+
+
+_SIGNATURES = [
+    (ParallelMuon, MuonConfig),
+    (FlexDeMo, FlexDeMoConfig),
+    (ParallelMuonStrategy, Options),
+    (ParallelMuonFabricStrategy, Options),
+]
+
+
+@pytest.mark.parametrize(("kind", "config"), _SIGNATURES, ids=lambda each: each.__name__)
+def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: type[Any]) -> None:
+    parameters = inspect.signature(kind).parameters
+    made = config()
+    for field in dataclasses.fields(config):
+        default = parameters[field.name].default
+        assert default == getattr(made, field.name) or (field.name, default) == ("fused", None)
+        assert parameters[field.name].annotation is not inspect.Parameter.empty
+        assert f"        {field.name}: " in (kind.__doc__ or ""), f"{field.name} has no documentation"
+
+
+def test_docs_of_options_come_from_where_they_are_declared() -> None:
+    assert option_docs(Options).keys() == {field.name for field in dataclasses.fields(Options)}
+    assert option_docs(FlexDeMoConfig)["ns_steps"] == option_docs(MuonConfig)["ns_steps"]
+    assert "Args:" in (ParallelMuonStrategy.__doc__ or "") and "wrap_policy: " in (ParallelMuonStrategy.__doc__ or "")

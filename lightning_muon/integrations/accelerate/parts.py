@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.checkpoint.loading import StateCheckpoint
+from lightning_muon.checkpoint.saving import weights_to_save, write_shards
+from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.integrations.replacement import last_written, replacing, write_shards
-from lightning_muon.integrations.state_checkpoint import StateCheckpoint, weights_to_save
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
 _MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
+from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
@@ -19,7 +20,6 @@ from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.parts import load_parts, save_parts
 from lightning_muon.integrations.accelerate.preparation import mesh_of
 from lightning_muon.integrations.accelerate.training import PreparedTraining
-from lightning_muon.integrations.state_checkpoint import weights_to_save
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 

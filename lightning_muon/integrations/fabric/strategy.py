@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.loading import StateCheckpoint, load_alone
+from lightning_muon.checkpoint.saving import Filters, State, save
+from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.fabric import set_no_backward_sync
 from lightning_muon.compat.lightning import metadata_filename
+from lightning_muon.config import from_arguments, takes_options
 from lightning_muon.engine.conversion import (
     OptimizerChoice,
     OptimizerProxy,
@@ -26,18 +31,18 @@ from lightning_muon.engine.conversion import (
 )
 from lightning_muon.engine.mesh_sizes import Size
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import Options
+from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
 from lightning_muon.engine.training import Training
 from lightning_muon.integrations.fabric.entry import Entry, unwrapped
 from lightning_muon.integrations.fabric.environment import FabricEnvironment
 from lightning_muon.integrations.fabric.prepare import prepare
 from lightning_muon.integrations.fabric.tokens import ReportedTokens
-from lightning_muon.integrations.replacement import last_written
-from lightning_muon.integrations.state_checkpoint import Filters, State, StateCheckpoint, load_alone, save
-from lightning_muon.sharding.modes import make_mode
+from lightning_muon.sharding.mode import BucketBytes
+from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
 
 
+@takes_options(Options, ELSEWHERE)
 class ParallelMuonFabric(FabricEnvironment):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
@@ -49,14 +54,6 @@ class ParallelMuonFabric(FabricEnvironment):
         fabric = Fabric(accelerator="cpu", devices=4, strategy=ParallelMuonFabricStrategy(replicate_size=2))
         fabric.launch()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-    Args:
-        replicate_size: As in :class:`~lightning_muon.engine.options.Options`, like everything else.
-        shard_size: As there.
-        optimizer: As there: what becomes of the optimizers that are set up.
-        wrap_policy: As there.
-        reshard_after_forward: As there.
-        **options: The other options, by the same names.
     """
 
     # Of the class beside it.
@@ -70,20 +67,25 @@ class ParallelMuonFabric(FabricEnvironment):
         optimizer: OptimizerChoice = Options.optimizer,
         wrap_policy: WrapPolicy = Options.wrap_policy,
         reshard_after_forward: bool = Options.reshard_after_forward,
-        **options: Any,
+        *,
+        sharding: Sharding = Options.sharding,
+        context_size: int = Options.context_size,
+        tensor_size: int = Options.tensor_size,
+        loss_scaling: LossScaling = Options.loss_scaling,
+        clip_groups: ClipGroups = Options.clip_groups,
+        reshard_after_backward: bool = Options.reshard_after_backward,
+        bucket_bytes: BucketBytes = Options.bucket_bytes,
+        early_all_gather: bool = Options.early_all_gather,
+        data_parallel_size: Size = Options.data_parallel_size,
+        tensor_parallel_size: Size = Options.tensor_parallel_size,
+        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
+        process_group_backend: str | None = Options.process_group_backend,
+        timeout: timedelta = Options.timeout,
+        max_silence: timedelta | None = Options.max_silence,
     ) -> None:
         self._trainings: list[Training] = []
         self._tokens: ReportedTokens | None = None
-        super().__init__(
-            Options(
-                replicate_size=replicate_size,
-                shard_size=shard_size,
-                optimizer=optimizer,
-                wrap_policy=wrap_policy,
-                reshard_after_forward=reshard_after_forward,
-                **options,
-            )
-        )
+        super().__init__(from_arguments(Options, locals()))
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
         weakref.finalize(self, _end, self._trainings)

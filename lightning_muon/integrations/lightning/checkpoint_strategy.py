@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.nodes import NodeWeights, copied, of_first_node
+from lightning_muon.checkpoint.saving import full_weights, numbered_optimizer_state, write_checkpoint
+from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
 from lightning_muon.compat.torch import default_store
-from lightning_muon.integrations.buffers import broadcast_buffers
-from lightning_muon.integrations.checkpoint import Checkpoint, full_weights, numbered_optimizer_state
-from lightning_muon.integrations.node_weights import NodeWeights, copied, of_first_node
-from lightning_muon.integrations.replacement import discard, last_written, write_checkpoint
+from lightning_muon.sharding.weights import broadcast_buffers
 
 _SECONDS_TO_FAIL_TOGETHER = 20.0
 

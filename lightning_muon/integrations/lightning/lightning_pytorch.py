@@ -6,11 +6,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.registry import register_strategies
-from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin, strategy_docstring
+from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin
 
 
 class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):  # noqa: D101
-    __doc__ = strategy_docstring()
+    __doc__ = ParallelMuonMixin.__doc__
 
     package = LightningPackage("lightning.pytorch")
 

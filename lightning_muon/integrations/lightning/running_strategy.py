@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
 from lightning_muon.engine.forward_methods import explain_shards
 from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.engine.options import LossScaling
 from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.integrations.buffers import broadcast_buffers
-from lightning_muon.integrations.node_weights import NodeWeights, steps_left_out
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.weights import broadcast_buffers
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,7 +18,7 @@ from lightning_muon.compat.lightning import (
     set_device_mesh,
     start_process_group,
 )
-from lightning_muon.config import explains_keywords
+from lightning_muon.config import from_arguments, takes_options
 from lightning_muon.engine.conversion import (
     OptimizerChoice,
     ReplacedParameters,
@@ -61,7 +60,7 @@ from lightning_muon.sharding.modes import MODES, Sharding, make_mode
 from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
 
 
-@explains_keywords(ELSEWHERE)
+@takes_options(Options, ELSEWHERE)
 class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
@@ -73,8 +72,6 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
         trainer = Trainer(accelerator="cpu", devices=4, strategy=ParallelMuonStrategy(replicate_size=2, shard_size=2))
         trainer.fit(model)
-
-    It takes the arguments of :class:`~lightning_muon.engine.options.Options`.
     """
 
     package: ClassVar[LightningPackage]
@@ -102,27 +99,7 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         timeout: timedelta = Options.timeout,
         max_silence: timedelta | None = Options.max_silence,
     ) -> None:
-        self.options = Options(
-            replicate_size=replicate_size,
-            shard_size=shard_size,
-            optimizer=optimizer,
-            wrap_policy=wrap_policy,
-            reshard_after_forward=reshard_after_forward,
-            sharding=sharding,
-            context_size=context_size,
-            tensor_size=tensor_size,
-            loss_scaling=loss_scaling,
-            clip_groups=clip_groups,
-            reshard_after_backward=reshard_after_backward,
-            bucket_bytes=bucket_bytes,
-            early_all_gather=early_all_gather,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            max_silence=max_silence,
-        )
+        self.options = from_arguments(Options, locals())
         self._meshes: Meshes | None = None
         self._first_callback: Any = None
         self._replaced: ReplacedParameters | None = None
@@ -323,10 +300,3 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
 
     def _rank_zero(self) -> Any:
         return self.package.module("utilities.rank_zero")
-
-
-def strategy_docstring() -> str:
-    """Docstring of the strategy classes, with the arguments as ``Options`` explains them, for ``fit --help``."""
-    explained = inspect.cleandoc(Options.__doc__ or "")
-    arguments = explained[explained.index("Args:") : explained.index("Raises:")]
-    return f"{inspect.cleandoc(ParallelMuonMixin.__doc__ or '')}\n\n{arguments}"

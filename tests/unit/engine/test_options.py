@@ -189,7 +189,7 @@ def test_a_wrong_keyword_names_the_nearest_one_wherever_it_is_given() -> None:
         ),
         ({"learning_rate": 1}, "^side.yaml: .*'learning_rate'; did you mean 'lr'. It belongs under optimizer:"),
         ({"replicator": {}}, "^side.yaml: there is no option 'replicator'; it belongs under optimizer:"),
-        ({1: 2}, "^side.yaml: there is no option 1; the options are replicate_size, shard_size, optimizer, "),
+        ({1: 2}, "^side.yaml: there is no option 1; the options are replicate_size, shard_size, .*optimizer, "),
         (
             {"optimizer": {"class_path": "lightning_muon.MuonConfig", "momentum": 0.9}},
             "^side.yaml: optimizer: there is no option 'momentum'; it belongs under init_args:",

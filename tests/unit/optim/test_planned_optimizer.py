@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon import FlexDeMo, MuonConfig, NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedOptions
+from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import TensorLayout
 
 KINDS: list[Any] = [ParallelMuon, FlexDeMo]
@@ -44,36 +44,6 @@ def _train(model: nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]
 
 def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
-
-
-def _options(**changed: Any) -> PlannedOptions:
-    config = vars(MuonConfig())
-    return PlannedOptions(**{name: config.get(name) for name in PlannedOptions.__dataclass_fields__} | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"compute_dtype": "float8"}, "compute_dtype"),
-        ({"wire_dtype": "int8"}, "wire_dtype"),
-        ({"chunk_bytes": 0}, "chunk_bytes must be an integer of at least 1, got 0"),
-        ({"look_ahead": 0}, "look_ahead must be an integer of at least 1, got 0"),
-        ({"assignment": "first"}, "assignment must be one of .* got 'first'"),
-        ({"dedupe": True}, "dedupe must be one of .* got True"),
-        ({"overlap": "always"}, "overlap must be one of .* got 'always'"),
-    ],
-    ids=str,
-)
-def test_options_of_the_plan_are_checked(changed: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        _options(**changed)
-
-
-def test_the_planner_gets_what_the_options_say() -> None:
-    options = _options(chunk_bytes=123, assignment="redundant", dedupe="never", look_ahead=7, overlap="off")
-    found = options.plan_options(torch.bfloat16, torch.device("cpu"))
-    assert (found.itemsize, found.device_type, found.chunk_bytes) == (2, "cpu", 123)
-    assert (found.assignment, found.dedupe, found.look_ahead, found.overlap) == ("redundant", "never", 7, "off")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -55,7 +55,7 @@ def test_the_arguments_are_the_options(cls: Any) -> None:
         "timeout": timedelta(1),
     }
     assert cls(**given).options == Options(**given)
-    assert all(f"\n    {a.name}: " in cls.__doc__ for a in arguments)
+    assert all(f"\n    {a.name}: " in inspect.cleandoc(cls.__doc__) for a in arguments)
 
 
 def test_the_representation_names_the_package(cls: Any) -> None:

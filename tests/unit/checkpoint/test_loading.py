@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.integrations.checkpoint import (
-    Checkpoint,
-    full_weights,
-    named_optimizer_state,
-    numbered_optimizer_state,
-)
+from lightning_muon.checkpoint.loading import Checkpoint, named_optimizer_state
+from lightning_muon.checkpoint.saving import full_weights, numbered_optimizer_state
 
 
 def _trained() -> tuple[nn.Module, ParallelMuon]:

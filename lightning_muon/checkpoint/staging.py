@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from lightning_muon.comm.agreement import on_first_rank, together
 
@@ -62,33 +59,6 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
     on_first_rank(lambda: _commit(drafts, [path.name for path in obsolete]))
 
 
-def write_checkpoint(
-    path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
-) -> None:
-    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
-
-    Args:
-        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
-        content: What has shards, or on rank 0 the whole tensors.
-        rest: Everything else; that of rank 0 is written.
-        metadata_name: Name of the file beside the shards that holds ``rest``; ``None``: one file for everything.
-    """
-    with replacing(path, whole=metadata_name is None) as (draft,):
-        if metadata_name is None:
-            on_first_rank(lambda: torch.save({**content, **rest}, draft))
-            return
-        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
-        write_shards(content, draft)
-
-
-def write_shards(content: Mapping[str, Any], directory: Path) -> None:
-    """Write what each rank has. Collective over all ranks; every rank must call it."""
-    try:
-        dcp.save(dict(content), checkpoint_id=directory)
-    except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
-        raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
-
-
 def last_written(path: Path) -> Path:
     """Where the checkpoint ``path`` is to be read: the last one that was written completely; local, changes nothing.
 
@@ -117,11 +87,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir()
-    torch.save(dict(rest), path)
 
 
 def _folder(kind: str, target: Path, first: Path) -> Path:

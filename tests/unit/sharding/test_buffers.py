@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon.integrations.buffers import broadcast_buffers
+from lightning_muon.sharding.weights import broadcast_buffers
 from tests.support.processes import ProcessPool
 
 

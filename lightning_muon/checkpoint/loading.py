@@ -1,12 +1,14 @@
-"""Checkpoints: directories of shards, and single files in the format of a program that runs in one process."""
+"""Reading a checkpoint: a directory of shards, or a single file in the format of a program that runs in one process."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -17,13 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 
-from lightning_muon.comm.agreement import fail_together
+from lightning_muon.checkpoint.nodes import expect_saved_nodes, share_whole
+from lightning_muon.checkpoint.saving import State, names_in_groups
+from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.integrations.node_states import expect_saved_nodes, share_whole
 from lightning_muon.params.uses import clean_name
-from lightning_muon.sharding.weights import full_state_dict
 
 
 class Checkpoint:
@@ -137,6 +140,95 @@ class Checkpoint:
         set_optimizer_state_dict(module, optimizer, state[key])
 
 
+class StateCheckpoint(Checkpoint):
+    """A checkpoint that is being read, whose keys are those of the program that saved it."""
+
+    otherwise = "strict=False loads what fits"
+
+    def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
+        super().__init__(path, metadata_name=metadata_name, weights_only=weights_only)
+        self._keys_of_shards: set[str] = set()
+        if self.is_sharded:
+            # Made up by the base class, where the checkpoint is that of a Trainer.
+            self.content.pop("optimizer_states", None)
+            places = dcp.FileSystemReader(path).read_metadata().planner_data or {}
+            self._keys_of_shards = {place[0] for place in places.values()}
+
+    @classmethod
+    def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> StateCheckpoint:
+        """Read all but tensors. Collective over all ranks; every rank must call it."""
+        return together(lambda: cls(path, metadata_name=metadata_name, weights_only=weights_only))
+
+    def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        """Load everything that ``state`` names. Collective over all ranks; every rank must call it.
+
+        Args:
+            state: Modules and optimizers to fill, and what else is asked for.
+            target: Gets what is neither module nor optimizer, unless it can load it itself, as schedulers can.
+            strict: Whether what is asked for must be there, and weights fit exactly.
+
+        Returns:
+            What is in the checkpoint beside that, without shards.
+        """
+        absent = self._absent(state, strict=strict)
+        for key, (module, _) in state.modules.items():
+            if key not in absent:
+                self.load_module(key, module, strict=strict)
+        for key, (module, optimizer) in state.optimizers.items():
+            if key not in absent:
+                self.load_state_of(key, module, optimizer)
+        for key, value in state.rest.items():
+            if key in absent:
+                continue
+            if isinstance(value, Stateful):
+                value.load_state_dict(self.content.pop(key))
+            else:
+                target[key] = self.content.pop(key)
+        return {key: value for key, value in self.content.items() if key not in state.modules | state.optimizers}
+
+    def load_module(self, key: str, module: nn.Module, *, strict: bool) -> None:
+        """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
+        self.strict = strict
+        if not self.is_sharded:
+            self.weights = self.content[key]
+        self.load_weights(module, key)
+
+    def load_state_of(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fill the state of an optimizer. Collective over all ranks; every rank must call it."""
+        self._load_state(key, module, optimizer, whole=lambda: self.content[key], instead=f"load without {key!r}")
+
+    def _absent(self, state: State, *, strict: bool) -> set[str]:
+        """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
+        divided = state.modules.keys() | state.optimizers.keys()
+        there = self._keys_of_shards if self.is_sharded else self.content.keys()
+        absent = {key for key in divided if key not in there} | (state.rest.keys() - self.content.keys())
+        if not absent:
+            return absent
+        saved = sorted(map(str, self._keys_of_shards | self.content.keys()))
+        message = f"{self.path} has no {', '.join(sorted(map(repr, absent)))}; it has {saved}"
+        if strict:
+            raise KeyError(f"{message}, and strict=False loads what is there")
+        if absent == divided | state.rest.keys():
+            raise KeyError(f"{message}, and so nothing that could be loaded")
+        if dist.get_rank() == 0:
+            warnings.warn(f"{message}. What is not there stays as it is, because of strict=False.", stacklevel=2)
+        return absent
+
+
+def load_alone(checkpoint: StateCheckpoint, state: State, *, strict: bool) -> None:
+    """Fill the one module or optimizer of ``state`` from a file that is its state dict.
+
+    Collective over all ranks; every rank must call it.
+    """
+    if checkpoint.is_sharded:
+        raise ValueError(
+            f"{checkpoint.path} is a directory of shards, which are found by their keys only: "
+            "fabric.load(path, {'model': model}), with the keys of fabric.save"
+        )
+    checkpoint.content = {"": checkpoint.content}
+    checkpoint.load(state, {}, strict=strict)
+
+
 def _load_whole(saved: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     named = named_optimizer_state(saved, module, optimizer)
     own = _state_by_name(module, optimizer)
@@ -144,24 +236,6 @@ def _load_whole(saved: Mapping[str, Any], module: nn.Module, optimizer: torch.op
     named["state"] = share_whole(named["state"], own, _rules(optimizer))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(module, optimizer, named, options=options)
-
-
-def full_weights(module: nn.Module) -> dict[str, Any]:
-    """Whole weights under the names that the module itself uses, ``_orig_mod`` of compiled modules included.
-
-    On rank 0, an empty dict elsewhere. Collective over all ranks; every rank must call it.
-    """
-    own = {clean_name(name): name for name in module.state_dict()}
-    return {own.get(name, name): value for name, value in full_state_dict(module).items()}
-
-
-def numbered_optimizer_state(
-    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
-    numbers = {name: index for index, name in enumerate(_names_in_groups(module, optimizer))}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def named_optimizer_state(
@@ -179,7 +253,7 @@ def named_optimizer_state(
     if saved != ours:
         raise ValueError(f"the checkpoint has param groups of {saved} parameters, the optimizer of {ours}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    names = dict(zip(numbers, _names_in_groups(module, optimizer), strict=True))
+    names = dict(zip(numbers, names_in_groups(module, optimizer), strict=True))
     groups = [
         {**ours, **group, "params": [names[number] for number in group["params"]]}
         for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
@@ -225,11 +299,6 @@ def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Rule]:
 def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
     """What the optimizer would save; nothing if it creates state at its first step."""
     return get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}  # type: ignore[return-value]
-
-
-def _names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _compare_keys(module: nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], list[str]]:

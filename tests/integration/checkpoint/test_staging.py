@@ -13,16 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_muon.checkpoint.saving import write_shards
+from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, remove, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.integrations.replacement import (
-    _REPLACED,
-    _folder,
-    discard,
-    last_written,
-    remove,
-    replacing,
-    write_shards,
-)
 from tests.support.processes import ProcessPool
 
 

@@ -1,0 +1,156 @@
+"""Writing a checkpoint: what each rank gives to it, as a directory of shards or as a single file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
+from lightning_muon.checkpoint.staging import replacing
+from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.params.uses import clean_name
+from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
+
+Filters = Mapping[str, Callable[[str, Any], bool]]
+
+
+@dataclass
+class State:
+    """What a program saves or loads, by kind; the keys are its own.
+
+    Attributes:
+        modules: Key -> a module and the optimizers that step it.
+        optimizers: Key -> an optimizer and the module that it steps, which comes first.
+        rest: Everything else.
+    """
+
+    modules: dict[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]] = field(default_factory=dict)
+    optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
+    """Write a checkpoint. Collective over all ranks; every rank must call it.
+
+    Args:
+        path: The same on all ranks; see :func:`lightning_muon.checkpoint.staging.replacing` for what becomes of
+            a checkpoint that is there.
+        state: What to write.
+        mesh: The ranks with batches of their own.
+        filters: Key -> (name, value) -> whether to write it.
+        metadata_name: Name of the file beside the shards that holds all but tensors; ``None``: one file for everything.
+    """
+    whole = metadata_name is None
+    content: dict[str, Any] = {}
+    for key, (module, optimizers) in state.modules.items():
+        content[key] = weights_to_save(module, optimizers, mesh, whole=whole)
+    for key, (module, optimizer) in state.optimizers.items():
+        content[key] = optimizer_state_to_save(module, optimizer, whole=whole)
+    # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
+    content = together(lambda: _filtered(content, filters))
+    rest = together(lambda: _filtered(_plain(state.rest), filters))
+    write_checkpoint(path, content, rest, metadata_name=metadata_name)
+
+
+def weights_to_save(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, *, whole: bool
+) -> dict[str, Any]:
+    """Weights that all nodes have in common. Collective over all ranks; every rank must call it."""
+    broadcast_buffers(module)
+    with common_weights(optimizers) as differ:
+        if whole:
+            return copied(full_weights(module)) if differ else full_weights(module)
+        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=True))
+        return of_first_node(state, mesh) if differ else state
+
+
+def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+    """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)  # type: ignore[assignment]
+    return numbered_optimizer_state(state, module, optimizer) if whole and state else state
+
+
+def full_weights(module: nn.Module) -> dict[str, Any]:
+    """Whole weights under the names that the module itself uses, ``_orig_mod`` of compiled modules included.
+
+    On rank 0, an empty dict elsewhere. Collective over all ranks; every rank must call it.
+    """
+    own = {clean_name(name): name for name in module.state_dict()}
+    return {own.get(name, name): value for name, value in full_state_dict(module).items()}
+
+
+def numbered_optimizer_state(
+    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
+    numbers = {name: index for index, name in enumerate(names_in_groups(module, optimizer))}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters, in the order of the param groups."""
+    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def write_checkpoint(
+    path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
+) -> None:
+    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
+
+    Args:
+        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
+        content: What has shards, or on rank 0 the whole tensors.
+        rest: Everything else; that of rank 0 is written.
+        metadata_name: Name of the file beside the shards that holds ``rest``; ``None``: one file for everything.
+    """
+    with replacing(path, whole=metadata_name is None) as (draft,):
+        if metadata_name is None:
+            on_first_rank(lambda: torch.save({**content, **rest}, draft))
+            return
+        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
+        write_shards(content, draft)
+
+
+def write_shards(content: Mapping[str, Any], directory: Path) -> None:
+    """Write what each rank has. Collective over all ranks; every rank must call it."""
+    try:
+        dcp.save(dict(content), checkpoint_id=directory)
+    except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+        raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
+
+
+def _plain(rest: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in rest.items()}
+
+
+def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in filters:
+            result[key] = value
+        elif isinstance(value, Mapping):
+            result[key] = {name: item for name, item in value.items() if filters[key](name, item)}
+        elif filters[key](key, value):
+            result[key] = value
+    return result
+
+
+def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir()
+    torch.save(dict(rest), path)
