@@ -10,7 +10,7 @@ from lightning_muon.cli.plan_choice import Choice
 from lightning_muon.cli.plan_data import GramEstimate, gram_estimates, moved
 from lightning_muon.cli.plan_specs import Mesh, route_of
 from lightning_muon.cli.plan_strategies import GRID, MOST_RANKS_IN_FULL, PIPELINE, Outcome, PlanOptions
-from lightning_muon.params.report import routing_table
+from lightning_muon.params.routing import routing_table
 from lightning_muon.schedule.shapes import ModelShapes
 
 WIDTH = 120

@@ -37,8 +37,7 @@ from lightning_muon.optim.step_plan import (
 )
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, TensorLayout
-from lightning_muon.params.report import routing_table
-from lightning_muon.params.routing import Route, require_muon
+from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.sharding.fsdp_runtime import forget_unreduced, is_left_in_backward
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.params.logical import Box, whole
@@ -95,8 +96,8 @@ class Layout(Protocol):
         ...
 
 
-class TensorLayout:
-    """The layout that tensors tell themselves: DTensors, and plain tensors.
+class TensorLayout(Layout):
+    """The layout of DTensors and of plain tensors, who know it themselves; nothing is to be done around a step.
 
     Args:
         mesh: Where plain tensors are replicated with equal gradients; without it they are local to their process.
@@ -107,50 +108,38 @@ class TensorLayout:
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
 
+    @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        """As in :class:`Layout`."""
         if isinstance(parameter, DTensor):
             return parameter.device_mesh, tuple(parameter.placements)
         return self._mesh, (Replicate(),) * (self._mesh.ndim if self._mesh is not None else 0)
 
+    @override
     def local(self, parameter: Tensor) -> Tensor:
-        """As in :class:`Layout`."""
         return local_tensor(parameter)
 
+    @override
     def has_gradient(self, parameter: Tensor) -> bool:
-        """As in :class:`Layout`."""
         return parameter.grad is not None
 
+    @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """As in :class:`Layout`."""
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
-    def forget(self, parameters: Collection[Tensor]) -> None:
-        """Nothing: gradients are those of the tensors."""
-
-    def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """Nothing: whoever holds a part updates it."""
-
+    @override
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """All of them: they are there."""
         return [parameters]
 
-    def updated(self, parameters: Collection[Tensor]) -> None:
-        """As :meth:`begin_step`."""
-
-    def end_step(self) -> None:
-        """As :meth:`begin_step`."""
-
+    @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        """As in :class:`Layout`."""
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """The states themselves; no communication."""
         return [state for _, state in states]
 
+    @override
     def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """The states themselves; no communication."""
         return [state for _, state in states]
 
 

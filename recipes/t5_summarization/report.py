@@ -12,8 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_muon.params.report import routing_table
-from lightning_muon.params.routing import Route, route_module
+from lightning_muon.params.routing import Route, route_module, routing_table
 from recipes.t5_summarization.metrics import ROUGE_NAMES
 from recipes.t5_summarization.model import Summary
 

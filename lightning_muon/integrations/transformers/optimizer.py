@@ -14,8 +14,7 @@ from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.transformers.late_state import TrainerFlexDeMo, TrainerMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.report import routing_table
-from lightning_muon.params.routing import route_module
+from lightning_muon.params.routing import route_module, routing_table
 
 _log = logging.getLogger(__name__)
 Config = MuonConfig | FlexDeMoConfig

@@ -1,4 +1,4 @@
-"""Boxes and the matrices inside a parameter."""
+"""Boxes, the matrices inside a parameter, and the shards of every rank against torch.chunk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from lightning_muon.params.layout import held_boxes
+from lightning_muon.params import layout
+from lightning_muon.params.layout import held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, Shards, cut_of, logical_matrices, tile, whole
 from lightning_muon.params.routing import Route
 
@@ -34,7 +35,7 @@ def test_a_stack_has_a_matrix_for_every_leading_index() -> None:
     assert sum(matrix.box.numel for matrix in found) == whole((2, 3, 4, 5)).numel
 
 
-def test_a_convolution_is_flattened_and_a_fused_weight_is_split_along_its_dimension() -> None:
+def test_convolutions_are_flattened_and_fused_weights_split() -> None:
     (convolution,) = logical_matrices((6, 4, 3, 3), _route("convolution"))
     assert (convolution.rows, convolution.cols) == (6, 36)
     query, key_value = logical_matrices((12, 5), _route("matrix", splits=(4, 8)))
@@ -96,3 +97,42 @@ def test_parts_of_a_grid_or_with_gaps_are_no_split() -> None:
     grid = [Box((row, col), (row + 1, col + 1)) for row in range(2) for col in range(2)]
     assert cut_of(grid) is None
     assert cut_of([Box((0, 0), (1, 2)), Box((2, 0), (3, 2))]) is None
+
+
+@pytest.mark.parametrize("shape", [(13, 7), (3, 200), (1, 9), (5, 4, 3)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_shards_are_the_chunks_of_torch(shape: tuple[int, ...], dim: int, num_ranks: int) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    boxes = held_boxes(shape, (num_ranks,), [Shard(dim)], [(rank,) for rank in range(num_ranks)])
+    chunks = tensor.chunk(num_ranks, dim)
+    for rank, box in enumerate(boxes):
+        index = tuple(map(slice, box.start, box.stop))
+        if rank < len(chunks):
+            assert torch.equal(tensor[index], chunks[rank])
+        else:
+            assert box.numel == 0
+    assert sum(box.numel for box in boxes) == tensor.numel()
+
+
+def test_replicas_hold_the_same_box_on_a_2d_mesh() -> None:
+    boxes = held_boxes((6, 4), (2, 2), [Replicate(), Shard(0)], [(0, 0), (0, 1), (1, 0), (1, 1)])
+    assert boxes[0] == boxes[2] != boxes[1] == boxes[3]
+
+
+def test_only_axes_of_several_ranks_shard() -> None:
+    assert sharded_axes([Replicate(), Shard(0)], (2, 2), "w") == (1,)
+    assert sharded_axes([Replicate(), Shard(0)], (4, 1), "w") == ()
+    with pytest.raises(ValueError, match=r"layer\.w has the placement"):
+        sharded_axes([Partial()], (2,), "layer.w")
+
+
+def test_torch_is_asked_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    ask = layout.local_shape_and_offset
+    monkeypatch.setattr(layout, "local_shape_and_offset", lambda *args: asked.append(args[2]) or ask(*args))
+    coordinates = [(replica, rank) for replica in range(5) for rank in range(3)]
+    assert held_boxes((13, 7), (5, 3), [Replicate(), Shard(0)], coordinates)[3:6] == held_boxes(
+        (13, 7), (3,), [Shard(0)], [(rank,) for rank in range(3)]
+    )
+    assert len(asked) == 3 + 3

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.params.routing import Route, require_muon, route_by_shape, route_module, route_named
+from lightning_muon.params.routing import (
+    Route,
+    require_muon,
+    route_by_shape,
+    route_module,
+    route_named,
+    routing_table,
+)
 
 
 def _muon(module: nn.Module, **options: object) -> set[str]:
@@ -34,7 +41,7 @@ class TiedModel(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
-def test_one_route_per_parameter_in_the_order_of_named_parameters_on_meta() -> None:
+def test_one_route_per_parameter_in_their_order_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Transformer(8, 2, 2, 2, 16)
     routes = route_module(model)
@@ -46,7 +53,7 @@ def test_one_route_per_parameter_in_the_order_of_named_parameters_on_meta() -> N
 
 
 @pytest.mark.parametrize("head_first", [True, False])
-def test_a_weight_that_an_embedding_shares_is_elementwise_whatever_comes_first(head_first: bool) -> None:
+def test_a_weight_tied_to_an_embedding_is_elementwise(head_first: bool) -> None:
     route = next(iter(route_module(TiedModel(head_first)).values()))
     assert route.kind == "elementwise"
     other = "table.weight" if head_first else "projection.weight"
@@ -86,7 +93,7 @@ def test_frozen_parameters_are_routed_like_others() -> None:
     assert _muon(model) == {"0.weight", "2.weight"}
 
 
-def test_compiled_and_wrapped_models_get_clean_names_and_the_same_routes() -> None:
+def test_compiled_and_wrapped_models_get_the_same_routes() -> None:
     wrapper = nn.Module()
     wrapper.model = torch.compile(_mlp())
     assert _muon(wrapper) == {"model.0.weight", "model.2.weight"}
@@ -123,7 +130,7 @@ def test_a_wrong_pattern_is_an_error_that_names_it(options: Mapping[str, object]
         route_module(_mlp(), **options)  # type: ignore[arg-type]
 
 
-def test_fused_weights_are_divided_and_their_biases_are_left_alone() -> None:
+def test_fused_weights_are_divided_and_their_biases_are_not() -> None:
     routes = route_module(_mlp(), fused={"0.*": 3, "2.weight": (4, 2)})
     assert (routes["0.weight"].splits, routes["2.weight"].splits, routes["0.bias"].splits) == ((2, 2, 2), (4, 2), ())
 
@@ -139,7 +146,7 @@ def test_routes_by_shape_need_no_module() -> None:
     assert kinds == ["elementwise", "elementwise", "matrix", "stack", "convolution"]
 
 
-def test_t5_gives_its_tied_table_and_its_relative_positions_to_adamw() -> None:
+def test_t5_gives_its_tables_to_adamw() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(num_layers=2, d_model=16, d_kv=4, num_heads=4, d_ff=32, vocab_size=32)
     routes = route_module(transformers.T5ForConditionalGeneration(config))
@@ -154,7 +161,7 @@ def test_t5_gives_its_tied_table_and_its_relative_positions_to_adamw() -> None:
     }
 
 
-def test_gpt2_is_divided_along_the_outputs_of_its_transposed_layers() -> None:
+def test_gpt2_is_divided_along_its_outputs() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
@@ -162,7 +169,7 @@ def test_gpt2_is_divided_along_the_outputs_of_its_transposed_layers() -> None:
     assert (route.kind, route.splits, route.split_dim) == ("matrix", (8, 8, 8), 1)
 
 
-def test_named_parameters_without_a_module_are_routed_by_shape_and_patterns() -> None:
+def test_named_parameters_are_routed_by_shape_and_patterns() -> None:
     parameters = {
         "table": nn.Parameter(torch.ones(4, 3)),
         "w": nn.Parameter(torch.ones(6, 3)),
@@ -173,3 +180,47 @@ def test_named_parameters_without_a_module_are_routed_by_shape_and_patterns() ->
     assert routes["w"].splits == (3, 3)
     with pytest.raises(ValueError, match="'head' matches no parameter"):
         route_named(parameters, muon_patterns=["head"])
+
+
+def _table(module: nn.Module) -> str:
+    routes = route_module(module).values()
+    shapes = [(tuple(p.shape), not p.requires_grad) for p in module.parameters()]
+    return routing_table([(route, shape, frozen) for route, (shape, frozen) in zip(routes, shapes, strict=True)])
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [line.split() for line in table.splitlines()]
+
+
+def test_repeated_layers_are_one_row_with_a_count() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(12))})
+    rows = _rows(_table(model))
+    assert ["blocks.*.0.weight", "x12", "(4,", "4)", "Muon", "Linear", "weight"] in rows
+    assert ["blocks.*.0.bias", "x12", "(4,)", "AdamW", "1-D"] in rows
+
+
+def test_different_shapes_and_frozen_layers_have_rows() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6), nn.LayerNorm(6))
+    model[1].requires_grad_(False)
+    names = [row[0] for row in _rows(_table(model))]
+    assert names[2:-4] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "*.bias", "3.weight"]
+    assert "1.weight  " in _table(model) and "frozen" in next(
+        line for line in _table(model).splitlines() if "1.weight" in line
+    )
+
+
+def test_numbers_inside_words_are_kept() -> None:
+    table = _table(nn.ModuleDict({"norm1": nn.LayerNorm(4), "norm2": nn.LayerNorm(4), "a": nn.Linear(4, 4)}))
+    assert "norm1.weight" in table
+    assert "norm2.weight" in table
+
+
+def test_totals_count_every_parameter_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    model[0].requires_grad_(False)
+    lines = _table(model).splitlines()
+    assert lines[-3:] == [
+        "Muon: 1 tensors, 36 parameters (41.9%)",
+        "AdamW: 3 tensors, 20 parameters (23.3%)",
+        "frozen: 2 tensors, 30 parameters (34.9%)",
+    ]

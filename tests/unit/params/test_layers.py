@@ -1,4 +1,4 @@
-"""Kinds of single layers."""
+"""Places of parameters, kinds of layers, and output heads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_muon.params.layer_types import layer_kind
-from lightning_muon.params.uses import parameter_uses
+from lightning_muon.params.layers import find_output_heads, layer_kind
+from lightning_muon.params.uses import inside_repeated_block, parameter_uses, walk
 
 
 class Conv1D(nn.Module):
@@ -85,7 +85,7 @@ def test_the_weight_of_a_layer_has_the_kind_of_the_layer(layer: nn.Module, kind:
     assert set(kinds.values()) <= {"elementwise"}
 
 
-def test_recurrent_and_attention_weights_are_matrices_and_their_biases_are_not() -> None:
+def test_recurrent_and_attention_weights_are_matrices() -> None:
     for module in (nn.LSTM(3, 4, 2, proj_size=2), nn.GRUCell(3, 4), nn.MultiheadAttention(4, 2, kdim=3, vdim=5)):
         for name, parameter in module.named_parameters():
             assert _kinds(module)[name] == ("matrix" if parameter.ndim == 2 else "elementwise"), name
@@ -137,3 +137,116 @@ def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
     assert _kinds(parametrizations.orthogonal(nn.Linear(4, 5, bias=False))) == {
         "parametrizations.weight.original": "matrix"
     }
+
+
+class FocalLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Linear(4, 4)
+
+
+def test_what_get_output_embeddings_returns_is_the_head() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 9)
+            self.body = nn.Linear(4, 4)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    wrapper = nn.Module()
+    wrapper.model = Model()
+    heads = find_output_heads(wrapper)
+    assert list(heads.known) == [id(wrapper.model.head.weight)]
+    assert heads.guessed is None
+
+
+def test_a_getter_that_raises_is_passed_over() -> None:
+    class Model(nn.Linear):
+        def get_output_embeddings(self) -> nn.Module:
+            raise RuntimeError("this model has no head")
+
+    model = Model(4, 9)
+    assert find_output_heads(model).guessed == id(model.weight)
+
+
+def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:
+    block = nn.ModuleDict({"up": nn.Linear(4, 9), "down": nn.Linear(9, 4)})
+    model = nn.ModuleDict(
+        {
+            "table": nn.Embedding(9, 4),
+            "head": nn.Linear(4, 9),
+            "blocks": nn.ModuleList([block]),
+            "last": nn.Linear(4, 4),
+        }
+    )
+    assert list(find_output_heads(model).known) == [id(model["head"].weight)]
+
+
+def test_a_square_table_makes_no_square_layer_a_head() -> None:
+    model = nn.ModuleDict({"positions": nn.Embedding(4, 4), "mix": nn.Linear(4, 4), "last": nn.Linear(4, 2)})
+    heads = find_output_heads(model)
+    assert not heads.known
+    assert heads.guessed == id(model["last"].weight)
+
+
+def test_losses_after_the_network_do_not_hide_its_last_layer() -> None:
+    model = nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "last": nn.Linear(4, 2), "loss": FocalLoss(), "ce": nn.CrossEntropyLoss()}
+    )
+    assert find_output_heads(model).guessed == id(model["last"].weight)
+
+
+def test_no_head_is_guessed_after_a_norm_or_in_a_block() -> None:
+    assert find_output_heads(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))).guessed is None
+    assert find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])).guessed is None
+
+
+def test_order_and_names_are_those_of_named_parameters() -> None:
+    model = nn.Transformer(8, 2, 2, 2, 16)
+    assert [uses[0].name for uses in parameter_uses(model)] == [name for name, _ in model.named_parameters()]
+
+
+def test_every_place_of_a_tied_weight_is_listed() -> None:
+    model = nn.Module()
+    model.table = nn.Embedding(5, 3)
+    model.alias = model.table
+    model.head = nn.Linear(3, 5, bias=False)
+    model.head.weight = model.table.weight
+    assert [[use.name for use in uses] for uses in parameter_uses(model)] == [
+        ["table.weight", "alias.weight", "head.weight"]
+    ]
+
+
+def test_wrapper_parts_are_stripped_from_names() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2)))
+    assert [uses[0].name for uses in parameter_uses(model)] == ["0.weight", "0.bias"]
+
+
+def test_a_module_that_contains_itself_is_walked_once() -> None:
+    model = nn.Module()
+    model.layer = nn.Linear(2, 2)
+    model.layer.parent = model
+    assert [name for *_, (name, _) in walk(model)] == ["", "layer"]
+
+
+def test_a_lazy_layer_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight of lazy module LazyLinear has no shape yet"):
+        parameter_uses(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_repeated_composites_are_blocks_and_mlp_layers_are_not() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    model = nn.ModuleDict(
+        {
+            "mlp": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            "stages": nn.Sequential(block(), block()),
+            "one_stage": nn.Sequential(block(), nn.Linear(2, 2)),
+            "layers": nn.ModuleList([block()]),
+        }
+    )
+    inside = {path[-1][0] for path in walk(model) if isinstance(path[-1][1], nn.Linear) and inside_repeated_block(path)}
+    assert inside == {"stages.0.0", "stages.1.0", "layers.0.0"}
