@@ -17,8 +17,7 @@ from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicator import Components, Replicator, Turn
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
-from lightning_muon.integrations.fabric.registry import register_fabric_strategies
-from lightning_muon.integrations.lightning.registry import register_strategies
+from lightning_muon.integrations.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.sharding.context_parallel import (
     context_attention,
@@ -68,7 +67,6 @@ __all__ = [
 ]
 
 register_strategies()
-register_fabric_strategies()
 
 
 def __getattr__(name: str) -> Any:

@@ -68,12 +68,9 @@ class NodeWeights:
         """The weights in the module are those to go on with."""
         self._kept = {}
 
-    @contextmanager
-    def common(self, optimizers: Sequence[Any]) -> Iterator[bool]:
-        """As :func:`common_weights`, also where the module has them already."""
-        optimizers = [each for each in optimizers if not self._kept or not _is_averaging(each)]
-        with common_weights(optimizers) as must_copy:
-            yield must_copy
+    def not_shown(self, optimizers: Sequence[Any]) -> list[Any]:
+        """Those whose common weights the module does not have already, for :func:`common_weights`."""
+        return [each for each in optimizers if not self._kept or not _is_averaging(each)]
 
     @contextmanager
     def own(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from lightning_muon.compat.lightning import LightningPackage, PackageName, metad
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.errors import UnknownOptionError
-from lightning_muon.integrations.lightning.registry import STRATEGY_NAME
+from lightning_muon.integrations.registry import STRATEGY_NAME
 
 _PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan

@@ -60,14 +60,6 @@ def apply_layer_sync(strategy: Any, module: nn.Module) -> None:
         strategy._layer_sync.apply(module)
 
 
-def materialize_sharded(package: LightningPackage, module: nn.Module, device: torch.device) -> None:
-    """Give DTensors on the meta device memory, and call every ``reset_parameters``.
-
-    Uses ``fabric.utilities.init._materialize_distributed_module`` (2.6).
-    """
-    package.fabric("utilities.init")._materialize_distributed_module(module, device)
-
-
 def metadata_filename(package: LightningPackage) -> str:
     """File in the directory of a sharded checkpoint that holds all but tensors.
 

@@ -1,12 +1,11 @@
-"""What becomes of gradients between backward and the step of an optimizer: clipping, its norm, the finite check."""
+"""What becomes of gradients between backward and the step of an optimizer: clipping, finite check, one reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.engine.options import ClipGroups
@@ -19,71 +18,63 @@ from lightning_muon.sharding.weights import names_of
 
 
 class GradientRules:
-    """The rules of one run.
+    """Clips the gradients of one module, and looks for NaN and Inf in them.
+
+    Call it after gradients are reduced. Methods are collective over the meshes of the parameters unless they say that
+    they are local; every rank must call them.
 
     Args:
-        module: The LightningModule, prepared; it logs ``grad_norm`` and ``skipped_steps``.
+        module: The sharded module.
         mode: Knows where gradients lie.
         clip_groups: ``"all"`` clips every gradient by the norm over all of them. ``"elementwise"`` leaves out the
             matrices that run on Muon, for whose update the size of the gradient matters little: what it orthogonalizes
             has no size. Gathers of matrices that started during backward then need not wait for the norm.
         max_skipped_steps: For optimizers that do not check their gradients themselves; as in ``MuonConfig``.
-
-    Attributes:
-        is_last_micro_batch: Whether the backward passes of now reduce gradients.
     """
 
-    def __init__(self, module: Any, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int) -> None:
-        self._module, self._mode, self._clip_groups = module, mode, clip_groups
+    def __init__(
+        self, module: nn.Module, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int
+    ) -> None:
+        self._mode, self._clips_all = mode, clip_groups == "all"
         self._max_skipped_steps = max_skipped_steps
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}
         self._norms: dict[torch.optim.Optimizer, Tensor] = {}
-        self._is_finished = False
-        self.is_last_micro_batch = True
 
-    def begin_step(self) -> None:
-        """A training step begins; local."""
-        self._is_finished = False
+    def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip by one norm, and return the norm before."""
+        parameters = parameters_of(optimizer)
+        clipped = self._clipped(parameters, [optimizer])
+        if len(clipped) < len(parameters):
+            return self._mode.clip_norm_(clipped, max_norm)
+        norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
+        return norm
 
-    def after_backward(self) -> None:
-        """Finish gradients, so that ``on_after_backward`` finds them whole. Collective in the last micro-batch."""
-        if self.is_last_micro_batch:
-            self._mode.finish_gradients()
-            self._is_finished = True
+    def clip_parameters_by_norm(
+        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], max_norm: float
+    ) -> Tensor:
+        """As :meth:`clip_by_norm` for ``parameters``, the same on all ranks, which ``optimizers`` step."""
+        trainable = {parameter for parameter in parameters if parameter.requires_grad}
+        for optimizer in optimizers:
+            if trainable == {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}:
+                return self.clip_by_norm(optimizer, max_norm)
+        return self._mode.clip_norm_(self._clipped(parameters, optimizers), max_norm)
 
-    def finish_gradients(self) -> None:
-        """Before gradients are used. Collective over the mesh; every rank must call it.
+    def clip_by_value(
+        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], max_value: float
+    ) -> None:
+        """Clip the gradients of ``parameters``, which ``optimizers`` step, element by element."""
+        clip_value_(self._clipped(parameters, optimizers), max_value, layout=self._mode.layout)
 
-        Manual optimization may have run ``loss.backward()``, of which nobody is told, so it is asked there again.
-        """
-        if not self._is_finished or not self._module.automatic_optimization:
-            self._mode.finish_gradients()
+    def check_finite(self, optimizer: torch.optim.Optimizer) -> None:
+        """After clipping: an optimizer that does not look for NaN itself gets no gradients if there is one.
 
-    def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
-        self.finish_gradients()
-        clipped = self._clipped(optimizer)
-        if len(clipped) == len(_parameters(optimizer)):
-            norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
-        else:
-            norm = self._mode.clip_norm_(clipped, max_norm)
-        self._module.log("grad_norm", norm)
-
-    def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
-        """Clip element by element. Collective over the mesh; every rank must call it."""
-        self.finish_gradients()
-        clip_value_(self._clipped(optimizer), max_value, layout=self._mode.layout)
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After clipping: an optimizer that would take a NaN for a number gets no gradients, and so does nothing.
-
-        Collective over the meshes of the parameters, unless a norm was taken; every rank must call it.
+        Nothing is communicated if :meth:`clip_by_norm` has taken the norm of these gradients.
         """
         norm = self._norms.pop(optimizer, None)
         if isinstance(optimizer, PlannedOptimizer):
             return
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
         found = find_nonfinite(parameters, named, layout=self._mode.layout, known_norm=norm)
         check = self._checks.setdefault(optimizer, FiniteCheck(self._max_skipped_steps))
@@ -96,28 +87,29 @@ class GradientRules:
         check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
         return 0 if check is None else check.skipped_steps
 
-    def log_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log how many steps were skipped so far, once there was one; local."""
-        if skipped := self.skipped_steps(optimizer):
-            self._module.log("skipped_steps", float(skipped))
-
-    def _clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-        parameters = _parameters(optimizer)
-        if self._clip_groups == "all" or not isinstance(optimizer, PlannedOptimizer):
+    def _clipped(self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[Tensor]:
+        if self._clips_all:
             return parameters
-        routes = zip(parameters, optimizer.routes, strict=True)
-        return [parameter for parameter, route in routes if route.algorithm == "adamw"]
+        matrices = {
+            parameter
+            for optimizer in optimizers
+            if isinstance(optimizer, PlannedOptimizer)
+            for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
+            if route.algorithm != "adamw"
+        }
+        return [parameter for parameter in parameters if parameter not in matrices]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class SingleReductionGuard:
     """Refuses a second reducing backward pass that adds to gradients of the same step.
 
-    Gradients are sums over the ranks divided by tokens. Of two passes each would divide by its own tokens, and the sum
-    of two means weighs the tokens of the shorter one more.
+    With ``loss_scaling="tokens"`` gradients are sums over the ranks divided by the number of tokens. Two reducing
+    passes would each divide by their own number, which over-weights the tokens of the shorter one.
 
     Args:
         parameters: Those of the optimizers of one module.

@@ -43,6 +43,12 @@ class Meshes:
     data_rank: int
     num_data_ranks: int
 
+    def for_gradients(self, *, by_nodes: bool) -> DeviceMesh:
+        """The ranks with batches of their own; (replicate, shard) if replicas are nodes that average by themselves."""
+        mesh = self.nodes if by_nodes else self.data
+        assert mesh is not None, "Options refuse meshes without nodes"
+        return mesh
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:

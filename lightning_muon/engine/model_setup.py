@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.compat.lightning import LightningPackage, materialize_sharded
-from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.sharding.mode import ModeOptions, ShardingMode
 from lightning_muon.sharding.shard_model import plan_units, shard_model
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
@@ -48,30 +48,40 @@ def has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def shard_units_from_meta(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    options: ModeOptions,
-    *,
-    device: torch.device,
-    warn: Callable[[str], None],
-) -> None:
-    """Materialize, initialize and shard each unit of ``module``, and materialize the rest for ``shard_model``.
+def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, warn: Callable[[str], None]) -> None:
+    """Give all meta tensors of ``module`` memory and initial values; does nothing if there are none.
 
-    So no rank ever holds more than one whole unit, and the rest. Collective over ``mesh``; every rank must call it.
+    Where weights are sharded, its units are sharded one after the other, so that no rank ever holds more than one whole
+    unit and what is in no unit. Collective over the mesh of ``mode``; every rank must call it.
 
     Args:
-        module: With plain tensors on the meta device; tensors elsewhere are left as they are.
-        mesh: To shard over.
-        options: Of the sharding.
+        module: Before ``mode.prepare``; what is not on the meta device is left as it is.
+        mode: How it will be sharded.
         device: Of the new tensors.
         warn: Takes the message about modules that cannot initialize themselves.
     """
+    if not has_meta_tensors(module):
+        return
+    uninitialized: set[str] = set()
+    if mode.shards_weights:
+        uninitialized |= _materialize_user_sharded(module, device)
+        uninitialized |= _shard_units_from_meta(module, mode.mesh, mode.options, device)
+    else:
+        uninitialized |= initialize_meta(module, device, {})
+    if uninitialized:
+        warn(
+            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "
+            "on the meta device are NaN now; load a checkpoint, or create these modules on a real device"
+        )
+
+
+def _shard_units_from_meta(module: nn.Module, mesh: DeviceMesh, options: ModeOptions, device: torch.device) -> set[str]:
+    """Materialize and shard each unit, and materialize the rest; the classes that cannot initialize themselves."""
     uninitialized: set[str] = set()
     replaced: dict[Tensor, Tensor] = {}
     with _own_random_numbers(module, device):
         for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
-            uninitialized |= materialize(unit, device, replaced)
+            uninitialized |= initialize_meta(unit, device, replaced)
             shard_model(
                 unit,
                 mesh,
@@ -80,30 +90,27 @@ def shard_units_from_meta(
                 reshard_after_forward=options.reshard_after_forward,
                 decoupled_nodes=options.decoupled_nodes,
             )
-        uninitialized |= materialize(module, device, replaced)
-    _warn_of_nan(uninitialized, warn)
+        uninitialized |= initialize_meta(module, device, replaced)
+    return uninitialized
 
 
-def materialize_whole(module: nn.Module, device: torch.device, warn: Callable[[str], None]) -> None:
-    """Materialize and initialize all of ``module``; local. Ranks may draw different values.
+def _materialize_user_sharded(module: nn.Module, device: torch.device) -> set[str]:
+    """Materialize all of what ``configure_model`` has sharded on the meta device, as ModelParallelStrategy does.
 
-    Args:
-        module: With tensors on the meta device.
-        device: Of the new tensors.
-        warn: Takes the message about modules that cannot initialize themselves.
+    The shards of replicas may differ afterwards; ``shard_model`` makes them equal.
     """
-    _warn_of_nan(materialize(module, device, {}), warn)
+    uninitialized: set[str] = set()
+    for root in filter(has_meta_tensors, _outermost_sharded(module)):
+        with _own_random_numbers(root, device):
+            root.to_empty(device=device)
+            _fill_with_nan([*root.parameters(), *root.buffers()])
+            for child in root.modules():
+                if any(True for _ in chain(child.parameters(recurse=False), child.buffers(recurse=False))):
+                    uninitialized |= _initialize(child)
+    return uninitialized
 
 
-def _warn_of_nan(uninitialized: set[str], warn: Callable[[str], None]) -> None:
-    if uninitialized:
-        warn(
-            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "
-            "on the meta device are NaN now; load a checkpoint, or create these modules on a real device"
-        )
-
-
-def materialize(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
+def initialize_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
     """Replace meta tensors by initialized ones, keeping ties; return the classes that cannot initialize themselves.
 
     Args:
@@ -115,12 +122,26 @@ def materialize(module: nn.Module, device: torch.device, replaced: dict[Tensor, 
     uninitialized = set[str]()
     # The first module that holds a tied weight has the last word, for example the embedding before the head.
     for child in reversed(touched):
-        reset = getattr(child, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            uninitialized.add(type(child).__name__)
+        uninitialized |= _initialize(child)
     return uninitialized
+
+
+def _initialize(module: nn.Module) -> set[str]:
+    """Call ``reset_parameters``, or return the name of a class that has none."""
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        return {type(module).__name__}
+    reset()
+    return set()
+
+
+@torch.no_grad()
+def _fill_with_nan(tensors: Iterable[Tensor]) -> None:
+    """What nothing initializes must not pass for a weight; local."""
+    for tensor in tensors:
+        local = local_tensor(tensor.detach())
+        if local.is_floating_point() or local.is_complex():
+            local.fill_(float("nan"))
 
 
 def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> bool:
@@ -136,9 +157,7 @@ def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, T
         found = True
         if tensor not in replaced:
             empty = _empty_like(tensor, device)
-            # What nothing initializes must not pass for a weight.
-            if empty.is_floating_point() or empty.is_complex():
-                empty.fill_(float("nan"))
+            _fill_with_nan([empty])
             is_parameter = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         setattr(module, name, replaced[tensor])
@@ -171,18 +190,6 @@ def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[Non
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
         yield
-
-
-def materialize_user_sharded(module: nn.Module, device: torch.device, package: LightningPackage) -> None:
-    """Materialize what ``configure_model`` has sharded on the meta device, as ModelParallelStrategy does.
-
-    The shards of replicas may differ afterwards; ``shard_model`` makes them equal.
-    """
-    for root in _outermost_sharded(module):
-        if not has_meta_tensors(root):
-            continue
-        with _own_random_numbers(root, device):
-            materialize_sharded(package, root, device)
 
 
 def _outermost_sharded(module: nn.Module) -> list[nn.Module]:

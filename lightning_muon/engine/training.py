@@ -1,120 +1,220 @@
-"""One module in a loop of the user's: its optimizers, and what its gradients go through between backward and step."""
+"""The life cycle of a training: what every framework asks for, from the unsharded module to the last step."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
-from lightning_muon.engine.conversion import OptimizerProxy, ReplacedParameters
-from lightning_muon.engine.gradient_rules import GradientRules, SingleReductionGuard
-from lightning_muon.engine.options import ClipGroups
+from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
+from lightning_muon.checkpoint.saving import optimizer_state_to_save, weights_to_save
+from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.groups import axis_group
+from lightning_muon.engine.conversion import (
+    OptimizerProxy,
+    ReplacedParameters,
+    convert_optimizers,
+    describe_optimizers,
+    optimizer_warnings,
+)
+from lightning_muon.engine.forward_methods import explain_shards
+from lightning_muon.engine.gradient_rules import GradientRules, SingleReductionGuard, parameters_of
+from lightning_muon.engine.mesh_sizes import Meshes
+from lightning_muon.engine.model_setup import materialize
+from lightning_muon.engine.options import Options
+from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.sharding.fsdp_call_log import tensors_in
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
-from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import Sharding, make_mode
+from lightning_muon.sharding.units import check_tensor_parallel
+from lightning_muon.sharding.weights import broadcast_buffers
+
+_READ_EARLY = (
+    "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
+    "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
+    "self.trainer.strategy.finish_parameters() first."
+)
+_REPORT_TOKENS = (
+    "In a loop of your own: fabric.strategy.report_tokens(n) before each fabric.backward(loss), or "
+    "accelerator.report_tokens(n) before each accelerator.backward(loss)."
+)
 
 
-class Training:
-    """What belongs to one prepared module.
+class TrainingEngine:
+    """Shards one module, attaches its optimizers, and does what a step needs beside the user's code.
+
+    A framework calls, in this order: :meth:`shard`; for a training :meth:`attach`; for each micro-batch
+    :meth:`around_forward` and :meth:`around_backward`, all but the last of a step inside :meth:`no_sync`; clipping;
+    :meth:`step`, or :meth:`around_step` with :meth:`before_step` inside; around an evaluation :meth:`begin_evaluation`
+    and :meth:`end_evaluation`; at last :meth:`end_training` and :meth:`close`. Methods are collective over the mesh
+    unless they say that they are local; every rank must call them.
 
     Args:
-        module: The user's module, prepared by ``mode``.
-        mode: How it is divided.
-        replaced: The parameters that it had before.
-        clip_groups: As in :class:`~lightning_muon.engine.gradient_rules.GradientRules`.
-        max_skipped_steps: As there.
-        max_silence: As in :class:`~lightning_muon.engine.options.Options`.
+        module: The user's module, on any device. It may be sharded in part, or still from an earlier training.
+        options: What the user chose.
+        meshes: Of the run.
+        mode_options: ``options.mode_options``, and what follows from the run.
+        sharding: In place of ``options.sharding``.
+        info: Takes lines for the log; may be called on every rank.
+        warn: Takes warnings; may be called on every rank.
+        is_only_module: Every backward pass of the program goes through this module.
+        is_loop_of_user: The user calls backward and step; an order that makes no sense is an error.
+        sees_every_backward: Every backward pass is inside of :meth:`around_backward`.
+        node_weights: Those of an earlier training of the same module.
 
     Attributes:
-        optimizers: Those that step it, in the order in which they were set up.
+        mesh: The ranks with batches of their own.
+        mode: How the module is sharded.
+        optimizers: Those that step the module, in the order in which they were attached.
+        tokens: Counts tokens with ``loss_scaling="tokens"``, from :meth:`attach` on.
+        is_sharded: Whether :meth:`shard` has come to its end.
+        has_run: Whether the module has run since the last step, so that there may be gradients.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        mode: ShardingMode,
-        replaced: ReplacedParameters,
+        options: Options,
+        meshes: Meshes,
         *,
-        clip_groups: ClipGroups,
-        max_skipped_steps: int,
-        max_silence: timedelta | None = None,
+        mode_options: ModeOptions,
+        info: Callable[[str], None],
+        warn: Callable[[str], None],
+        sharding: Sharding | None = None,
+        is_only_module: bool = True,
+        is_loop_of_user: bool = True,
+        sees_every_backward: bool = True,
+        node_weights: NodeWeights | None = None,
     ) -> None:
-        self.module, self.mode, self.replaced = module, mode, replaced
+        self.module, self.options, self.meshes = module, options, meshes
+        self.mesh = meshes.for_gradients(by_nodes=options.has_nodes)
+        self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._options: dict[str, Any] = {"clip_groups": clip_groups, "max_skipped_steps": max_skipped_steps}
-        self._handles: list[OptimizerProxy] = []
-        self._rules: _Rules | None = None
-        self._max_silence = max_silence
-        self._division: SingleReductionGuard | None = None
+        self.tokens: TokenCount | None = None
+        self.node_weights = node_weights or NodeWeights()
+        self.is_sharded = self.has_run = False
+        self._info, self._warn = info, warn
+        self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
+        self._sees_every_backward = sees_every_backward
+        self._replaced = ReplacedParameters(module)
+        self._proxies: list[OptimizerProxy] = []
+        self._rules: GradientRules | None = None
+        self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
-        self._has_run = False
-        self._is_reduced = True
+        self._hooks: list[RemovableHandle] = []
+        self._is_explaining = False
+        # Of the backward passes of now, of the last one, and of the gradients there are.
+        self._is_last_micro_batch = self._is_reduced = True
+        self._is_finished = False
+
+    # ---- before the first step
+
+    def shard(self, device: torch.device) -> None:
+        """Give all ranks the same weights, in their final form on ``device``."""
+        module = self.module
+        if self.meshes.tensor is not None:
+            check_tensor_parallel(module, self.meshes.tensor)
+        free_unsharded(module)
+        materialize(module, self.mode, device, self._warn)
+        self.mode.prepare(module)
+        self._replaced.close(module)
+        module.to(device)
+        self.is_sharded = True
         self._watch()
 
-    def attach(self, optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[OptimizerProxy]) -> None:
-        """Train with these optimizers, all that step the module. Collective over the mesh; every rank must call it.
+    def attach(
+        self,
+        given: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any] = (),
+        *,
+        source: str,
+        is_placeholder: Callable[[torch.optim.Optimizer], bool] | None = None,
+        is_default: bool = False,
+        keep_given: bool = True,
+    ) -> list[torch.optim.Optimizer]:
+        """Train with these optimizers, and return what takes their places.
 
         Args:
-            optimizers: With routes, before their first step as far as they are new.
-            handles: Of optimizers of the user that some of them have replaced.
+            given: All that step the module from now on, those that were attached before included; with the parameters
+                that the module has now, or had before :meth:`shard`.
+            schedulers: Follow an optimizer that is replaced.
+            source: Where the optimizers come from, for the error if ranks have different ones.
+            is_placeholder: Whether an optimizer stands for none.
+            is_default: The optimizers are not the user's.
+            keep_given: The program may go on to use the optimizers that are replaced, for example in a scheduler.
         """
-        if self.optimizers:
-            # A mode is attached once, to all optimizers.
-            self.close()
-        self.optimizers = list(optimizers)
-        self._handles += handles
-        self.mode.attach(self.module, self.optimizers)
-        self._rules = _Rules(self.module, self.mode, **self._options)
+        module, options = self.module, self.options
+        self.node_weights.forget()
+        self.rebind(given)
+        conversions = convert_optimizers(
+            given, schedulers, module, choice=options.optimizer, is_placeholder=is_placeholder
+        )
+        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
+        require_equal(kinds, None, source)
+        before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
+        if keep_given:
+            pairs = zip(given, self.optimizers, strict=True)
+            self._proxies += [OptimizerProxy(old, new) for old, new in pairs if new is not old]
+        if before:
+            self._stop()  # A sharding mode is attached once, to all optimizers.
+        try:
+            self.mode.attach(module, self.optimizers)
+        except ValueError as error:
+            if options.optimizer == "keep":
+                error.add_note(
+                    "The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW."
+                )
+            raise
+        self._rules = GradientRules(
+            module, self.mode, clip_groups=options.clip_groups, max_skipped_steps=options.config.max_skipped_steps
+        )
+        if options.loss_scaling == "tokens" and self.tokens is None:
+            self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._watch()
+        fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
+        self._info(describe_optimizers(fresh))
+        for message in optimizer_warnings(fresh, options.optimizer, is_default=is_default):
+            self._warn(message)
+        return self.optimizers
+
+    def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Give optimizers the parameters that have taken the place of those from before :meth:`shard`; local."""
+        for optimizer in optimizers:
+            self._replaced.rebind(optimizer, self.module)
+
+    def follow_forward(self) -> None:
+        """Notice calls of the module by itself, where no framework says that it is called, until :meth:`close`. Local.
+
+        Also notices the backward passes that start from its outputs.
+        """
+        self._hooks = [
+            self.module.register_forward_pre_hook(self._before_forward),
+            self.module.register_forward_hook(torch.compiler.disable(self._after_forward)),
+        ]
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """The optimizer of this module that ``optimizer`` is, or that has replaced it; ``None`` if it is another's."""
-        used = next((handle.used for handle in self._handles if handle.given is optimizer), optimizer)
+        """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""
+        used = next((proxy.used for proxy in self._proxies if proxy.given is optimizer), optimizer)
         return next((own for own in self.optimizers if own is used), None)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether any parameter of ``optimizer`` belongs to the module."""
-        own = set(self.module.parameters())
-        return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
-
-    @contextmanager
-    def around_forward(self) -> Generator[None]:
-        """What is entered around each forward pass of the module."""
-        self.mode.begin_forward()
-        if torch.is_grad_enabled():
-            self._has_run = True
-            if self._rules is not None:
-                self._rules.begin_step()
-        with self.explaining():
-            try:
-                yield
-            except BaseException:
-                self.mode.forward_failed()
-                raise
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Leave the gradients of this module unreduced; local."""
-        rules = self._require_optimizers("no_backward_sync (no_sync)")
-        before, rules.is_last_micro_batch = rules.is_last_micro_batch, False
-        try:
-            with self.mode.no_sync():
-                yield
-        finally:
-            rules.is_last_micro_batch = before
-
-    @property
-    def is_last_micro_batch(self) -> bool:
-        """Whether the next backward pass through this module reduces gradients."""
-        return self._rules is not None and self._has_run and self._rules.is_last_micro_batch
+        """Whether any parameter of ``optimizer`` belongs to the module; local."""
+        return not set(self.module.parameters()).isdisjoint(parameters_of(optimizer))
 
     @property
     def gradient_note(self) -> str | None:
-        """What whoever expects gradients in ``parameter.grad`` should know."""
+        """What a user who expects gradients in ``parameter.grad`` should know; local."""
         if not self.mode.parameters_arrive_late:
             return None
         return (
@@ -123,54 +223,124 @@ class Training:
             "Accelerator clip all of them"
         )
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether the micro-batch of now leaves gradients unreduced."""
-        return self._rules is not None and not self._rules.is_last_micro_batch
-
-    def divide_gradients_by(self, num_tokens: float) -> None:
-        """Let the backward pass that comes next, the last of a step, divide the sums over the ranks by this.
-
-        Local, the same on all ranks; from the first call on it belongs before each reducing backward pass.
-        """
-        self.mode.set_gradient_divisor(num_tokens)
-        if self._division is None:
-            parameters = [p for own in self.optimizers for group in own.param_groups for p in group["params"]]
-            self._division = SingleReductionGuard(parameters, self.mode, type(self.module).__name__)
+    # ---- micro-batches
 
     @contextmanager
-    def around_backward(self) -> Generator[None]:
-        """Enter it around each backward pass.
-
-        Collective over the mesh in the last micro-batch, if the module has run; every rank must call it.
-        """
-        division = self._division if self.is_last_micro_batch else None
-        if division is not None:
-            division.begin_backward()
-        with self.explaining():
+    def around_forward(self) -> Generator[None]:
+        """Enter it around each forward pass of the module, and around each step of an evaluation."""
+        self.mode.begin_forward()
+        if torch.is_grad_enabled():
+            self.has_run = True
+            self._is_finished = False
+        with self.explaining(), explain_shards():
             try:
                 yield
             except BaseException:
-                self.mode.backward_failed()
+                self.mode.forward_failed()
                 raise
-            if self._rules is not None and self._has_run:
-                self._is_reduced = self._rules.is_last_micro_batch
-                self._rules.after_backward()
-            if division is not None:
-                division.end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Forward and backward inside leave gradients unreduced; local."""
+        self._require_rules("no_backward_sync (no_sync)")
+        before, self._is_last_micro_batch = self._is_last_micro_batch, False
+        try:
+            with self.mode.no_sync():
+                yield
+        finally:
+            self._is_last_micro_batch = before
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the next backward pass through this module reduces gradients; local."""
+        return self._rules is not None and self.has_run and self._is_last_micro_batch
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the micro-batch of now leaves gradients unreduced; local."""
+        return self._rules is not None and not self._is_last_micro_batch
+
+    @contextmanager
+    def around_backward(self, *, loss_divided_by: int = 1) -> Generator[None]:
+        """Enter it around each backward pass. Communicates in the last micro-batch, if the module has run.
+
+        Args:
+            loss_divided_by: The number of micro-batches, if the framework divides each loss by it.
+        """
+        self.has_run |= self._is_only_module
+        with self.explaining():
+            try:
+                guard = self._begin_backward(loss_divided_by)
+                yield
+            except BaseException as error:
+                if self.tokens is not None:
+                    self.tokens.reset()  # They go with the gradients.
+                self.mode.backward_failed()
+                if self.mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
+                    error.add_note(_READ_EARLY)
+                raise
+            self.finish_backward()
+            if guard is not None:
+                guard.end_backward()
+
+    def finish_backward(self) -> None:
+        """At the end of a backward pass make its gradients whole; :meth:`around_backward` does so, if nobody has."""
+        if self._rules is None or not self.has_run:
+            return
+        self._is_reduced = self._is_last_micro_batch
+        if self._is_last_micro_batch and not self._is_finished:
+            self.mode.finish_gradients()
+            self._is_finished = True
+
+    def finish_gradients(self) -> None:
+        """Make gradients whole before they are used, also those of backward passes that nobody was told of."""
+        if not self._is_finished or not self._sees_every_backward:
+            self.mode.finish_gradients()
+
+    # ---- the step
 
     def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, and return the norm before. Collective over the mesh; every rank must call it."""
-        rules = self._reduced("clip_gradients")
+        """Clip the gradients of one of :attr:`optimizers`, and return their norm before."""
+        rules = self._reduced_gradients("clip_gradients")
         with self.explaining():
-            rules.clip_by_norm(optimizer, max_norm)
-        return rules.logged["grad_norm"]
+            self.finish_gradients()
+            return rules.clip_by_norm(optimizer, max_norm)
 
     def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
-        """Clip element by element. Collective over the mesh; every rank must call it."""
-        rules = self._reduced("clip_gradients")
+        """Clip the gradients of one of :attr:`optimizers` element by element."""
+        rules = self._reduced_gradients("clip_gradients")
         with self.explaining():
-            rules.clip_by_value(optimizer, max_value)
+            self.finish_gradients()
+            rules.clip_by_value(parameters_of(optimizer), [optimizer], max_value)
+
+    def clip_parameters_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """As :meth:`clip_by_norm`, for parameters of the module, the same on all ranks."""
+        rules = self._reduced_gradients("clip_grad_norm_")
+        with self.explaining():
+            self.finish_gradients()
+            return rules.clip_parameters_by_norm(parameters, self.optimizers, max_norm)
+
+    def clip_parameters_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        """As :meth:`clip_by_value`, for parameters of the module."""
+        rules = self._reduced_gradients("clip_grad_value_")
+        with self.explaining():
+            self.finish_gradients()
+            rules.clip_by_value(parameters, self.optimizers, max_value)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call it after clipping: NaN and Inf are found, whatever the optimizer makes of them."""
+        if self._rules is not None:
+            self._rules.check_finite(optimizer)
+
+    @contextmanager
+    def around_step(self) -> Generator[None]:
+        """Enter it around the step of an optimizer, with its closure."""
+        with self.explaining():
+            yield
+            self.mode.end_step()
+        self.has_run = False
+        if self._guard is not None:
+            self._guard.end_step()
 
     def step(
         self,
@@ -178,89 +348,191 @@ class Training:
         take_step: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Step. Collective over the mesh; every rank must call it.
+        """Step one of :attr:`optimizers`, and return what ``take_step`` returns.
 
         Args:
-            optimizer: One of :attr:`optimizers`.
-            take_step: What steps it; takes the optimizer, and a ``closure`` if there is one.
+            optimizer: What to step.
+            take_step: Steps it; takes the optimizer, and a ``closure`` if there is one.
             closure: Computes gradients and returns the loss.
         """
 
-        def with_finished_gradients() -> Any:
+        def with_whole_gradients() -> Any:
             result = None if closure is None else closure()
-            rules = self._reduced("optimizer.step")
-            rules.finish_gradients()
-            rules.before_step(optimizer)
+            self._reduced_gradients("optimizer.step")
+            self.finish_gradients()
+            self.before_step(optimizer)
             return result
 
-        with self.explaining():
+        with self.around_step():
             if closure is None:
-                with_finished_gradients()
+                with_whole_gradients()
                 result = take_step(optimizer)
             else:
-                result = take_step(optimizer, closure=with_finished_gradients)
+                result = take_step(optimizer, closure=with_whole_gradients)
             # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
-            self.weights_have_changed()
-        self._has_run = False
-        if self._division is not None:
-            self._division.end_step()
-        for handle in self._handles:
-            if handle.used is optimizer:
-                handle.follow()
+            free_unsharded(self.module)
+        for proxy in self._proxies:
+            if proxy.used is optimizer:
+                proxy.follow()
         return result
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
-        return self._require_optimizers("skipped_steps").skipped_steps(optimizer)
+        return self._require_rules("skipped_steps").skipped_steps(optimizer)
+
+    # ---- weights that somebody reads
+
+    def finish_parameters(self) -> None:
+        """Wait until every parameter has its new value; local."""
+        self.mode.finish_parameters()
 
     def weights_have_changed(self) -> None:
         """Let the next forward gather the weights of now; local."""
         free_unsharded(self.module)
         self.mode.end_step()
 
+    def begin_evaluation(self) -> None:
+        """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
+        self.finish_parameters()
+        broadcast_buffers(self.module)
+        if self.node_weights.show_common(self.optimizers):
+            self.weights_have_changed()
+
+    def end_evaluation(self) -> None:
+        """Go on with the weights of the node."""
+        self.show_own_weights()
+        self.mode.finish_evaluation()
+
+    def show_own_weights(self) -> None:
+        """Undo what :meth:`begin_evaluation` has done to the weights; local."""
+        if self.node_weights.show_own():
+            self.weights_have_changed()
+
+    def end_training(self) -> None:
+        """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
+        self.finish_parameters()
+        broadcast_buffers(self.module)
+        num_steps = steps_left_out(self.optimizers)
+        if num_steps and dist.get_rank() == 0:
+            warnings.warn(
+                "DiLoCo: the weights after fit are those of the last average, without what the nodes have learnt in "
+                f"the last {num_steps} steps; let the number of steps be a multiple of the period, without overlap, or "
+                "go on from the last checkpoint",
+                stacklevel=2,
+            )
+        if self.node_weights.stay_common(self.optimizers):
+            self.weights_have_changed()
+
+    def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
+        """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
+        optimizers = self.node_weights.not_shown(self.optimizers)
+        return weights_to_save(self.module, optimizers, self.mesh, whole=whole)
+
+    def optimizer_state_to_save(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+        """State by name in shards, or by number on rank 0."""
+        with self.node_weights.own():
+            return optimizer_state_to_save(self.module, optimizer, whole=whole)
+
+    # ---- errors and the end
+
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """If communication is broken off because ranks wait for each other, say why."""
-        if self._watchdog is None:
+        """If communication is broken off because ranks wait for each other, say why; local."""
+        if self._watchdog is None or self._is_explaining:
             yield
             return
+        self._is_explaining = True
         self._watchdog.resume()
-        with self._watchdog.explaining():
-            yield
+        try:
+            with self._watchdog.explaining():
+                yield
+        finally:
+            self._is_explaining = False
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks why this one does not come; local."""
+        if self._watchdog is not None:
+            self._watchdog.failed(error)
+        self.show_own_weights()
 
     def program_ends(self) -> None:
-        """Tell the other ranks if an exception in the user's loop ends the program; :meth:`close` follows. Local."""
+        """Tell the other ranks if an exception ends the program; :meth:`close` follows. Local."""
         if self._watchdog is not None:
             self._watchdog.program_ends()
 
     def close(self) -> None:
-        """Remove all hooks; the module stays divided. Local."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
-        if self._division is not None:
-            self._division.close()
-            self._division = None
-        self.mode.close()
+        """Remove all hooks; the module stays sharded, and can be saved. Local."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        try:
+            self._stop()
+        except RuntimeError as error:
+            self._warn(
+                f"The weights of the last step have not arrived from all ranks ({error}); do not save this model, load "
+                "a checkpoint"
+            )
 
     def _watch(self) -> None:
         self.mode.watch(self.module)
         if self._watchdog is None:
             assert self.mode.call_log is not None
-            self._watchdog = Watchdog(self.mode.call_log, silence=self._max_silence)
+            self._watchdog = Watchdog(self.mode.call_log, silence=self.options.max_silence)
             self._watchdog.start()
 
-    def _require_optimizers(self, what: str) -> _Rules:
+    def _stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        self.mode.close()
+
+    def _begin_backward(self, loss_divided_by: int) -> SingleReductionGuard | None:
+        """Before a backward pass; returns what must be told of its end."""
+        if self.has_run:
+            self._is_finished = False
+        if not self.is_last_micro_batch:
+            return None
+        if self.tokens is not None:
+            try:
+                self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
+            except ValueError as error:
+                error.add_note(_REPORT_TOKENS)
+                raise
+            if self._guard is None:
+                parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
+                self._guard = SingleReductionGuard(parameters, self.mode, type(self.module).__name__)
+            self._guard.begin_backward()
+        return self._guard
+
+    def _before_forward(self, *_: Any) -> None:
+        with self.around_forward():
+            pass
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Nobody is told of loss.backward().
+        outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            register_multi_grad_hook(outputs, self._backward_begins, mode="any")
+
+    def _backward_begins(self, _: Tensor) -> None:
+        if self._rules is not None:
+            self._is_reduced = self._is_last_micro_batch
+            self._is_finished = False
+
+    def _require_rules(self, what: str) -> GradientRules:
         if self._rules is None:
             raise RuntimeError(
                 f"{what} of a module that no optimizer was set up for; set up (prepare) one with its parameters"
             )
         return self._rules
 
-    def _reduced(self, what: str) -> _Rules:
-        """The rules, once a backward pass outside of ``no_backward_sync`` has reduced the gradients."""
-        rules = self._require_optimizers(what)
-        if not self._is_reduced:
+    def _reduced_gradients(self, what: str) -> GradientRules:
+        """The rules, once a backward pass outside of :meth:`no_sync` has reduced the gradients."""
+        rules = self._require_rules(what)
+        if self._is_loop_of_user and not self._is_reduced:
             raise RuntimeError(
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "
                 "gradients of their own; run forward and backward of the last micro-batch of a step outside of it"
@@ -268,15 +540,20 @@ class Training:
         return rules
 
 
-class _Rules(GradientRules):
-    """The rules of a Trainer's strategy, where the loop is the user's: there is nobody else to log to."""
+def close_with(owner: object, engines: list[TrainingEngine]) -> None:
+    """Close the engines in the list when ``owner`` is gone, or the program ends: for frameworks that have no end."""
+    weakref.finalize(owner, partial(close_all, engines, is_end=True))
 
-    def __init__(self, module: nn.Module, mode: ShardingMode, **options: Any) -> None:
-        super().__init__(module, mode, **options)
-        self._module = self
-        self.automatic_optimization = True  # Every backward pass is inside of around_backward.
-        self.logged: dict[str, Tensor] = {}
 
-    def log(self, name: str, value: Tensor) -> None:
-        """Keep what was logged last."""
-        self.logged[name] = value
+def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:
+    """Close the engines, and empty the list; local.
+
+    Args:
+        engines: What to close.
+        is_end: Tell the other ranks first if an exception ends the program.
+    """
+    if is_end:
+        for engine in engines:
+            engine.program_ends()
+    while engines:
+        engines.pop().close()

@@ -169,8 +169,8 @@ def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True
             backward(step, 0, 2)
         backward(step, 1, 2)
         optimizer.step()
-    (training,) = fabric.strategy._trainings
-    watchdog = training._watchdog
+    (engine,) = fabric.strategy._engines
+    watchdog = engine._watchdog
     return fabric_loop.weights(model), watchdog is None or not watchdog._closed.is_set()
 
 

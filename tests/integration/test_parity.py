@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import lightning_muon
 import lightning_muon.accelerate
 from lightning_muon.engine.options import Options
-from lightning_muon.integrations.fabric.registry import strategy_class as fabric_strategy_class
+from lightning_muon.integrations.registry import fabric_strategy as fabric_strategy_class
 from lightning_muon.optim.matrix_step import MatrixStep
 from tests.integration.integrations.transformers.runs import (
     GLOBAL_BATCH,

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
+from lightning_muon.integrations.registry import trainer_strategy
 from tests.support.programs import program_environment
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -141,8 +142,7 @@ def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) ->
 
 
 def strategy_class(package: str) -> Any:
-    name = package.replace(".", "_")
-    return importlib.import_module(f"lightning_muon.integrations.lightning.{name}").ParallelMuonStrategy
+    return trainer_strategy(package)
 
 
 def full_weights(module: nn.Module) -> dict[str, Tensor]:

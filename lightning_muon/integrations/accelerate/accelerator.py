@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.accelerate import add_optimizer, is_prepared
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
-from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.integrations.accelerate.optimizer import DividedOptimizer
-from lightning_muon.integrations.accelerate.preparation import attach, describe, divide, make_meshes
+from lightning_muon.engine.training import TrainingEngine, close_all, close_with
+from lightning_muon.integrations.accelerate.optimizer import ShardedOptimizer
+from lightning_muon.integrations.accelerate.preparation import describe, make_meshes, shard
 from lightning_muon.integrations.accelerate.settings import check_state, read_options
 from lightning_muon.integrations.accelerate.states import SavesStates
-from lightning_muon.integrations.accelerate.training import PreparedTraining
 
+_log = get_logger(__name__)
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
 
@@ -52,7 +51,6 @@ class MuonAccelerator(SavesStates):
     gradient_accumulation_steps: int
     even_batches: bool
     _meshes: Meshes | None = None
-    _tokens: TokenCount | None = None
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
         error: Exception | None = None
@@ -85,9 +83,9 @@ class MuonAccelerator(SavesStates):
         fail_together(error, None)
         require_equal(describe(options), None, "the options of lightning_muon")
         self.options = options
-        self._trainings: list[PreparedTraining] = []
+        self._engines: list[TrainingEngine] = []
         # An Accelerator has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, _end, self._trainings)
+        close_with(self, self._engines)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -107,9 +105,9 @@ class MuonAccelerator(SavesStates):
         schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
         if models or optimizers:
-            training = self._divided(models)
+            engine = self._sharded(models)
             if optimizers:
-                ready |= zip(map(id, optimizers), self._adopted(training, optimizers, schedulers), strict=True)
+                ready |= zip(map(id, optimizers), self._attached(engine, optimizers, schedulers), strict=True)
             for model in models:
                 # Autocast and compilation are those of Accelerate, which is not to divide anything.
                 ready[id(model)] = super().prepare_model(model, evaluation_mode=True)  # type: ignore[misc]
@@ -137,19 +135,12 @@ class MuonAccelerator(SavesStates):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As in Accelerate. Collective over all ranks, except inside of ``no_sync``; every rank must call it."""
-        training = self._training
-        if training is None:
+        engine = self._engine
+        if engine is None:
             super().backward(loss, **kwargs)  # type: ignore[misc]
             return
-        if self._tokens is not None and training.is_last_micro_batch:
-            training.divide_gradients_by(self._tokens.divisor(self.gradient_accumulation_steps))
-        try:
-            with training.around_backward():
-                super().backward(loss, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            if self._tokens is not None:
-                self._tokens.reset()  # They go with the gradients.
-            raise
+        with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
+            super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``backward`` next sums over; local.
@@ -157,18 +148,19 @@ class MuonAccelerator(SavesStates):
         With ``loss_scaling="tokens"`` every rank calls it once before each ``backward``, with losses that are sums:
         gradients are divided by the number of tokens of all ranks and all micro-batches of the step.
         """
-        if self._tokens is None:
+        tokens = None if self._engine is None else self._engine.tokens
+        if tokens is None:
             raise RuntimeError(
                 "report_tokens needs the option loss_scaling='tokens', and comes after prepare(model, optimizer)"
             )
-        self._tokens.begin_micro_batch()
-        self._tokens.report(num_tokens)
+        tokens.begin_micro_batch()
+        tokens.report(num_tokens)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
         """Forward and backward inside do not communicate gradients; local."""
-        training = self._training
-        with super().no_sync(model) if training is None else training.no_sync():  # type: ignore[misc]
+        engine = self._engine
+        with super().no_sync(model) if engine is None else engine.no_sync():  # type: ignore[misc]
             yield
 
     @contextmanager
@@ -178,7 +170,7 @@ class MuonAccelerator(SavesStates):
         Raises:
             ValueError: If a model is divided and batches need not be even.
         """
-        if self._training is None:
+        if self._engine is None:
             with super().join_uneven_inputs(joinables, even_batches):  # type: ignore[misc]
                 yield
             return
@@ -195,37 +187,37 @@ class MuonAccelerator(SavesStates):
         Where ``accumulate`` has left gradients unreduced nothing happens, and the norm is 0. Collective over all ranks;
         every rank must call it.
         """
-        training = self._training
-        if training is None:
+        engine = self._engine
+        if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
         if float(norm_type) != 2.0:
             raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is computed over all shards")
-        if training.is_accumulating or not self.sync_gradients:
+        if engine.is_accumulating or not self.sync_gradients:
             return torch.zeros((), device=self.device)
-        return training.clip_norm(_listed(parameters), max_norm)
+        return engine.clip_parameters_by_norm(_listed(parameters), max_norm)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip element by element, where :meth:`clip_grad_norm_` would clip. Collective as that is."""
-        training = self._training
-        if training is None:
+        engine = self._engine
+        if engine is None:
             super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
-        elif not training.is_accumulating and self.sync_gradients:
-            training.clip_value(_listed(parameters), clip_value)
+        elif not engine.is_accumulating and self.sync_gradients:
+            engine.clip_parameters_by_value(_listed(parameters), clip_value)
 
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate; hooks on the model are removed, it stays divided."""
-        _close(self._trainings)
+        close_all(self._engines)
         return super().free_memory(*objects)  # type: ignore[misc]
 
     @property
-    def _training(self) -> PreparedTraining | None:
-        return self._trainings[0] if self._trainings else None
+    def _engine(self) -> TrainingEngine | None:
+        return self._engines[0] if self._engines else None
 
-    def _divided(self, models: Sequence[nn.Module]) -> PreparedTraining:
-        """The model that is divided, or the one that is now. Collective over all ranks; every rank must call it."""
-        if len(models) + len(self._trainings) != 1:
+    def _sharded(self, models: Sequence[nn.Module]) -> TrainingEngine:
+        """The engine of a model that is sharded now, or was before. Collective over all ranks."""
+        if len(models) + len(self._engines) != 1:
             raise ValueError(
-                f"prepare was given {len(models)} models{' after another one' if self._trainings else ''}; an "
+                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
                 "Accelerator divides one model, which comes in one call with all its optimizers, or before them "
                 "(accelerator.free_memory() lets another one follow)"
             )
@@ -233,25 +225,25 @@ class MuonAccelerator(SavesStates):
             if self._meshes is None:
                 self._meshes = make_meshes(self.state, self.options)
             module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
-            self._trainings.append(divide(self, module, self._meshes))
-        return self._trainings[0]
+            self._engines.append(shard(self, module, self._meshes))
+        return self._engines[0]
 
-    def _adopted(
-        self, training: PreparedTraining, optimizers: Sequence[Any], schedulers: Sequence[Any]
-    ) -> list[DividedOptimizer]:
+    def _attached(
+        self, engine: TrainingEngine, optimizers: Sequence[Any], schedulers: Sequence[Any]
+    ) -> list[ShardedOptimizer]:
         """What takes the place of the optimizers. Collective over all ranks; every rank must call it."""
-        if training.optimizers:
+        if engine.optimizers:
             raise ValueError(
                 f"prepare was given {type(optimizers[0]).__name__} after other optimizers of the same model; give all "
                 "of them in one call"
             )
         given = [optimizer.optimizer if is_prepared(optimizer) else optimizer for optimizer in optimizers]
-        result = [DividedOptimizer(used, training) for used in attach(training, given, schedulers, self.options)]
+        used = engine.attach(given, schedulers, source="what was given to prepare")
+        if note := engine.gradient_note:
+            _log.info(note)
+        result = [ShardedOptimizer(optimizer, engine) for optimizer in used]
         for optimizer in result:
             add_optimizer(self, optimizer)
-        if self.options.loss_scaling == "tokens":
-            mesh = self._mesh()
-            self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
         return result
 
 
@@ -276,14 +268,3 @@ def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> lis
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def _end(trainings: list[PreparedTraining]) -> None:
-    for training in trainings:
-        training.program_ends()
-    _close(trainings)
-
-
-def _close(trainings: list[PreparedTraining]) -> None:
-    while trainings:
-        trainings.pop().close()

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from lightning_muon.integrations.accelerate.training import PreparedTraining
+from lightning_muon.engine.training import TrainingEngine
 
 
-class DividedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a divided model.
+class ShardedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a sharded model.
 
     Args:
-        optimizer: One of those that ``training`` steps.
-        training: The model, and what its gradients go through.
+        optimizer: One of those that ``engine`` steps.
+        engine: The model, and what its gradients go through.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, training: PreparedTraining) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: TrainingEngine) -> None:
         # Its state is on the device of its parameters already.
         super().__init__(optimizer, device_placement=False)
-        self._training = training
+        self._engine = engine
         self._was_skipped = False
 
     @property
@@ -33,7 +33,7 @@ class DividedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
         # torch's tools for state dicts step optimizers that have no state yet, without any backward pass.
-        has_gradients = closure is not None or self._training.has_run
+        has_gradients = closure is not None or self._engine.has_run
         if not (self.gradient_state.sync_gradients and has_gradients):
             return super().step(closure)
 
@@ -41,7 +41,7 @@ class DividedOptimizer(AcceleratedOptimizer):
             del optimizer
             return AcceleratedOptimizer.step(self, closure)
 
-        before = self._training.skipped_steps(self.optimizer)
-        result = self._training.step(self.optimizer, step, closure)
-        self._was_skipped = self._training.skipped_steps(self.optimizer) > before
+        before = self._engine.skipped_steps(self.optimizer)
+        result = self._engine.step(self.optimizer, step, closure)
+        self._was_skipped = self._engine.skipped_steps(self.optimizer) > before
         return result

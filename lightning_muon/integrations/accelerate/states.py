@@ -17,9 +17,8 @@ from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.accelerate.parts import load_parts, save_parts
-from lightning_muon.integrations.accelerate.preparation import mesh_of
-from lightning_muon.integrations.accelerate.training import PreparedTraining
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 
@@ -31,7 +30,7 @@ class SavesStates:
     state: Any
     step: int
     _meshes: Meshes | None
-    _training: PreparedTraining | None
+    _engine: TrainingEngine | None
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -43,19 +42,19 @@ class SavesStates:
         for each. Where every rank has whole weights, hooks get them, and the model is written unless rank 0 has taken
         them.
         """
-        stock, training = super().save_state, self._training  # type: ignore[misc]
-        if training is None:
+        stock, engine = super().save_state, self._engine  # type: ignore[misc]
+        if engine is None:
             return stock(output_dir, safe_serialization, **kwargs)
 
         def save(directory: str, with_model: bool) -> None:
             chosen = [with_model]
             dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
-            self._prepare_for_reading(training)
+            self._prepare_for_reading(engine)
             options = {"whole": self._saves_whole(), "with_model": chosen[0]}
-            save_parts(Path(directory), training.module, training.optimizers, self._mesh(), **options)
+            save_parts(Path(directory), engine.module, engine.optimizers, engine.mesh, **options)
 
         def weights() -> Sequence[Any]:
-            return () if training.mode.shards_weights else [self.get_state_dict(training.module)]
+            return () if engine.mode.shards_weights else [self.get_state_dict(engine.module)]
 
         return self._among_hooks("save", partial(stock, output_dir, safe_serialization, **kwargs), save, weights)
 
@@ -70,8 +69,8 @@ class SavesStates:
         Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
         Collective over all ranks; every rank must call it.
         """
-        stock, training = super().load_state, self._training  # type: ignore[misc]
-        if training is None:
+        stock, engine = super().load_state, self._engine  # type: ignore[misc]
+        if engine is None:
             stock(input_dir, load_kwargs, **load_model_func_kwargs)
             return
         missing = input_dir is not None and not Path(input_dir).expanduser().is_dir()
@@ -79,12 +78,12 @@ class SavesStates:
 
         def load(directory: str, with_model: bool) -> None:
             require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
-            self._prepare_for_reading(training)
-            load_parts(Path(directory), training.module, training.optimizers, with_model=with_model)
-            training.weights_have_changed()
+            self._prepare_for_reading(engine)
+            load_parts(Path(directory), engine.module, engine.optimizers, with_model=with_model)
+            engine.weights_have_changed()
 
         def models() -> Sequence[Any]:
-            return () if training.mode.shards_weights else prepared_models(self)
+            return () if engine.mode.shards_weights else prepared_models(self)
 
         self._among_hooks("load", partial(stock, input_dir, load_kwargs, **load_model_func_kwargs), load, models)
         # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
@@ -97,13 +96,13 @@ class SavesStates:
 
         Collective over all ranks; every rank must call it.
         """
-        training = self._training
-        if training is None or self.unwrap_model(model, keep_torch_compile=False) is not training.module:  # type: ignore[attr-defined]
+        engine = self._engine
+        if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:  # type: ignore[attr-defined]
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        self._prepare_for_reading(training)
-        if not training.mode.shards_weights:
+        self._prepare_for_reading(engine)
+        if not engine.mode.shards_weights:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        return weights_to_save(training.module, training.optimizers, self._mesh(), whole=True)
+        return weights_to_save(engine.module, engine.optimizers, engine.mesh, whole=True)
 
     def _among_hooks(
         self,
@@ -136,17 +135,13 @@ class SavesStates:
         fail_together(error, None)
         return result
 
-    def _prepare_for_reading(self, training: PreparedTraining) -> None:
+    def _prepare_for_reading(self, engine: TrainingEngine) -> None:
         """Weights have their new values, and are shards; local."""
-        training.mode.finish_parameters()
+        engine.mode.finish_parameters()
         # An evaluation leaves the root whole.
-        free_unsharded(training.module)
+        free_unsharded(engine.module)
 
     def _saves_whole(self) -> bool:
         plugin = getattr(self.state, "fsdp_plugin", None)
         of_accelerate = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
         return of_accelerate or not self.options.save_distributed_checkpoint
-
-    def _mesh(self) -> Any:
-        assert self._meshes is not None, "prepare comes first"
-        return mesh_of(self._meshes, self.options)

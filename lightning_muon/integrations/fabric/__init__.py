@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_muon.integrations.fabric.registry import default_strategy_class, register_fabric_strategies
+from lightning_muon.integrations.registry import fabric_strategy
 
 if TYPE_CHECKING:
-    from lightning_muon.integrations.fabric.strategy import ParallelMuonFabric as ParallelMuonFabricStrategy
+    from lightning_muon.integrations.fabric.strategy import FabricStrategy as ParallelMuonFabricStrategy
 
-__all__ = ["ParallelMuonFabricStrategy", "register_fabric_strategies"]
+__all__ = ["ParallelMuonFabricStrategy"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "ParallelMuonFabricStrategy":
-        return default_strategy_class()
+        return fabric_strategy()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,53 +1,46 @@
-"""The strategy ``"parallel_muon"`` of Fabric, without the package that it belongs to; see :mod:`.registry`."""
+"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` of Fabric, for either of its packages; see the registry."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import StateCheckpoint, load_alone
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
-from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.fabric import set_no_backward_sync
-from lightning_muon.compat.lightning import metadata_filename
+from lightning_muon.compat.lightning import LightningPackage, metadata_filename, start_process_group
 from lightning_muon.config import from_arguments, takes_options
-from lightning_muon.engine.conversion import (
-    OptimizerChoice,
-    OptimizerProxy,
-    ReplacedParameters,
-    convert_optimizers,
-    describe_optimizers,
-    optimizer_warnings,
-)
-from lightning_muon.engine.mesh_sizes import Size
-from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.conversion import OptimizerChoice
+from lightning_muon.engine.forward_methods import register_steps
+from lightning_muon.engine.mesh_sizes import Meshes, Size
+from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
-from lightning_muon.engine.training import Training
+from lightning_muon.engine.training import TrainingEngine, close_all, close_with
+from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.fabric.entry import Entry, unwrapped
-from lightning_muon.integrations.fabric.environment import FabricEnvironment
-from lightning_muon.integrations.fabric.prepare import prepare
-from lightning_muon.integrations.fabric.tokens import ReportedTokens
+from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.sharding.mode import BucketBytes
-from lightning_muon.sharding.modes import Sharding, make_mode
-from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
+from lightning_muon.sharding.modes import Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 
 @takes_options(Options, ELSEWHERE)
-class ParallelMuonFabric(FabricEnvironment):
+class FabricStrategy:
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one package of Fabric: launcher, process group and
-    collectives are Fabric's.
+    collectives are Fabric's. Each module that is set up has a
+    :class:`~lightning_muon.engine.training.TrainingEngine` of its own.
 
     Example::
 
@@ -56,8 +49,15 @@ class ParallelMuonFabric(FabricEnvironment):
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
+    package: ClassVar[LightningPackage]
     # Of the class beside it.
+    root_device: torch.device
+    accelerator: Any
     cluster_environment: Any
+    num_nodes: int
+    num_processes: int
+    world_size: int
+    global_rank: int
     broadcast: Callable[..., Any]
 
     def __init__(
@@ -83,45 +83,95 @@ class ParallelMuonFabric(FabricEnvironment):
         timeout: timedelta = Options.timeout,
         max_silence: timedelta | None = Options.max_silence,
     ) -> None:
-        self._trainings: list[Training] = []
-        self._tokens: ReportedTokens | None = None
-        super().__init__(from_arguments(Options, locals()))
+        self.options = from_arguments(Options, locals())
+        self._engines: list[TrainingEngine] = []
+        self._meshes: Meshes | None = None
+        self._tokens: TokenCount | None = None
+        self._has_reported = False
+        super().__init__(
+            parallelize_fn=lambda module, _: module,
+            save_distributed_checkpoint=self.options.save_distributed_checkpoint,
+            process_group_backend=self.options.process_group_backend,
+            timeout=self.options.timeout,
+        )
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, _end, self._trainings)
+        close_with(self, self._engines)
+
+    def __repr__(self) -> str:
+        """Also what a Trainer, or the Fabric of the other package, quotes when it refuses the strategy."""
+        names = " and ".join(map(repr, STRATEGIES))
+        return f"<{type(self).__name__} for Fabric; the names {names} find the right class for each package>"
+
+    @property
+    def precision(self) -> Any:
+        """Fabric's precision plugin."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        name = str(getattr(plugin, "precision", SUPPORTED[0]))
+        if name not in SUPPORTED:
+            raise ValueError(
+                f"Fabric(precision={name!r}) is not supported by {type(self).__name__}: FSDP2 and Muon cannot honour "
+                f"it (float16 needs loss scaling); use one of {', '.join(map(repr, SUPPORTED))}"
+            )
+        super(FabricStrategy, type(self)).precision.fset(self, plugin)  # type: ignore[attr-defined]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes ``("replicate", "shard")``, then ``"context"`` and ``"tensor"`` where they are larger than 1."""
+        if self._meshes is None:
+            raise RuntimeError("there is no device mesh before fabric.launch()")
+        return self._meshes.user
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Replicas and shards have samples of their own; context and tensor ranks share them."""
+        if self._meshes is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
+
+    def setup_environment(self) -> None:
+        """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
+        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
+        # An error here is the same on all ranks, and comes before any communication.
+        self.options.mesh_sizes.resolve(**layout)
+        self.accelerator.setup_device(self.root_device)
+        start_process_group(self)
+        if self._meshes is None:  # fabric.launch may be called twice.
+            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Divide the module. Collective over all ranks; every rank must call it."""
+        """Shard the module. Collective over all ranks; every rank must call it."""
         assert self._meshes is not None, "fabric.launch() comes first"
-        if self._meshes.tensor is not None:
-            check_tensor_parallel(module, self._meshes.tensor)
         self._give_up(module)
-        replaced = ReplacedParameters(module)
-        options = replace(
-            self.options.mode_options,
-            mp_policy=mixed_precision_policy(self.precision.precision, module),
-            wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
-        )
-        mode = make_mode(self.options.sharding, self._mesh(), options)
-        prepare(module, mode, device=self.root_device, package=self.package)
-        replaced.close(module)
-        module.to(self.root_device)
-        training = Training(
+        rank_zero = self.package.fabric("utilities.rank_zero")
+        engine = TrainingEngine(
             module,
-            mode,
-            replaced,
-            clip_groups=self.options.clip_groups,
-            max_skipped_steps=self.options.config.max_skipped_steps,
-            max_silence=self.options.max_silence,
+            self.options,
+            self._meshes,
+            mode_options=replace(
+                self.options.mode_options,
+                mp_policy=mixed_precision_policy(self.precision.precision, module),
+                wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
+            ),
+            info=rank_zero.rank_zero_info,
+            warn=rank_zero.rank_zero_warn,
+            is_only_module=False,
         )
-        self._trainings.append(training)
-        # Not this training: the module may be set up again.
-        return Entry(module, partial(_around_forward, self._trainings, module))
+        engine.shard(self.root_device)
+        # ``generate`` of models inside of the module; a method of the module itself goes through Entry.
+        for child in module.children():
+            register_steps(child)
+        self._engines.append(engine)
+        # Not this engine: the module may be set up again.
+        return Entry(module, partial(_around_forward, self._engines, module))
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return what becomes of it. Collective over all ranks; every rank must call it."""
         try:
-            return self._adopt(self._owner(optimizer), [optimizer], [])[0]
+            return self._attach(self._owner(optimizer), [optimizer], [])[0]
         except ValueError as error:
             error.add_note(
                 "fabric.setup(module, *optimizers) takes several optimizers of a module together; of those given to "
@@ -132,9 +182,9 @@ class ParallelMuonFabric(FabricEnvironment):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Divide the module, and return what becomes of its optimizers. Collective over all ranks."""
+        """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        used = self._adopt(self._trainings[-1], optimizers, [] if scheduler is None else [scheduler])
+        used = self._attach(self._engines[-1], optimizers, [] if scheduler is None else [scheduler])
         return entry, used, scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -148,32 +198,36 @@ class ParallelMuonFabric(FabricEnvironment):
                 f"report_tokens takes {type(self).__name__}(loss_scaling='tokens'), got loss_scaling="
                 f"{self.options.loss_scaling!r}, and comes after fabric.setup(module, optimizer)"
             )
+        if not self._has_reported:
+            self._tokens.begin_micro_batch()
         self._tokens.report(num_tokens)
+        self._has_reported = True
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
         if self._tokens is not None:
-            self._tokens.begin_backward()
-            last = [training for training in self._trainings if training.is_last_micro_batch]
-            if last and any(training.is_accumulating for training in self._trainings):
-                raise RuntimeError(
-                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
-                    "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
-                    "enter no_backward_sync of each of them"
-                )
-            for training in last:
-                training.divide_gradients_by(self._tokens.divisor())
+            self._begin_backward_with_tokens(self._tokens)
         with ExitStack() as stack:
-            if self._tokens is not None:
-                stack.enter_context(self._tokens.forgotten_on_failure())
-            for training in self._trainings:
-                stack.enter_context(training.around_backward())
+            for engine in self._engines:
+                stack.enter_context(engine.around_backward())
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
+
+    def _begin_backward_with_tokens(self, tokens: TokenCount) -> None:
+        if not self._has_reported:
+            tokens.begin_micro_batch()  # Without a report, which is an error that all ranks get to know of.
+        self._has_reported = False
+        last = [engine for engine in self._engines if engine.is_last_micro_batch]
+        if last and any(engine.is_accumulating for engine in self._engines):
+            raise RuntimeError(
+                f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
+                "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
+                "enter no_backward_sync of each of them"
+            )
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
-        training, current = self._training_of(optimizer)
-        return training.step(current, self.precision.optimizer_step, **kwargs)
+        engine, current = self._engine_of(optimizer)
+        return engine.step(current, self.precision.optimizer_step, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -187,8 +241,8 @@ class ParallelMuonFabric(FabricEnvironment):
         del module
         if float(norm_type) != 2.0:
             raise ValueError(f"clip_gradients takes norm_type=2.0, the norm over all shards, got {norm_type}")
-        training, current = self._training_of(optimizer)
-        norm = training.clip_by_norm(current, max_norm)
+        engine, current = self._engine_of(optimizer)
+        norm = engine.clip_by_norm(current, max_norm)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; with clip_gradients(error_if_nonfinite=False) all ranks "
@@ -199,8 +253,8 @@ class ParallelMuonFabric(FabricEnvironment):
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element. Collective over all ranks; every rank must call it."""
         del module
-        training, current = self._training_of(optimizer)
-        training.clip_by_value(current, clip_val)
+        engine, current = self._engine_of(optimizer)
+        engine.clip_by_value(current, clip_val)
 
     def save_checkpoint(
         self,
@@ -214,7 +268,9 @@ class ParallelMuonFabric(FabricEnvironment):
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
         place = Path(self.broadcast(path))
-        save(place, self._by_kind(state), self._mesh(), filters=filter or {}, metadata_name=metadata_name)
+        assert self._meshes is not None, "fabric.launch() comes first"
+        mesh = self._meshes.for_gradients(by_nodes=self.options.has_nodes)
+        save(place, self._by_kind(state), mesh, filters=filter or {}, metadata_name=metadata_name)
 
     def load_checkpoint(
         self,
@@ -236,59 +292,48 @@ class ParallelMuonFabric(FabricEnvironment):
             remainder = checkpoint.load(self._by_kind(state), state, strict=strict)
         else:
             load_alone(checkpoint, self._by_kind({"": state}), strict=strict)
-        for training in self._trainings:
-            training.weights_have_changed()
+        for engine in self._engines:
+            engine.weights_have_changed()
         return remainder
 
     def teardown(self) -> None:
-        """Remove all hooks; modules stay divided."""
-        _close(self._trainings)
+        """Remove all hooks; modules stay sharded."""
+        close_all(self._engines)
         self.precision.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()
 
-    def _adopt(
-        self, training: Training, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
+    def _attach(
+        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
     ) -> list[torch.optim.Optimizer]:
         """Let the module train with ``given`` as well. Collective over all ranks; every rank must call it."""
-        for optimizer in given:
-            training.replaced.rebind(optimizer, training.module)
-        before = [*training.optimizers, *given]
-        conversions = convert_optimizers(before, schedulers, training.module, choice=self.options.optimizer)
-        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
-        require_equal(kinds, None, "the optimizers that were set up")
-        after = [conversion.optimizer for conversion in conversions]
-        handles = [OptimizerProxy(old, new) for old, new in zip(before, after, strict=True) if new is not old]
-        training.attach(after, handles)
-        if self.options.loss_scaling == "tokens" and self._tokens is None:
-            self._tokens = ReportedTokens(self._mesh())
-        fresh = conversions[len(before) - len(given) :]
-        rank_zero = self.package.fabric("utilities.rank_zero")
-        rank_zero.rank_zero_info(describe_optimizers(fresh))
-        if len(fresh) == len(conversions) and (note := training.gradient_note):
-            rank_zero.rank_zero_info(note)
-        for message in optimizer_warnings(fresh, self.options.optimizer):
-            rank_zero.rank_zero_warn(message)
-        return after[len(before) - len(given) :]
+        engine.tokens = self._tokens  # One count for all modules.
+        is_first = not engine.optimizers
+        every = [*engine.optimizers, *given]
+        used = engine.attach(every, schedulers, source="the optimizers that were set up")
+        self._tokens = engine.tokens
+        if is_first and (note := engine.gradient_note):
+            self.package.fabric("utilities.rank_zero").rank_zero_info(note)
+        return used[len(every) - len(given) :]
 
-    def _owner(self, optimizer: torch.optim.Optimizer) -> Training:
+    def _owner(self, optimizer: torch.optim.Optimizer) -> TrainingEngine:
         """The module that ``optimizer`` steps."""
-        for training in self._trainings:
-            training.replaced.rebind(optimizer, training.module)
-        owners = [training for training in self._trainings if training.holds(optimizer)]
+        for engine in self._engines:
+            engine.rebind([optimizer])
+        owners = [engine for engine in self._engines if engine.holds(optimizer)]
         if len(owners) != 1:
-            names = " and ".join(type(training.module).__name__ for training in owners) or "no module"
+            names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set up the module "
                 "first, and give each module optimizers of its own"
             )
         return owners[0]
 
-    def _training_of(self, optimizer: torch.optim.Optimizer) -> tuple[Training, torch.optim.Optimizer]:
-        for training in self._trainings:
-            current = training.current(optimizer)
+    def _engine_of(self, optimizer: torch.optim.Optimizer) -> tuple[TrainingEngine, torch.optim.Optimizer]:
+        for engine in self._engines:
+            current = engine.current(optimizer)
             if current is not None:
-                return training, current
+                return engine, current
         raise ValueError(
             f"this {type(optimizer).__name__} was not set up; use what fabric.setup or fabric.setup_optimizers has "
             "returned"
@@ -296,27 +341,27 @@ class ParallelMuonFabric(FabricEnvironment):
 
     def _by_kind(self, state: Mapping[str, Any]) -> State:
         """What is to be saved or loaded."""
-        trainings = {id(training.module): training for training in self._trainings}
+        engines = {id(engine.module): engine for engine in self._engines}
         result = State()
         for key, value in state.items():
             if isinstance(value, nn.Module):
                 module = unwrapped(value)
-                training = trainings.get(id(module))
-                result.modules[key] = (module, training.optimizers if training is not None else [])
+                engine = engines.get(id(module))
+                result.modules[key] = (module, engine.optimizers if engine is not None else [])
             elif isinstance(value, torch.optim.Optimizer):
-                training, current = self._training_of(value)
-                result.optimizers[key] = (training.module, current)
+                engine, current = self._engine_of(value)
+                result.optimizers[key] = (engine.module, current)
             else:
                 result.rest[key] = value
         return result
 
     def _no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        training = _training_with(self._trainings, unwrapped(module))
-        if training is None:
+        engine = _engine_with(self._engines, unwrapped(module))
+        if engine is None:
             raise ValueError(
                 f"no_backward_sync of a {type(module).__name__} that this Fabric does not train (any more)"
             )
-        return training.no_sync()
+        return engine.no_sync()
 
     def _give_up(self, module: nn.Module) -> None:
         """End what trains ``module`` so far, which is set up again; local.
@@ -324,33 +369,22 @@ class ParallelMuonFabric(FabricEnvironment):
         Raises:
             ValueError: If it shares parameters with another module that is trained.
         """
-        before = _training_with(self._trainings, module)
+        before = _engine_with(self._engines, module)
         if before is not None:
             before.close()
-            self._trainings.remove(before)
-        for training in self._trainings:
-            if training.optimizers and not set(module.parameters()).isdisjoint(training.module.parameters()):
+            self._engines.remove(before)
+        for engine in self._engines:
+            if engine.optimizers and not set(module.parameters()).isdisjoint(engine.module.parameters()):
                 raise ValueError(
-                    f"{type(module).__name__} shares parameters with {type(training.module).__name__}, which has been "
+                    f"{type(module).__name__} shares parameters with {type(engine.module).__name__}, which has been "
                     "set up with optimizers of its own; set up one module that holds all parameters they share"
                 )
 
 
-def _training_with(trainings: Sequence[Training], module: nn.Module) -> Training | None:
-    return next((training for training in trainings if training.module is module), None)
+def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> TrainingEngine | None:
+    return next((engine for engine in engines if engine.module is module), None)
 
 
-def _around_forward(trainings: Sequence[Training], module: nn.Module) -> AbstractContextManager[None]:
-    training = _training_with(trainings, module)
-    return nullcontext() if training is None else training.around_forward()
-
-
-def _end(trainings: list[Training]) -> None:
-    for training in trainings:
-        training.program_ends()
-    _close(trainings)
-
-
-def _close(trainings: list[Training]) -> None:
-    while trainings:
-        trainings.pop().close()
+def _around_forward(engines: Sequence[TrainingEngine], module: nn.Module) -> AbstractContextManager[None]:
+    engine = _engine_with(engines, module)
+    return nullcontext() if engine is None else engine.around_forward()

@@ -1,23 +1,22 @@
-"""The strategy ``"parallel_muon"`` for ``lightning.pytorch`` and ``pytorch_lightning``.
+"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` for ``lightning.pytorch`` and ``pytorch_lightning``.
 
 Importing this module imports neither. ``ParallelMuonStrategy`` is the one of ``lightning.pytorch`` if that is
-installed, else the one of ``pytorch_lightning``; the modules :mod:`.lightning_pytorch` and :mod:`.pytorch_lightning`
-have both.
+installed, else the one of ``pytorch_lightning``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_muon.integrations.lightning.registry import default_strategy_class, register_strategies
+from lightning_muon.integrations.registry import trainer_strategy
 
 if TYPE_CHECKING:
-    from lightning_muon.integrations.lightning.lightning_pytorch import ParallelMuonStrategy
+    from lightning_muon.integrations.lightning.strategy import TrainerStrategy as ParallelMuonStrategy
 
-__all__ = ["ParallelMuonStrategy", "register_strategies"]
+__all__ = ["ParallelMuonStrategy"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "ParallelMuonStrategy":
-        return default_strategy_class()
+        return trainer_strategy()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Precision plugins of a Trainer: which are possible, and whose rules gradients follow."""
+"""Precision plugins of a Trainer: which are possible, and what they leave to the engine."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import torch
 from torch import Tensor
 
 from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
-from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.engine.model_setup import SUPPORTED
+from lightning_muon.engine.training import TrainingEngine
 
 
-class RuledGradients:
-    """The part of a precision plugin that deals with gradients; the rules are those of the strategy's current run."""
+class EngineGradients:
+    """The part of a precision plugin that deals with gradients: the engine of the run does it."""
 
-    rules: GradientRules | None = None
+    engine: TrainingEngine | None = None
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Gradients are whole before ``on_after_backward``. Collective over all ranks in the last micro-batch."""
-        if self.rules is not None:
-            self.rules.after_backward()
+        if self.engine is not None:
+            self.engine.finish_backward()
         return super().post_backward(tensor, module)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip by one norm. Collective over the meshes of the parameters; every rank must call it."""
-        assert self.rules is not None, "the strategy's setup comes first"
-        self.rules.clip_by_norm(optimizer, clip_val)
+        """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
+        assert self.engine is not None, "the strategy's setup comes first"
+        norm = self.engine.clip_by_norm(optimizer, clip_val)
+        self.engine.module.log("grad_norm", norm)  # type: ignore[operator]
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element."""
-        assert self.rules is not None, "the strategy's setup comes first"
-        self.rules.clip_by_value(optimizer, clip_val)
+        assert self.engine is not None, "the strategy's setup comes first"
+        self.engine.clip_by_value(optimizer, clip_val)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are clipped. Collective over the meshes of the parameters; every rank must call it."""
-        if self.rules is not None:
-            self.rules.before_step(optimizer)
+        if self.engine is not None:
+            self.engine.before_step(optimizer)
 
 
 def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
@@ -45,17 +46,17 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     Raises:
         ValueError: For a precision that FSDP2 and Muon cannot honour, however the Trainer came to it.
     """
-    if isinstance(plugin, RuledGradients):
+    if isinstance(plugin, EngineGradients):
         return plugin
     plugins = package.module("plugins.precision")
     kind = type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
     if kind is plugins.MixedPrecision and precision == "bf16-mixed":
-        return _with_rules(plugins.MixedPrecision)("bf16-mixed", plugin.device)
+        return _with_engine(plugins.MixedPrecision)("bf16-mixed", plugin.device)
     if kind is plugins.HalfPrecision and precision == "bf16-true":
-        return _with_rules(plugins.HalfPrecision)("bf16-true")
+        return _with_engine(plugins.HalfPrecision)("bf16-true")
     if kind is plugins.Precision:
-        return _with_rules(plugins.Precision)()
+        return _with_engine(plugins.Precision)()
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
@@ -68,6 +69,6 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     )
 
 
-def _with_rules(base: type[Any]) -> type[Any]:
+def _with_engine(base: type[Any]) -> type[Any]:
     """A subclass of a precision plugin: Lightning's checks by class (ThroughputMonitor) go on working."""
-    return type(f"Ruled{base.__name__}", (RuledGradients, with_hook_before_step(base)), {})
+    return type(f"Sharded{base.__name__}", (EngineGradients, with_hook_before_step(base)), {})

@@ -1,19 +1,7 @@
-"""The strategy for ``pytorch_lightning``."""
+"""The strategy for ``pytorch_lightning``, by a path that configuration files can name."""
 
 from __future__ import annotations
 
-from pytorch_lightning.strategies import ModelParallelStrategy
+from lightning_muon.integrations.registry import trainer_strategy
 
-from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.registry import register_strategies
-from lightning_muon.integrations.lightning.strategy import ParallelMuonMixin
-
-
-class ParallelMuonStrategy(ParallelMuonMixin, ModelParallelStrategy):  # noqa: D101
-    __doc__ = ParallelMuonMixin.__doc__
-
-    package = LightningPackage("pytorch_lightning")
-
-
-# If the package is imported by this module, it was not there when the package looked for it.
-register_strategies()
+ParallelMuonStrategy = trainer_strategy("pytorch_lightning")

@@ -1,67 +1,61 @@
-"""The strategy ``"parallel_muon"``, with nodes ``"flexdemo"``, written once for both Lightning packages."""
+"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` of a Trainer, for either package; see the registry."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch.distributed.device_mesh import DeviceMesh
+import torch
+from torch import Tensor, nn
 
-from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.groups import axis_group
+from lightning_muon.checkpoint.staging import discard, last_written
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
     is_placeholder_optimizer,
+    metadata_filename,
     set_device_mesh,
     start_process_group,
 )
 from lightning_muon.config import from_arguments, takes_options
-from lightning_muon.engine.conversion import (
-    OptimizerChoice,
-    ReplacedParameters,
-    convert_optimizers,
-    describe_optimizers,
-    optimizer_warnings,
-)
+from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.engine.mesh_sizes import Meshes, Size
-from lightning_muon.engine.model_setup import (
-    has_meta_tensors,
-    materialize_user_sharded,
-    materialize_whole,
-    mixed_precision_policy,
-    shard_units_from_meta,
-)
+from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
-from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.integrations.lightning.callbacks import (
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.integrations.lightning.checkpoints import (
+    TrainerCheckpoint,
+    require_all_ranks,
+    write_trainer_checkpoint,
+)
+from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
+from lightning_muon.integrations.lightning.trainer import (
+    SigtermHandler,
+    avoid_inference_mode,
     before_weights_are_read,
+    has_default_optimizer,
+    provide_default_optimizer,
     reads_gradients,
     reads_weights_between_steps,
     refuse_callbacks,
-)
-from lightning_muon.integrations.lightning.checkpoint_strategy import CheckpointStrategy
-from lightning_muon.integrations.lightning.default_optimizer import (
-    has_default_optimizer,
-    provide_default_optimizer,
     remove_default_optimizer,
 )
-from lightning_muon.integrations.lightning.evaluation import avoid_inference_mode
-from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
-from lightning_muon.integrations.lightning.registry import STRATEGIES
-from lightning_muon.integrations.lightning.running_strategy import RunningStrategy
-from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.integrations.registry import STRATEGIES
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from lightning_muon.sharding.mode import BucketBytes, ModeOptions
-from lightning_muon.sharding.modes import MODES, Sharding, make_mode
-from lightning_muon.sharding.units import WrapPolicy, check_tensor_parallel
+from lightning_muon.sharding.modes import MODES, Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 
 @takes_options(Options, ELSEWHERE)
-class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
+class TrainerStrategy:
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one Lightning package: launcher, process group, and the
@@ -75,6 +69,12 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     """
 
     package: ClassVar[LightningPackage]
+    # Of the class beside it.
+    lightning_module: Any
+    root_device: torch.device
+    accelerator: Any
+    optimizers: list[torch.optim.Optimizer]
+    broadcast: Callable[..., Any]
 
     def __init__(
         self,
@@ -101,10 +101,11 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     ) -> None:
         self.options = from_arguments(Options, locals())
         self._meshes: Meshes | None = None
+        self._engine: TrainingEngine | None = None
+        self._checkpoint: TrainerCheckpoint | None = None
         self._first_callback: Any = None
-        self._replaced: ReplacedParameters | None = None
+        self._sigterm = SigtermHandler()
         super().__init__(
-            loss_scaling=loss_scaling,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -118,6 +119,8 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
             "each package>"
         )
 
+    # ---- before the first step
+
     @property
     def precision_plugin(self) -> Any:
         """Lightning's precision plugin, or its counterpart for shards."""
@@ -126,30 +129,30 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         converted = None if plugin is None else sharded_plugin(plugin, self.package)
-        super(ParallelMuonMixin, type(self)).precision_plugin.fset(self, converted)  # type: ignore[attr-defined]
+        super(TrainerStrategy, type(self)).precision_plugin.fset(self, converted)  # type: ignore[attr-defined]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Replicas and shards have samples of their own; context and tensor ranks share them."""
         if self._meshes is None:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
+            return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
         return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
 
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
-        super().connect(model)
+        super().connect(model)  # type: ignore[misc]
         provide_default_optimizer(model, self.options.config, self.package)
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
         if MODES[self.options.sharding].shards_weights:
             refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
-        if self._loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
+        if self.options.loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
                 "step; with manual optimization divide the loss by the number of tokens yourself"
             )
-        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
+        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}  # type: ignore[attr-defined]
         # An error here is the same on all ranks, and comes before any communication.
         self.options.mesh_sizes.resolve(**layout)
         start_process_group(self)
@@ -163,27 +166,24 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
         avoid_inference_mode(trainer)
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
-        self._replaced = ReplacedParameters(module)
+        self._engine = engine = self._new_engine(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        self._mode = make_mode(self.options.sharding, self._mesh(), self._options_of(trainer))
-        self._shard(module)
-        self._replaced.close(module)
-        self.model_to_device()
-        self.barrier()
-        self.load_pending_weights()
-        self._mode.watch(module)
+        engine.shard(self.root_device)
+        register_steps(module)
+        unshard_on_call(module)
+        self.barrier()  # type: ignore[attr-defined]
+        if self._checkpoint is not None:
+            self._checkpoint.load_pending_weights(engine)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            self._prepare_training(trainer)
-        assert self._mode.call_log is not None
-        self._watchdog = Watchdog(self._mode.call_log, silence=self.options.max_silence)
-        self._watchdog.start()
-        self.setup_precision_plugin()
+            self.precision_plugin.engine = engine
+            self._adapt_callbacks(trainer, engine)
+        self.setup_precision_plugin()  # type: ignore[attr-defined]
 
-    def _options_of(self, trainer: Any) -> ModeOptions:
-        """The user's options, and what follows from the run."""
-        module: Any = self.lightning_module
-        return replace(
+    def _new_engine(self, trainer: Any) -> TrainingEngine:
+        module, before = self.lightning_module, self._engine
+        assert self._meshes is not None, "setup_environment comes first"
+        mode_options: ModeOptions = replace(
             self.options.mode_options,
             mp_policy=mixed_precision_policy(self.precision_plugin.precision, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
@@ -194,62 +194,32 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
                 or reads_weights_between_steps(trainer, self.package)
             ),
         )
-
-    def _shard(self, module: Any) -> None:
-        assert self._mode is not None and self._meshes is not None
-        if self._meshes.tensor is not None:
-            check_tensor_parallel(module, self._meshes.tensor)
-        if has_meta_tensors(module):
-            warn = self._rank_zero().rank_zero_warn
-            if self._mode.shards_weights:
-                materialize_user_sharded(module, self.root_device, self.package)
-                shard_units_from_meta(module, self._mesh(), self._mode.options, device=self.root_device, warn=warn)
-            else:
-                materialize_whole(module, self.root_device, warn)
-        self._mode.prepare(module)
-        register_steps(module)
-        unshard_on_call(module)
+        return TrainingEngine(
+            module,
+            self.options,
+            self._meshes,
+            mode_options=mode_options,
+            info=self._rank_zero().rank_zero_info,
+            warn=self._rank_zero().rank_zero_warn,
+            is_loop_of_user=False,
+            sees_every_backward=module.automatic_optimization,
+            node_weights=before.node_weights if before is not None and before.module is module else None,
+        )
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
-        super().setup_optimizers(trainer)
-        self._node_weights.forget()
-        module: Any = self.lightning_module
-        for optimizer in self.optimizers:
-            self._replaced.rebind(optimizer, module)  # type: ignore[union-attr]
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        conversions = convert_optimizers(
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self.optimizers = self._running_engine().attach(
             self.optimizers,
-            schedulers,
-            module,
-            choice=self.options.optimizer,
+            [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
+            source="what configure_optimizers returned",
             is_placeholder=partial(is_placeholder_optimizer, self.package),
+            is_default=has_default_optimizer(self.lightning_module),
+            keep_given=False,
         )
-        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
-        require_equal(kinds, None, "what configure_optimizers returned")
-        self.optimizers = [conversion.optimizer for conversion in conversions]
-        assert self._mode is not None
-        self._mode.attach(module, self.optimizers)
-        self._rank_zero().rank_zero_info(describe_optimizers(conversions))
-        is_default = has_default_optimizer(module)
-        for message in optimizer_warnings(conversions, self.options.optimizer, is_default=is_default):
-            self._rank_zero().rank_zero_warn(message)
 
-    def _prepare_training(self, trainer: Any) -> None:
-        """Make what a training has beside its optimizers. Collective over all ranks; every rank must call it."""
-        assert self._mode is not None
-        module: Any = self.lightning_module
-        self._rules = GradientRules(
-            module,
-            self._mode,
-            clip_groups=self.options.clip_groups,
-            max_skipped_steps=self.options.config.max_skipped_steps,
-        )
-        self.precision_plugin.rules = self._rules
-        if self._loss_scaling == "tokens":
-            mesh = self._mesh()
-            self._tokens = TokenCount(axis_group(mesh, tuple(range(mesh.ndim))))
-        if not self._mode.parameters_arrive_late:
+    def _adapt_callbacks(self, trainer: Any, engine: TrainingEngine) -> None:
+        if not engine.mode.parameters_arrive_late:
             return
         self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
         trainer.callbacks.insert(0, self._first_callback)
@@ -260,43 +230,219 @@ class ParallelMuonMixin(CheckpointStrategy, RunningStrategy):
                 "needs gradients"
             )
 
+    # ---- steps
+
+    def report_tokens(self, num_tokens: int | Tensor) -> None:
+        """Say how many tokens the loss that ``training_step`` is about to return sums over; local.
+
+        With ``loss_scaling="tokens"`` every rank calls it once in each training step, and returns the sum of the losses
+        of its tokens: gradients are divided by the number of tokens of all ranks and all accumulated micro-batches.
+
+        Args:
+            num_tokens: 0 or more; a tensor on the device is not waited for.
+        """
+        if self.options.loss_scaling != "tokens":
+            raise RuntimeError(
+                f"report_tokens has no meaning with loss_scaling={self.options.loss_scaling!r}, where training_step "
+                "returns a mean; set ParallelMuonStrategy(loss_scaling='tokens')"
+            )
+        tokens = None if self._engine is None else self._engine.tokens
+        # A step that is shared with validation reports there too.
+        if tokens is not None and self.lightning_module.trainer.training:
+            tokens.report(num_tokens)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
+        tokens = self._running_engine().tokens
+        if tokens is not None:
+            tokens.begin_micro_batch()
+        with self._around_user_step():
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if output is None:
+            free_unsharded(self.lightning_module)
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; outside of it parameters are shards again, for hooks and callbacks."""
+        return self._evaluate(super().validation_step, *args, **kwargs)  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`."""
+        return self._evaluate(super().test_step, *args, **kwargs)  # type: ignore[misc]
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`."""
+        return self._evaluate(super().predict_step, *args, **kwargs)  # type: ignore[misc]
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._around_user_step():
+            output = step(*args, **kwargs)
+        free_unsharded(self.lightning_module)
+        return output
+
+    @contextmanager
+    def _around_user_step(self) -> Generator[None]:
+        with self._sigterm.ignored_after_error(), self._running_engine().around_forward():
+            yield
+
+    def block_backward_sync(self) -> Any:
+        """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
+        return self._running_engine().no_sync()
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
+        # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
+        divided_by = self.lightning_module.trainer.accumulate_grad_batches
+        with (
+            self._sigterm.ignored_after_error(),
+            self._running_engine().around_backward(loss_divided_by=divided_by),
+        ):
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step. Collective over all ranks; every rank must call it."""
+        engine = self._running_engine()
+
+        def with_whole_gradients() -> Any:
+            result = closure()
+            engine.finish_gradients()
+            return result
+
+        with self._sigterm.ignored_after_error(), engine.around_step():
+            result = super().optimizer_step(optimizer, with_whole_gradients, model, **kwargs)  # type: ignore[misc]
+        if skipped := engine.skipped_steps(optimizer):
+            self.lightning_module.log("skipped_steps", float(skipped))
+        return result
+
+    # ---- evaluation and the end
+
+    def on_validation_start(self) -> None:
+        """Evaluate with the running statistics of rank 0, as DDP does, and with weights that all nodes have."""
+        self._running_engine().begin_evaluation()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_validation_end(self) -> None:
+        """The ranks have run the same units. Collective over all ranks; every rank must call it."""
+        self._running_engine().end_evaluation()
+        super().on_validation_end()  # type: ignore[misc]
+
+    def on_test_end(self) -> None:
+        """As :meth:`on_validation_end`."""
+        self._running_engine().end_evaluation()
+        super().on_test_end()  # type: ignore[misc]
+
+    def on_predict_end(self) -> None:
+        """As :meth:`on_validation_end`."""
+        self._running_engine().end_evaluation()
+        super().on_predict_end()  # type: ignore[misc]
+
+    def on_train_end(self) -> None:
+        """Leave equal running statistics on all ranks, and weights that all nodes have."""
+        self._running_engine().end_training()
+        super().on_train_end()  # type: ignore[misc]
+
+    def finish_parameters(self) -> None:
+        """Go on when every weight has its new value.
+
+        With ``sharding="zero2"`` weights of the last step may still be on their way; the forward of a module, and
+        ``state_dict``, wait by themselves.
+        """
+        if self._engine is not None:
+            self._engine.finish_parameters()
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
         self._sigterm.ignore()
-        if self._watchdog is not None:
-            self._watchdog.failed(exception)
-        self._show_own_weights()
-        super().on_exception(exception)
+        if self._engine is not None:
+            self._engine.failed(exception)
+        super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
         remove_default_optimizer(self.lightning_module)
-        self._show_own_weights()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._first_callback in self.lightning_module.trainer.callbacks:
-            self.lightning_module.trainer.callbacks.remove(self._first_callback)
-        self._close_mode()
-        self._rules = self._tokens = self._watchdog = self._first_callback = self.precision_plugin.rules = None
-        super().teardown()
+        callbacks = self.lightning_module.trainer.callbacks
+        if self._first_callback in callbacks:
+            callbacks.remove(self._first_callback)
+        if self._engine is not None:
+            self._engine.show_own_weights()
+            self._engine.close()
+        self._first_callback = self.precision_plugin.engine = None
+        super().teardown()  # type: ignore[misc]
 
-    def _close_mode(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is None:
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The file is opened before it; see :class:`TrainerCheckpoint`."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning calls :meth:`load_optimizer_state_dict` after ``on_fit_start``."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
+        require_all_ranks(self.lightning_module.trainer)
+        return self._running_engine().weights_to_save(whole=not self.options.save_distributed_checkpoint)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
+        plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
+        if is_placeholder_optimizer(self.package, plain):
+            return {}
+        whole = not self.options.save_distributed_checkpoint
+        return self._running_engine().optimizer_state_to_save(plain, whole=whole)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
+
+        A plugin of the user that writes single files (a ``CheckpointIO``) is left to do it in its own way.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
+        whole = not self.options.save_distributed_checkpoint
+        if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
+            super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        try:
-            mode.close()
-        except RuntimeError as error:
-            self._rank_zero().rank_zero_warn(
-                f"The weights of the last step have not arrived from all ranks ({error}); do not save this model, load "
-                "a checkpoint"
-            )
+        write_trainer_checkpoint(Path(self.broadcast(filepath)), checkpoint, self.package, whole=whole)
 
-    def _mesh(self) -> DeviceMesh:
-        assert self._meshes is not None, "setup_environment comes first"
-        mesh = self._meshes.nodes if self.options.has_nodes else self._meshes.data
-        assert mesh is not None, "check_decoupled_nodes refuses meshes without nodes"
-        return mesh
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            discard(Path(filepath))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
+        path = Path(self.broadcast(last_written(Path(checkpoint_path))))
+        name = metadata_filename(self.package)
+        self._checkpoint = together(lambda: TrainerCheckpoint(path, metadata_name=name, weights_only=weights_only))
+        return self._checkpoint.content
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights once the model is sharded: now or in :meth:`setup`."""
+        assert self._checkpoint is not None
+        self._checkpoint.offer_weights(checkpoint.get("state_dict", {}), strict=strict)
+        engine = self._engine
+        if engine is not None and engine.is_sharded and engine.module is self.lightning_module:
+            self._checkpoint.load_pending_weights(engine)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
+        assert self._checkpoint is not None
+        num_saved = len(checkpoint["optimizer_states"])
+        self._checkpoint.load_optimizers(self._running_engine(), self.optimizers, num_saved, self.package)
+        self._checkpoint = None
+
+    def _running_engine(self) -> TrainingEngine:
+        assert self._engine is not None, "setup comes first"
+        return self._engine
 
     def _rank_zero(self) -> Any:
         return self.package.module("utilities.rank_zero")

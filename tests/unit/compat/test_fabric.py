@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_muon.compat.fabric import set_no_backward_sync
-from lightning_muon.integrations.fabric.registry import PACKAGES
+from lightning_muon.integrations.registry import FABRICS as PACKAGES
 
 
 @pytest.mark.parametrize("package", PACKAGES)

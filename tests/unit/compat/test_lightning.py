@@ -14,7 +14,6 @@ from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
     is_placeholder_optimizer,
-    materialize_sharded,
     metadata_filename,
     set_device_mesh,
     start_process_group,
@@ -63,13 +62,6 @@ def test_sync_batchnorm_is_applied(name: Any) -> None:
     strategy._layer_sync = package.module("plugins.layer_sync").TorchSyncBatchNorm()
     apply_layer_sync(strategy, module)
     assert type(module[0]) is nn.SyncBatchNorm
-
-
-def test_meta_tensors_are_materialized(name: Any) -> None:
-    with torch.device("meta"):
-        module = nn.Linear(2, 3)
-    materialize_sharded(_package(name), module, torch.device("cpu"))
-    assert 0 < module.weight.abs().max() <= 2**-0.5
 
 
 def test_the_metadata_file_is_the_one_that_lightning_writes(name: Any) -> None:

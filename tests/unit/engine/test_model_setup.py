@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.engine.model_setup import has_meta_tensors, materialize
+from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta
 
 
 class _Net(nn.Module):
@@ -22,7 +22,7 @@ class _Net(nn.Module):
 def _materialized(replaced: dict[Tensor, Tensor]) -> tuple[_Net, set[str]]:
     with torch.device("meta"):
         module = _Net()
-    return module, materialize(module, torch.device("cpu"), replaced)
+    return module, initialize_meta(module, torch.device("cpu"), replaced)
 
 
 def test_ties_gradients_flags_and_persistence_survive() -> None:
@@ -52,7 +52,7 @@ def test_what_cannot_initialize_itself_is_nan() -> None:
 def test_real_tensors_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = module[0].weight.clone()
-    materialize(module, torch.device("cpu"), {})
+    initialize_meta(module, torch.device("cpu"), {})
     assert torch.equal(module[0].weight, before)
     assert not has_meta_tensors(module)
 
@@ -61,7 +61,7 @@ def test_ties_between_calls_survive() -> None:
     with torch.device("meta"):
         module = _Net()
     replaced: dict[Tensor, Tensor] = {}
-    materialize(module.head, torch.device("cpu"), replaced)
+    initialize_meta(module.head, torch.device("cpu"), replaced)
     assert has_meta_tensors(module)
-    materialize(module, torch.device("cpu"), replaced)
+    initialize_meta(module, torch.device("cpu"), replaced)
     assert module.head.weight is module.embedding.weight

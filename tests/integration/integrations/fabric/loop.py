@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon.integrations.fabric.registry import PACKAGES, strategy_class
+from lightning_muon.integrations.registry import FABRICS as PACKAGES
+from lightning_muon.integrations.registry import fabric_strategy as strategy_class
 from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of
 from tests.reference.muon_and_adamw import MuonAndAdamW
 

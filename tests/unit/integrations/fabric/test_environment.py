@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.integrations.fabric.registry import PACKAGES, strategy_class
+from lightning_muon.integrations.registry import FABRICS as PACKAGES
+from lightning_muon.integrations.registry import fabric_strategy as strategy_class
 from tests.support.processes import ProcessPool
 
 

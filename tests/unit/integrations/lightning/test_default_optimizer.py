@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.default_optimizer import (
+from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     remove_default_optimizer,

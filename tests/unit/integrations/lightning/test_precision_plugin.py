@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.precision_plugin import RuledGradients, sharded_plugin
+from lightning_muon.integrations.lightning.precision_plugin import EngineGradients, sharded_plugin
 from tests.integration.training import PACKAGES
 
 
@@ -25,8 +25,8 @@ def test_a_supported_plugin_keeps_its_class_and_learns_to_clip_shards(name: str,
     plugin = _plugin(name, *args)
     original = getattr(LightningPackage(name).module("plugins.precision"), args[0])  # type: ignore[arg-type]
     assert isinstance(plugin, original)
-    assert type(plugin).clip_grad_by_norm is RuledGradients.clip_grad_by_norm
-    assert type(plugin).clip_grad_by_value is RuledGradients.clip_grad_by_value
+    assert type(plugin).clip_grad_by_norm is EngineGradients.clip_grad_by_norm
+    assert type(plugin).clip_grad_by_value is EngineGradients.clip_grad_by_value
     assert sharded_plugin(plugin, LightningPackage(name)) is plugin  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.callbacks import (
+from lightning_muon.integrations.lightning.trainer import (
     before_weights_are_read,
     reads_gradients,
     reads_weights_between_steps,
@@ -33,7 +33,7 @@ def test_subclasses_are_refused_and_others_pass(name: Any) -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_the_names_of_the_refused_callbacks_exist(name: Any) -> None:
-    from lightning_muon.integrations.lightning.callbacks import _REFUSED
+    from lightning_muon.integrations.lightning.trainer import _REFUSED
 
     callbacks = pytest.importorskip(f"{name}.callbacks")
     assert all(isinstance(getattr(callbacks, refused), type) for refused in _REFUSED)

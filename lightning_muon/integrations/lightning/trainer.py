@@ -1,12 +1,24 @@
-"""Callbacks of Lightning that cannot work on shards, refused before they do harm."""
+"""What of a Trainer must be adapted to shards: callbacks, the default optimizer, inference mode, SIGTERM."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+
 from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 _AVERAGE_INSTEAD = (
     "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
@@ -92,3 +104,83 @@ def _overrides(hooked: Any, name: str) -> bool:
     """Whether a method is more than the one of Lightning's base classes."""
     defined_in = inspect.unwrap(getattr(type(hooked), name)).__qualname__.split(".")[0]
     return defined_in not in ("Callback", "ModelHooks", "LightningModule") or name in vars(hooked)
+
+
+def provide_default_optimizer(module: Any, config: MuonConfig | FlexDeMoConfig, package: LightningPackage) -> None:
+    """Give a LightningModule without ``configure_optimizers`` one that returns a ParallelMuon, or a FlexDeMo.
+
+    Lightning refuses to train without it, before the strategy is asked for anything else.
+    """
+    if is_overridden("configure_optimizers", module, package.module().LightningModule):
+        return
+
+    def configure_optimizers(self: nn.Module) -> PlannedOptimizer:
+        kind = FlexDeMo if isinstance(config, FlexDeMoConfig) else ParallelMuon
+        return kind.from_config(self.named_parameters(), config)  # type: ignore[arg-type]
+
+    configure_optimizers.is_default = True  # type: ignore[attr-defined]
+    module.configure_optimizers = MethodType(configure_optimizers, module)
+
+
+def remove_default_optimizer(module: Any) -> None:
+    """Undo :func:`provide_default_optimizer`."""
+    if has_default_optimizer(module):
+        del module.configure_optimizers
+
+
+def has_default_optimizer(module: Any) -> bool:
+    """Whether ``configure_optimizers`` is that of :func:`provide_default_optimizer`."""
+    return getattr(vars(module).get("configure_optimizers"), "is_default", False)
+
+
+def avoid_inference_mode(trainer: Any) -> None:
+    """Evaluate under ``no_grad``.
+
+    FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a later
+    training step. Lightning makes the same exception for its FSDPStrategy.
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+class SigtermHandler:
+    """Keeps the handler of SIGTERM from hiding an error.
+
+    Lightning's handler broadcasts. Launchers send SIGTERM to the ranks that are left when one has failed, where the
+    communication is broken: the broadcast then raises, in the middle of clearing up, and its error takes the place of
+    the one that says what has happened. So from an error on SIGTERM is ignored; the process ends anyway. If the
+    program catches the error and trains on, the handler is put back.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+
+    @contextmanager
+    def ignored_after_error(self) -> Generator[None]:
+        """Enter it around what may raise: puts the handler back, and ignores SIGTERM once the block has raised.
+
+        The end of an iteration is no error.
+        """
+        self.restore()
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
+            raise
+        except BaseException:
+            self.ignore()
+            raise
+
+    def ignore(self) -> None:
+        """From now on nothing happens on SIGTERM, if that was a function's business; local, main thread."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            self._kept = handler
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Put back what :meth:`ignore` has taken away, unless there is another handler now; local, main thread."""
+        if self._kept is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, self._kept)
+        self._kept = None

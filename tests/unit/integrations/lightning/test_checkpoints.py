@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_muon.integrations.lightning import checkpoint_strategy
+from lightning_muon.integrations.lightning import checkpoints
 from tests.integration.training import PACKAGES, strategy_class
 from tests.support.processes import ProcessPool
 
@@ -22,12 +22,12 @@ def test_restoring_starts_before_setup_and_ends_after_it(package: Any) -> None:
 
 
 def _interrupted(ranks: tuple[int, ...]) -> str:
-    checkpoint_strategy._SECONDS_TO_FAIL_TOGETHER = 0.5
+    checkpoints._SECONDS_TO_FAIL_TOGETHER = 0.5
     trainer = SimpleNamespace(state=SimpleNamespace(status="interrupted"), global_step=7)
     if dist.get_rank() not in ranks:
         return "elsewhere"
     try:
-        checkpoint_strategy._require_all_ranks(trainer)
+        checkpoints.require_all_ranks(trainer)
     except RuntimeError as error:
         return str(error)
     return "saves"

@@ -1,0 +1,95 @@
+"""Checkpoints of a Trainer: one directory of shards or one file, with the keys that Lightning gives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.saving import write_checkpoint
+from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
+from lightning_muon.compat.torch import default_store
+from lightning_muon.engine.training import TrainingEngine
+
+_SECONDS_TO_FAIL_TOGETHER = 20.0
+
+
+class TrainerCheckpoint(Checkpoint):
+    """A checkpoint that is being read in stages, so that Lightning restores as with its unsharded strategies.
+
+    Lightning offers to restore before ``setup`` or after it. Before it, callbacks get their state in time
+    (BaseFinetuning needs it in ``on_fit_start``) and ``weights_only`` is passed on, which 2.6 forgets after it. So the
+    file is opened before, and weights and optimizer states follow once they have a place to go.
+
+    Attributes:
+        has_pending_weights: Whether weights wait for the model to be sharded.
+    """
+
+    has_pending_weights = False
+
+    def offer_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Keep the weights until :meth:`load_pending_weights`; local."""
+        self.weights, self.strict, self.has_pending_weights = weights, strict, True
+
+    def load_pending_weights(self, engine: TrainingEngine) -> None:
+        """Load the weights, if some wait. Collective over all ranks; every rank must call it."""
+        if self.has_pending_weights:
+            engine.node_weights.forget()
+            self.load_weights(engine.module)
+            self.has_pending_weights = False
+
+    def load_optimizers(
+        self,
+        engine: TrainingEngine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        num_saved: int,
+        package: LightningPackage,
+    ) -> None:
+        """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
+        if num_saved != len(optimizers):
+            raise ValueError(
+                f"{self.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
+                f"{len(optimizers)}"
+            )
+        for index, optimizer in enumerate(optimizers):
+            if not is_placeholder_optimizer(package, optimizer):
+                self.load_optimizer(engine.module, optimizer, index)
+
+
+def write_trainer_checkpoint(
+    path: Path, checkpoint: Mapping[str, Any], package: LightningPackage, *, whole: bool
+) -> None:
+    """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it."""
+    if whole:
+        write_checkpoint(path, {}, checkpoint, metadata_name=None)
+        return
+    content = {f"optimizer_{index}": state for index, state in enumerate(checkpoint.get("optimizer_states", []))}
+    content["state_dict"] = checkpoint["state_dict"]
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    write_checkpoint(path, content, rest, metadata_name=metadata_filename(package))
+
+
+def require_all_ranks(trainer: Any) -> None:
+    """Raise unless all ranks are about to save the same checkpoint, where an exception has brought this rank here.
+
+    ``OnExceptionCheckpoint`` saves from the handler of an exception. If only one rank has failed, the others never
+    come, and the first collective would hang until it times out.
+    """
+    if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
+        return
+    store, key = default_store(), f"lightning_muon/interrupted/{trainer.global_step}"
+    num_ranks, deadline = store.add(key, 1), time.monotonic() + _SECONDS_TO_FAIL_TOGETHER
+    while num_ranks < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        num_ranks = store.add(key, 0)
+    if num_ranks < dist.get_world_size():
+        raise RuntimeError(
+            f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, "
+            f"but only {num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from the last one of "
+            "ModelCheckpoint"
+        )
