@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoModelForCausalLM
 
@@ -25,16 +24,13 @@ def _run(directory: str, parallel: str, *words: str) -> float:
     return metrics["eval_loss"]
 
 
-@pytest.mark.parametrize(("parallel", "world_size"), [("none", 1), ("fsdp", 2)])
-def test_the_example_learns_goes_on_and_saves_a_model(
-    gloo: ProcessPool, tmp_path: Path, parallel: str, world_size: int
-) -> None:
+def test_the_example_learns_goes_on_and_saves_a_model(gloo: ProcessPool, tmp_path: Path) -> None:
     Path(tmp_path, "text.txt").write_text(library_text()[:20000])
-    losses = gloo.run(_run, str(tmp_path), parallel, world_size=world_size)
+    losses = gloo.run(_run, str(tmp_path), "fsdp", world_size=2)
     # log(300) is 5.7.
     assert max(losses) < 4.5 and len(set(losses)) == 1
     resume = ("--resume_from_checkpoint", f"{tmp_path}/out/checkpoint-10")
-    assert gloo.run(_run, str(tmp_path), parallel, *resume, world_size=world_size) == losses
+    assert gloo.run(_run, str(tmp_path), "fsdp", *resume, world_size=2) == losses
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_hidden_layers == 2
 

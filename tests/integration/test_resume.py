@@ -56,7 +56,7 @@ _CONFIGURE = {
 def _run(
     package: str, directory: str, *, resume: str | None = None, configure: str = "scheduled", **options: Any
 ) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Train for up to four epochs; with a directory, keep a checkpoint of each epoch."""
+    """Train for up to two epochs; with a directory, keep a checkpoint of each epoch."""
     pl = load(package)
     tied, sharded = options.pop("tied", False), options.pop("sharded", True)
     sizes, compiled = options.pop("sizes", {}), options.pop("compiled", False)
@@ -69,7 +69,7 @@ def _run(
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
     strategy = strategy_class(package)(**sizes, save_distributed_checkpoint=sharded)
     fitter = trainer(
-        pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 4} | options)
+        pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 2} | options)
     )
     fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
     return model.losses, full_weights(model), sorted(path.name for path in Path(directory).iterdir())
@@ -79,17 +79,13 @@ def _run(
     ("world_size", "options"),
     [
         (1, {}),
-        (4, {"sizes": {"replicate_size": 2}}),
         (4, {"sizes": {"replicate_size": 2}, "sharded": False}),
         (3, {"configure": "muon", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         (2, {"configure": "default", "sharded": False}),
-        (2, {"configure": "sgd"}),
-        (2, {"precision": "bf16-mixed"}),
+        (2, {"configure": "sgd", "precision": "bf16-mixed"}),
         (2, {"precision": "bf16-true", "configure": "muon"}),
-        (2, {"tied": True}),
-        (2, {"tied": True, "sharded": False}),
-        (2, {"compiled": True}),
-        (2, {"compiled": True, "sharded": False}),
+        (2, {"tied": True, "compiled": True}),
+        (2, {"tied": True, "compiled": True, "sharded": False}),
     ],
 )
 def test_a_resumed_run_is_bit_equal(
@@ -97,8 +93,8 @@ def test_a_resumed_run_is_bit_equal(
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     losses, weights, names = gloo.run(_run, PACKAGES[0], first, world_size=world_size, **options)[0]
-    assert names == [f"epoch={epoch}.ckpt" for epoch in range(4)]
-    checkpoint = f"{first}/epoch=1.ckpt"
+    assert names == [f"epoch={epoch}.ckpt" for epoch in range(2)]
+    checkpoint = f"{first}/epoch=0.ckpt"
     assert Path(checkpoint).is_dir() == options.get("sharded", True)
     resumed = gloo.run(_run, PACKAGES[0], second, resume=checkpoint, world_size=world_size, **options)[0]
     assert resumed[0] == losses[len(losses) // 2 :]
@@ -110,7 +106,7 @@ def test_the_other_package_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     losses, _, _ = gloo.run(_run, PACKAGES[1], str(tmp_path / "first"), world_size=2)[0]
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
     resumed = gloo.run(_run, PACKAGES[1], str(tmp_path / "second"), resume=checkpoint, world_size=2)[0]
-    assert resumed[0] == losses[len(losses) // 4 :]
+    assert resumed[0] == losses[len(losses) // 2 :]
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -118,7 +114,7 @@ def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: P
     losses, _, _ = gloo.run(
         _run, PACKAGES[0], str(tmp_path / "first"), world_size=4, sharded=sharded, configure="adamw"
     )[0]
-    checkpoint = f"{tmp_path}/first/epoch=1.ckpt"
+    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
     resumed = gloo.run(
         _run, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, world_size=2, sharded=sharded, configure="adamw"
     )[0]

@@ -57,12 +57,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("package", "devices"), [(PACKAGES[0], 2), (PACKAGES[1], 1)])
-def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path, package: str, devices: int) -> None:
-    pytest.importorskip(package)
-    text = run_script(tmp_path, _SCRIPT.format(package=package, devices=devices, strategy="'parallel_muon'"))
-    losses = [float(loss) for loss in re.findall(rf"world {devices} val ([\d.e-]+)", text)]
-    assert len(losses) == devices
+def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path) -> None:
+    text = run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy="'parallel_muon'"))
+    losses = [float(loss) for loss in re.findall(r"world 2 val ([\d.e-]+)", text)]
+    assert len(losses) == 2
     assert max(losses) < 0.5, "an untrained model has log(11) = 2.4"
     assert text.count("AdamW -> ParallelMuon for matrices, AdamW for the rest") == 1, "rank 0 alone reports"
     assert (tmp_path / "model.ckpt").is_dir()

@@ -86,9 +86,7 @@ _AVERAGING = FlexDeMoConfig(base="adamw", replicator=DiLoCo(period=3))
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (4, {"replicate_size": 2}),
         (2, {"save_distributed_checkpoint": False}),
-        (2, {"sharding": "zero2"}),
         (2, {"sharding": "zero2", "save_distributed_checkpoint": False}),
         (4, {"replicate_size": 2, "optimizer": _NODES}),
         (2, {"replicate_size": 2, "optimizer": _NODES, "save_distributed_checkpoint": False}),
@@ -253,8 +251,6 @@ def _broken(path: str, what: str) -> None:
     run = _Run()
     run.train(1)
     state = {"model": run.model, "optimizer": run.optimizer}
-    if what == "occupied":
-        run.fabric.save(path, state)
     if what == "missing":
         run.fabric.load(f"{path}/nothing", state)
     if what == "empty":
@@ -268,7 +264,6 @@ def _broken(path: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "exception", "match"),
     [
-        ("occupied", IsADirectoryError, "is a directory with other files"),
         ("missing", FileNotFoundError, "is no checkpoint"),
         ("empty", ValueError, "needs a state to load into"),
         ("filter", RuntimeError, "the program's mistake"),
@@ -288,9 +283,9 @@ class _CannotBePickled:
         raise OSError("the disk is full")
 
 
-def _saved_badly(path: str, sharded: bool) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+def _saved_badly(path: str) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
     """The step that is in a checkpoint after a save over it has failed; weights then, and what it has of them."""
-    run = _Run(save_distributed_checkpoint=sharded)
+    run = _Run()
     run.train(1)
     run.fabric.save(path, run.state)
     saved = weights(run.model)
@@ -302,26 +297,11 @@ def _saved_badly(path: str, sharded: bool) -> tuple[int, dict[str, Tensor], dict
     return run.state["step"], saved, found[0]
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_save_that_fails_leaves_the_checkpoint_before_it(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    step, saved, found = gloo.run(_saved_badly, str(tmp_path / "checkpoint"), sharded, world_size=2)[0]
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(gloo: ProcessPool, tmp_path: Path) -> None:
+    step, saved, found = gloo.run(_saved_badly, str(tmp_path / "checkpoint"), world_size=2)[0]
     assert step == 1
     assert saved and all(torch.equal(found[name], saved[name]) for name in saved)
     assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_files_of_the_program_stay_in_a_checkpoint_that_is_replaced(gloo: ProcessPool, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    gloo.run(_save, str(path), at=1, until=1, world_size=2)
-    (path / "mine.json").touch()
-    gloo.run(_save, str(path), at=1, until=1, world_size=2)
-    assert {item.name for item in path.iterdir()} == {
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "meta.pt",
-        "mine.json",
-    }
 
 
 def _asks_for_more(path: str, sharded: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_muon.cli import main as command
-from tests.support.programs import program_environment, run_program
+from tests.support.programs import run_program
 
 _MODULE = """
 import lightning.pytorch as pl
@@ -95,14 +93,7 @@ def test_print_config_shows_the_strategy(project: Path) -> None:
 
 
 def test_fit_needs_no_import_in_the_model_and_saves_its_config(project: Path) -> None:
-    pytest.importorskip("lightning.pytorch")
-    # As a user starts it: the one process starts the other.
-    command = [sys.executable, "-m", "lightning_muon.cli.main", "fit", "--config", "config.yaml"]
-    result = subprocess.run(
-        command, cwd=project, env=program_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "ParallelMuon, as configured" in result.stdout + result.stderr
+    assert "ParallelMuon, as configured" in _run(project, "fit", "--config", "config.yaml")
     version = project / "lightning_logs" / "version_0"
     assert (version / "config.yaml").is_file()
     (checkpoint,) = (version / "checkpoints").iterdir()

@@ -49,7 +49,6 @@ def _train(*, max_norm: float | None = None, max_value: float | None = None, **o
         (2, {"max_value": 1e-3, "reshard_after_backward": False}),
         (3, {"is_fsdp": False}),
         (4, {"is_fsdp": False, "sharding": "zero2", "max_norm": 0.1}),
-        (2, {"is_fsdp": False, "sharding": "ddp", "max_value": 1e-3}),
         (1, {"is_fsdp": False, "sharding": "none"}),
     ],
 )

@@ -32,7 +32,7 @@ def _train_or_load(accelerator: Any, directory: str, *, saves: bool) -> tuple[di
     model: Any = network()
     model, optimizer = accelerator.prepare(model, adamw(model))
     if saves:
-        run_steps(accelerator, model, optimizer, steps=range(2))
+        run_steps(accelerator, model, optimizer, steps=range(1))
         accelerator.save_state(directory)
     else:
         accelerator.load_state(directory)
@@ -52,9 +52,9 @@ def test_accelerate_and_we_read_what_the_other_wrote(
     assert torch.equal(read[1], written[1])
 
 
-def _saved_badly(directory: str, variables: dict[str, str]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+def _saved_badly(directory: str) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """Weights and one tensor of the optimizer's state when saved, and when loaded after a save that failed."""
-    with accelerator_on_cpu(variables=variables) as accelerator:
+    with accelerator_on_cpu() as accelerator:
         model: Any = network()
         model, optimizer = accelerator.prepare(model, adamw(model))
         run_steps(accelerator, model, optimizer, steps=range(1))
@@ -76,11 +76,8 @@ def _now(accelerator: Any, model: Any, optimizer: Any) -> tuple[dict[str, Tensor
     return accelerator.get_state_dict(model), state.clone()
 
 
-@pytest.mark.parametrize("variables", [{}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}])
-def test_a_save_that_fails_leaves_all_that_was_there(
-    gloo: ProcessPool, tmp_path: Path, variables: dict[str, str]
-) -> None:
-    weights, states = gloo.run(_saved_badly, str(tmp_path), variables, world_size=2)[0]
+def test_a_save_that_fails_leaves_all_that_was_there(gloo: ProcessPool, tmp_path: Path) -> None:
+    weights, states = gloo.run(_saved_badly, str(tmp_path), world_size=2)[0]
     assert max_difference(weights[1], weights[0]) > 1e-3 and not torch.equal(states[1], states[0])
     assert max_difference(weights[2], weights[0]) == 0.0 and torch.equal(states[2], states[0])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
