@@ -123,7 +123,7 @@ def rank_of(num_ranks: int) -> Iterator[None]:
     package, norm = "lightning_muon", torch.zeros((), device="meta")
     replaced: dict[str, Any] = {
         f"{package}.comm.agreement._all_gather_object": lambda value, group: [value] * dist.get_world_size(group),
-        f"{package}.comm.nodes.host_group": lambda group: group,
+        f"{package}.comm.groups.host_group": lambda group: group,
         f"{package}.comm.groups.world_timeout": timedelta,
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
         f"{package}.optim.state.start_all_reduce_sum": reduce,

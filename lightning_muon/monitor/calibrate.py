@@ -24,7 +24,7 @@ from lightning_muon.monitor.ranks import run_on_ranks, this_device
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
-from lightning_muon.params.routing import Route
+from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import MOMENTUM, NEWTON_SCHULZ, UPDATE
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
@@ -332,16 +332,7 @@ def matrix_shapes(model: ModelShapes) -> list[tuple[int, int]]:
         (matrix.rows, matrix.cols)
         for parameter in model.parameters
         if parameter.kind != "elementwise" and not parameter.frozen
-        for matrix in logical_matrices(
-            parameter.shape,
-            Route(
-                name=parameter.name,
-                kind=parameter.kind,  # type: ignore[arg-type]
-                reason=parameter.reason,
-                splits=parameter.splits,
-                split_dim=parameter.split_dim,
-            ),
-        )
+        for matrix in logical_matrices(parameter.shape, route_of(parameter))
     ]
 
 

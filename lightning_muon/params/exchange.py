@@ -136,14 +136,21 @@ class Pieces:
     """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object.
 
     Attributes:
-        by_rank: Rank -> its part of the parameter, by rank; ranks without elements are left out.
-        held: Number of elements on each rank. Equal tuples are one object: the planner is fast for those.
+        box: The matrix.
+        shards: Of its parameter.
+        held: Number of elements on each rank.
         slices: The planning rank's part in its local tensor; ``None`` if that is all of it, or nothing.
     """
 
-    by_rank: Mapping[int, Box]
+    box: Box
+    shards: Shards
     held: tuple[int, ...]
     slices: tuple[slice, ...] | None
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, Box]:
+        """Rank -> its part of the parameter, by rank; ranks without elements are left out."""
+        return self.shards.pieces(self.box)
 
     @cached_property
     def _cut(self) -> tuple[int, tuple[int, ...]] | None:
@@ -300,27 +307,32 @@ class _ParameterShards:
         self._ranks = ranks
         self._shards = Shards(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
+        self._held: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def pieces(self, matrix: LogicalMatrix) -> Pieces:
         """Where a matrix of such a parameter lies."""
-        if matrix.box not in self._known:
-            self._known[matrix.box] = self._find(matrix)
-        return self._known[matrix.box]
+        box = matrix.box
+        if box not in self._known:
+            pattern = self._shards.pattern(box)
+            if pattern not in self._held:
+                self._held[pattern] = self._count(matrix)
+            outer = self._shards.boxes[self._ranks.rank]
+            mine = outer.intersect(box)
+            slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
+            self._known[box] = Pieces(box, self._shards, self._held[pattern], slices)
+        return self._known[box]
 
-    def _find(self, matrix: LogicalMatrix) -> Pieces:
-        rank, replica_of = self._ranks.rank, self._ranks.replica_of
-        by_rank = self._shards.pieces(matrix.box)
-        replica = [piece for other, piece in by_rank.items() if replica_of[other] == replica_of[rank]]
+    def _count(self, matrix: LogicalMatrix) -> tuple[int, ...]:
+        """Elements of the matrix on each rank."""
+        by_rank, replica_of = self._shards.pieces(matrix.box), self._ranks.replica_of
+        own = replica_of[self._ranks.rank]
+        replica = [piece for rank, piece in by_rank.items() if replica_of[rank] == own]
         if not tile(replica, matrix.box):
             raise ValueError(
                 f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
                 "ParallelMuon does not take this order of sharding"
             )
-        held = [0] * self._ranks.size
-        for other, piece in by_rank.items():
-            held[other] = piece.numel
-        mine, outer = by_rank.get(rank), self._shards.boxes[rank]
-        return Pieces(by_rank, tuple(held), None if mine in (None, outer) else mine.slices_in(outer))
+        return tuple(by_rank[rank].numel if rank in by_rank else 0 for rank in range(self._ranks.size))
 
 
 def matrix_specs(matrices: Sequence[PlacedMatrix]) -> tuple[MatrixSpec, ...]:

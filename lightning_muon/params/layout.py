@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from lightning_muon.compat.torch import local_shape_and_offset
-from lightning_muon.params.logical import Box, whole
+from lightning_muon.params.logical import Box
 
 
 @dataclass(frozen=True)
@@ -166,28 +167,38 @@ def held_boxes(
 ) -> tuple[Box, ...]:
     """Box of the parameter that the rank at each of the mesh ``coordinates`` holds; uneven and empty ones included."""
     axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, _COPIES)]
-    # Replicas hold the same, and asking torch takes 40 microseconds.
+    # Replicas hold the same, and asking torch takes 25 microseconds.
     found: dict[tuple[int, ...], Box] = {}
     boxes: list[Box] = []
     for coordinate in coordinates:
         place = tuple(coordinate[axis] for axis in axes)
         if place not in found:
-            found[place] = _held_box(shape, mesh_shape, placements, coordinate)
+            found[place] = _held_box(
+                shape, [mesh_shape[axis] for axis in axes], [placements[axis] for axis in axes], place
+            )
         boxes.append(found[place])
     return tuple(boxes)
 
 
 def _held_box(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    placements: Sequence[AxisPlacement],
-    coordinate: tuple[int, ...],
+    shape: tuple[int, ...], mesh_shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
 ) -> Box:
-    if not placements:
-        return whole(shape)
-    owners = {axis: placement.rank for axis, placement in enumerate(placements) if isinstance(placement, OwnedBy)}
-    if any(coordinate[axis] != rank for axis, rank in owners.items()):
+    """The box at a coordinate of the axes that divide the parameter."""
+    if any(
+        isinstance(each, OwnedBy) and each.rank != index for each, index in zip(placements, coordinate, strict=True)
+    ):
         return Box((0,) * len(shape), (0,) * len(shape))
-    divided = [Replicate() if isinstance(placement, OwnedBy | Decoupled) else placement for placement in placements]
-    local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
+    if len(placements) == 1 and type(placements[0]) is Shard:
+        dim = placements[0].dim
+        start, stop = _shard_of_dim(shape[dim], mesh_shape[0], coordinate[0])
+        return Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
+    divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
+    local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)  # type: ignore[arg-type]
     return Box(offset, tuple(map(int.__add__, offset, local_shape)))
+
+
+@lru_cache(maxsize=1 << 16)
+def _shard_of_dim(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Which indices of a dimension a rank holds that is sharded over one axis: the same in parameters of any shape."""
+    (length,), (start,) = local_shape_and_offset((size,), (num_ranks,), (rank,), (Shard(0),))
+    return start, start + length

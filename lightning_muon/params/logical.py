@@ -79,11 +79,21 @@ class Shards:
         self.boxes = tuple(boxes)
         filled = [(rank, box) for rank, box in enumerate(boxes) if box.numel]
         # Along the dimension with most cuts, so that few boxes have to be looked at.
-        self._dim = max(range(len(boxes[0].start)), key=lambda dim: len({box.start[dim] for _, box in filled}))
+        extents = [{(box.start[dim], box.stop[dim]) for _, box in filled} for dim in range(len(boxes[0].start))]
+        self._dim = max(range(len(extents)), key=lambda dim: len(extents[dim]))
+        self._uncut = {dim: next(iter(found)) for dim, found in enumerate(extents) if len(found) == 1}
         self._filled = sorted(filled, key=lambda item: item[1].start[self._dim])
         self._starts = [box.start[self._dim] for _, box in self._filled]
         # Of each box and all before it.
         self._last_stops = list(accumulate((box.stop[self._dim] for _, box in self._filled), max))
+
+    def pattern(self, box: Box) -> tuple[object, ...]:
+        """Boxes of equal patterns lie alike on the ranks, for example the experts of a stack that is cut along rows."""
+        places: list[object] = []
+        for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+            first, last = self._uncut.get(dim, (stop, start))
+            places.append(stop - start if first <= start and stop <= last else (start, stop))
+        return tuple(places)
 
     def pieces(self, box: Box) -> dict[int, Box]:
         """Rank -> its part of ``box``, by rank; ranks without elements of it are left out."""

@@ -15,8 +15,7 @@ from torch import nn
 from lightning_muon.config import check_fused
 from lightning_muon.params.layers import Kind, OutputHeads, find_output_heads, is_transposed_linear, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
-
-__all__ = ["Kind", "Route", "require_muon", "route_by_shape", "route_module", "route_named", "routing_table"]
+from lightning_muon.schedule.shapes import ParameterShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +116,17 @@ def route_by_shape(name: str, shape: Sequence[int]) -> Route:
     kinds: dict[int, Kind] = {0: "elementwise", 1: "elementwise", 2: "matrix", 3: "stack"}
     reason = f"stack of {shape[0]} matrices" if ndim == 3 else f"{ndim}-D"
     return Route(name=name, kind=kinds.get(ndim, "convolution"), reason=reason)
+
+
+def route_of(parameter: ParameterShape) -> Route:
+    """Return the route that a shape file gives a parameter."""
+    return Route(
+        name=parameter.name,
+        kind=parameter.kind,  # type: ignore[arg-type]
+        reason=parameter.reason,
+        splits=parameter.splits,
+        split_dim=parameter.split_dim,
+    )
 
 
 def require_muon(routes: Mapping[str, Route] | Iterable[Route]) -> None:

@@ -127,7 +127,7 @@ def test_only_axes_of_several_ranks_shard() -> None:
         sharded_axes([Partial()], (2,), "layer.w")
 
 
-def test_torch_is_asked_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     ask = layout.local_shape_and_offset
     monkeypatch.setattr(layout, "local_shape_and_offset", lambda *args: asked.append(args[2]) or ask(*args))
@@ -135,4 +135,4 @@ def test_torch_is_asked_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -
     assert held_boxes((13, 7), (5, 3), [Replicate(), Shard(0)], coordinates)[3:6] == held_boxes(
         (13, 7), (3,), [Shard(0)], [(rank,) for rank in range(3)]
     )
-    assert len(asked) == 3 + 3
+    assert len(asked) <= 3
