@@ -19,14 +19,13 @@ from threading import RLock
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
-from lightning_muon.compat.torch import let_gloo_finish_at_exit
+from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
 from lightning_muon.grad_sync.transports import LaunchLog, Pending, Transport
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).
@@ -144,6 +143,7 @@ class _Agreed:
         left_over: Those of launched buckets for which any rank has a gradient that was not sent.
         resends: Whether any rank sends a sum over the ranks again.
         num_given_up: The largest number of backward passes that were given up on a rank, and the smallest.
+        kept: Parameters that have sums of an earlier step on all ranks; ``None`` if some have one on some ranks only.
     """
 
     num_given_up: tuple[int, int]
@@ -151,6 +151,7 @@ class _Agreed:
     resends: bool
     computed: set[Tensor]
     left_over: set[Tensor]
+    kept: set[Tensor] | None
 
 
 class GradientReducer:
@@ -176,6 +177,7 @@ class GradientReducer:
     Attributes:
         buckets: In the order of launches.
         traffic: Of the last finished step.
+        step: Sends what the ranks have to tell each other.
     """
 
     def __init__(
@@ -188,8 +190,10 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
-        self._transport, self._group, self._host = transport, group, host_group(group)
-        _check(self._parameters, names, self._host)
+        self._transport, self._group = transport, group
+        host = host_group(group)
+        self.step = StepAgreement(host)
+        _check(self._parameters, names, host)
         self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
         self.traffic = LaunchLog()
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
@@ -200,7 +204,7 @@ class GradientReducer:
         self._known: set[tuple[Tensor, ...]] = set()
         self._present: set[Tensor] = set()
         # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
-        trainable = self._any_rank([parameter.requires_grad for parameter in self._parameters])
+        trainable = maxima_over(host, [parameter.requires_grad for parameter in self._parameters])
         self._expected = {p for p, is_trainable in zip(self._parameters, trainable, strict=True) if is_trainable}
         # Backward runs one thread for each device.
         self._lock = RLock()
@@ -229,6 +233,11 @@ class GradientReducer:
     def is_present(self, parameter: Tensor) -> bool:
         """Whether any rank has computed a gradient since the last :meth:`forget`; the same on all ranks."""
         return parameter in self._present
+
+    @property
+    def present(self) -> frozenset[Tensor]:
+        """The parameters for which :meth:`is_present` holds."""
+        return frozenset(self._present)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the reduced gradients, as ``zero_grad`` does with ``p.grad``; local, to be called alike on all ranks."""
@@ -264,12 +273,16 @@ class GradientReducer:
                 self._num_launched += 1
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self) -> frozenset[Tensor] | None:
         """Send what the hooks have not sent, and make the sums available.
 
         Collective over the group and the groups of the transport; every rank must call it, once, after the last
         backward pass of a step, also a rank that had no backward pass. Calling it again, with no backward pass in
         between, changes nothing.
+
+        Returns:
+            The parameters that have a gradient on all ranks now; ``None`` if ranks differ, or if a plan of
+            :attr:`step` is out of date on any of them.
         """
         agreed = self._agree()
         most, fewest = agreed.num_given_up
@@ -296,6 +309,7 @@ class GradientReducer:
         self._expected = agreed.computed or self._expected
         self.traffic = self._launched
         self._begin_step()
+        return None if agreed.kept is None or self.step.is_stale else frozenset(agreed.computed | agreed.kept)
 
     def give_up(self) -> None:
         """A backward pass has raised: drop all gradients, and let the next :meth:`finish` drop what was sent. Local.
@@ -370,27 +384,21 @@ class GradientReducer:
         resends = self._resends or any(
             own and self._transport.resends(parameter) for own, parameter in zip(has, self._parameters, strict=True)
         )
+        kept = [self._transport.is_untouched(parameter) for parameter in self._parameters]
+        lacks = [not own for own in kept]
         given_up = [self._num_given_up, -self._num_given_up]
-        most, fewest, num_launched, resends, *flags = self._any_rank(
-            [*given_up, self._num_launched, resends, *computed, *left_over]
+        most, fewest, num_launched, resends, *flags = self.step.ask(
+            [*given_up, self._num_launched, resends, *computed, *left_over, *kept, *lacks]
         )
         count = len(self._parameters)
-        return _Agreed(
-            (most, -fewest),
-            num_launched,
-            bool(resends),
-            {parameter for parameter, flag in zip(self._parameters, flags[:count], strict=True) if flag},
-            {parameter for parameter, flag in zip(self._parameters, flags[count:], strict=True) if flag},
+        any_computed, any_left_over, any_kept, any_lacks = (
+            {parameter for parameter, flag in zip(self._parameters, flags[start : start + count], strict=True) if flag}
+            for start in range(0, 4 * count, count)
         )
-
-    def _any_rank(self, values: Sequence[int]) -> list[int]:
-        """Maximum over the ranks of each value; collective over the group."""
-        if self._host.group is None:
-            return list(values)
-        let_gloo_finish_at_exit()
-        agreed = torch.tensor(values, dtype=torch.int32, device="cpu")
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._host.group)
-        return agreed.tolist()
+        differs = not (any_kept & any_lacks) <= any_computed
+        return _Agreed(
+            (most, -fewest), num_launched, bool(resends), any_computed, any_left_over, None if differs else any_kept
+        )
 
     def _check_divisor(self, resends: bool) -> None:
         """The mean over the ranks of what is equal on all ranks is the same again; other factors would change it."""

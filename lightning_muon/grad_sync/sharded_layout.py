@@ -46,6 +46,7 @@ class ShardedLayout:
         all_gather: ParameterAllGather,
     ) -> None:
         self.arrives_late = False
+        self.agreed: Collection[Tensor] | None = None
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
 
@@ -54,7 +55,8 @@ class ShardedLayout:
 
         Collective over the mesh; every rank must call it.
         """
-        self._reducer.finish()
+        is_known = self._reducer.finish() is not None
+        self.agreed = self._reducer.present if is_known else None
         self.arrives_late = self._shard_map.mesh.size() > 1
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
@@ -80,6 +82,7 @@ class ShardedLayout:
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """As in ``Layout``; waits for what the last step has sent. A step can be given up until its first update."""
         self._updating = parameters
+        self.agreed = None
         self._all_gather.begin(parameters)
 
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import Gradients
 from lightning_muon.optim.meshes import MeshMembers
@@ -55,6 +55,10 @@ class PrefetchIsVoid(Exception):  # noqa: N818 - no error: the step is run once 
         self.keys = keys
 
 
+class GradientsHaveChanged(Exception):  # noqa: N818 - no error: the step is run once more
+    """Since the ranks have agreed on their gradients, some rank has changed which there are; raised on all ranks."""
+
+
 @dataclass
 class _Findings:
     """What the meshes looked at so far have found out; the next, larger mesh is told."""
@@ -69,6 +73,7 @@ class _Findings:
     void: tuple[str, ...] = ()
     partly: tuple[Tensor, ...] = ()
     unreduced: tuple[Tensor, ...] = ()
+    unused: tuple[Tensor, ...] = ()
 
 
 class LocalGradients(dict[Tensor, Tensor]):
@@ -82,6 +87,11 @@ class LocalGradients(dict[Tensor, Tensor]):
     def promise(self, tensor: Tensor) -> None:
         """The layout has a gradient of this parameter."""
         self._promised.add(tensor)
+
+    def drop(self, tensor: Tensor) -> None:
+        """The gradient of this parameter is not wanted."""
+        self.pop(tensor, None)
+        self._promised.discard(tensor)
 
     def __contains__(self, tensor: object) -> bool:
         return super().__contains__(tensor) or tensor in self._promised
@@ -97,6 +107,7 @@ class LocalGradients(dict[Tensor, Tensor]):
 def agree_on_gradients(
     binding: StepPlan,
     early: BackwardPrefetch | None,
+    step: StepAgreement | None = None,
     *,
     error_if_nonfinite: bool,
     is_stale: bool,
@@ -107,11 +118,13 @@ def agree_on_gradients(
 
     A replicated parameter that only some replicas have a gradient for gets the mean over all of them. Collective over
     every mesh of the parameters, one after the other (one small all-reduce each in host memory, which the host waits
-    for); every rank of it must call it.
+    for); every rank of it must call it. Where the ranks have agreed on their gradients when these were finished
+    (``Layout.agreed``), there is no such message: what has changed since is found out together with NaN and Inf.
 
     Args:
         binding: Meshes and names; a stale one will do.
         early: What was sent during backward; it is settled whatever the outcome.
+        step: Sends the message over its ranks, together with what others have to agree on.
         error_if_nonfinite: Look for NaN and Inf.
         is_stale: Whether this rank needs a new plan.
         is_left_in_backward: Whether FSDP2 is in the middle of a backward pass that has raised.
@@ -129,9 +142,13 @@ def agree_on_gradients(
     numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale, is_left_in_backward, may_lack_gradients)
     is_late = binding.layout.arrives_late
+    if step is not None and step.is_due and not any(step.is_over(members.host) for members in binding.meshes):
+        step.reduce(())
+    if error_if_nonfinite and _is_agreed(binding, early):
+        return _with_known_gradients(binding, found, findings, numbers)
     looks = _looks_at_once(binding.device) and not is_late
     for members in binding.meshes:
-        _agree_on_mesh(members, binding, found, findings, early=early, check=error_if_nonfinite, looks=looks)
+        _agree_on_mesh(members, binding, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
     void = _void_early(findings, early, binding.layout)
     valid = frozenset(findings.sent) - void
     verdict = None
@@ -153,6 +170,32 @@ def agree_on_gradients(
     return Agreement(found, valid, verdict, numbers)
 
 
+def _is_agreed(binding: StepPlan, early: BackwardPrefetch | None) -> bool:
+    """Whether all ranks know which gradients there are; the same on all ranks."""
+    if not binding.layout.agreed or len(binding.meshes) != 1:
+        return False
+    return early is None or not early.keys(set(binding.meshes[0].tensors))
+
+
+def _with_known_gradients(
+    binding: StepPlan, found: LocalGradients, findings: _Findings, numbers: dict[Tensor, float]
+) -> Agreement:
+    """The gradients on which the ranks have agreed; what has changed since is looked for in the background."""
+    layout = binding.layout
+    has_changed = findings.is_stale or findings.is_left_in_backward
+    for tensor in binding.meshes[0].tensors:
+        has = tensor.requires_grad and layout.has_gradient(tensor)
+        is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
+        is_expected = layout.agreed is not None and tensor in layout.agreed
+        has_changed = has_changed or is_wrong or has is not is_expected
+        if has and is_expected and not is_wrong:
+            found.promise(tensor)
+        elif is_expected:
+            found[tensor] = torch.zeros_like(layout.local(tensor))
+    look = _Look(binding, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
+    return Agreement(found, frozenset(), (lambda: look.start()()) if layout.arrives_late else look.start(), numbers)
+
+
 def _looks_at_once(device: torch.device) -> bool:
     """Whether looking at gradients does not make the host wait."""
     return device.type == "cpu"
@@ -163,6 +206,7 @@ def _agree_on_mesh(
     binding: StepPlan,
     found: LocalGradients,
     findings: _Findings,
+    step: StepAgreement | None,
     *,
     early: BackwardPrefetch | None,
     check: bool,
@@ -184,13 +228,19 @@ def _agree_on_mesh(
         *(findings.is_stale, findings.must_stop, findings.is_left_in_backward),
         findings.may_lack_gradients or any(have),
     ]
-    present, bad, partial, infinite, any_sent, any_void, (stale, stop, left, may_lack) = _sum_flags(
-        members, have, unusable, unreduced, nonfinite, sent, void, so_far
-    )
+    lacks = [not has for has in have]
+    flags = have, lacks, unusable, unreduced, nonfinite, sent, void, so_far
+    of_all_ranks, unused = _on_any_rank(members, step, *flags)
+    any_has, any_lacks, bad, partial, infinite, any_sent, any_void, (stale, stop, left, may_lack) = of_all_ranks
+    findings.unused += tuple(unused)
+    for tensor in unused:
+        found.drop(tensor)
     names = binding.names
     findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
     findings.void += tuple(key for key, count in zip(keys, any_void, strict=True) if count)
-    partly = [0 < count < members.axes.size for count in present]
+    partly = [
+        has and lacks and tensor not in unused for tensor, has, lacks in zip(tensors, any_has, any_lacks, strict=True)
+    ]
     bad = [one or (two and three) for one, two, three in zip(bad, partial, partly, strict=True)]
     findings.unusable += tuple(names[tensor] for tensor, count in zip(tensors, bad, strict=True) if count)
     findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
@@ -213,16 +263,21 @@ def _early_flags(
     return keys, [early.is_sent(key) for key in keys], void
 
 
-def _sum_flags(members: MeshMembers, *flags: Sequence[bool]) -> Iterator[list[int]]:
-    """For every flag the number of ranks of the mesh that raise it.
+def _on_any_rank(
+    members: MeshMembers, step: StepAgreement | None, *flags: Sequence[bool]
+) -> tuple[list[list[bool]], Collection[Tensor]]:
+    """For every flag whether a rank of the mesh raises it, and the parameters that no rank has used.
 
     Collective over the mesh; every rank of it must call it.
     """
-    counts = torch.tensor([flag for each in flags for flag in each], dtype=torch.int32, device="cpu")
-    if members.host.group is not None:
-        start_all_reduce_sum(counts, members.host).wait()
-    values = iter(counts.tolist())
-    return (list(islice(values, len(each))) for each in flags)
+    message = [flag for each in flags for flag in each]
+    unused: Collection[Tensor] = ()
+    if step is not None and step.is_over(members.host):
+        maxima, unused = step.reduce(message)
+    else:
+        maxima = maxima_over(members.host, message)
+    values = iter(maxima)
+    return [[bool(next(values)) for _ in each] for each in flags], unused
 
 
 def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
@@ -233,7 +288,7 @@ def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Lay
         return frozenset(findings.sent)
     # The mean over the replicas, which _fill_in takes, is another gradient than the one that was sent.
     averaged = {tensor for tensor in findings.partly if _replicas(layout, tensor) is not None}
-    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of(averaged)])
+    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of({*averaged, *findings.unused})])
 
 
 def _is_unusable(grad: Tensor | None) -> bool:
@@ -289,6 +344,7 @@ class _Look:
         valid: Buckets of it that may count.
         numbers: Filled with the values of hyper-parameters that are tensors on a device.
         check: Look for NaN and Inf.
+        has_changed: Whether this rank has other gradients than those on which the ranks have agreed.
     """
 
     def __init__(
@@ -300,8 +356,10 @@ class _Look:
         numbers: dict[Tensor, float],
         *,
         check: bool,
+        has_changed: bool = False,
     ) -> None:
         self._binding, self._found, self._early, self._check = binding, found, early, check
+        self._has_changed = has_changed
         self._numbers = numbers
         self._unknown = _on_device(binding)
         self._keys = {
@@ -321,15 +379,27 @@ class _Look:
         """
         results: list[Tensor] = []
         stop = torch.zeros(1, dtype=torch.int32, device=self._binding.device)
+        changed = torch.full_like(stop, int(self._has_changed))
+        work: dist.Work | None = None
         for members, keys in self._keys.items():
-            flags = torch.cat([self._flags(members, keys), stop])
+            flags = torch.cat([self._flags(members, keys), changed, stop])
             axes = members.axes if flags.device.type != "cpu" else members.host
-            if axes.group is not None:
-                start_all_reduce_sum(flags, axes).wait()
-            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+            work = None if axes.group is None else start_all_reduce_sum(flags, axes)
             results.append(flags)
-        read = start_reading([*results, *self._unknown])
-        return lambda: self._conclude(read())
+            if work is not None and (flags.device.type != "cpu" or len(results) < len(self._keys)):
+                work.wait()
+                work = None
+            if work is None:
+                stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+        if work is None:
+            read = start_reading([*results, *self._unknown])
+            return lambda: self._conclude(read())
+
+        def wait_and_conclude() -> None:
+            work.wait()
+            self._conclude(start_reading([*results, *self._unknown])())
+
+        return wait_and_conclude
 
     def _flags(self, members: MeshMembers, keys: Sequence[str]) -> Tensor:
         """1 for each parameter whose gradient is not finite and for each bucket that differs on this rank, int32."""
@@ -342,11 +412,13 @@ class _Look:
     def _conclude(self, values: Sequence[Sequence[float]]) -> None:
         findings = _Findings(is_stale=False)
         for (members, keys), counts in zip(self._keys.items(), values, strict=False):
-            infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -1]
+            infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
             names = (self._binding.names[tensor] for tensor in members.tensors)
             findings.nonfinite += tuple(name for name, count in zip(names, infinite, strict=True) if count)
             findings.void += tuple(key for key, count in zip(keys, void, strict=True) if count)
             findings.must_stop |= any(infinite) or counts[-1] > 0
+            if counts[-2]:
+                raise GradientsHaveChanged
         numbers = values[len(self._keys) :]
         self._numbers.update((tensor, number) for tensor, (number,) in zip(self._unknown, numbers, strict=True))
         _raise_if_needed(findings)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.comm.groups import PrivateGroups, require_backend
+from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.compat.torch import fsdp_units_of, holds_all_of
 from lightning_muon.config import (
     MuonConfig,
@@ -21,7 +22,13 @@ from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.dtypes import resolve_compute_dtype, resolve_wire_dtype
 from lightning_muon.optim.elementwise import step_elementwise_
-from lightning_muon.optim.gradients import Agreement, GradientsAreNotFinite, PrefetchIsVoid, agree_on_gradients
+from lightning_muon.optim.gradients import (
+    Agreement,
+    GradientsAreNotFinite,
+    GradientsHaveChanged,
+    PrefetchIsVoid,
+    agree_on_gradients,
+)
 from lightning_muon.optim.matrix_step import Gradients, MatrixStep
 from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
 from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
@@ -87,6 +94,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
         self._finite_check = FiniteCheck(config.max_skipped_steps)
+        self._step_agreement: StepAgreement | None = None
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
             {key: value for key, value in vars(config).items() if key in COMPARED} | defaults,
@@ -123,6 +131,11 @@ class PlannedOptimizer(CompleteStateOptimizer):
                 )
             self._layout, self._bound = layout, None
         self._complete_state()
+
+    def join(self, step: StepAgreement) -> None:
+        """Share the message that precedes each step with what reduces the gradients; local, alike on all ranks."""
+        self._step_agreement = step
+        step.join(lambda: self._bound is None or self._is_stale(self._bound))
 
     @property
     def routes(self) -> list[Route]:
@@ -178,6 +191,10 @@ class PlannedOptimizer(CompleteStateOptimizer):
             assert agreed is not None, "parameters changed during the step"
         try:
             self._run(bound, agreed)
+        except GradientsHaveChanged:
+            # Since the gradients were finished, on some rank. Nothing has been updated yet, and now the ranks will ask.
+            PlannedOptimizer._step(self, has_loss=has_loss)
+            return
         except PrefetchIsVoid as void:
             # Found out on the device, with nothing changed yet: once more, without what was sent early.
             assert bound.early is not None
@@ -219,6 +236,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self.__dict__.setdefault("_is_reached", None)
         self.__dict__.setdefault("_stop_watching", None)
         self.__dict__.setdefault("_checked_groups", CheckedGroups())
+        self.__dict__.setdefault("_step_agreement", None)
         self.__dict__.setdefault("_completion", self._own_completion())
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,13 +401,12 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> Agreement | None:
         is_trainable = any(param.requires_grad for group in self.param_groups for param in group["params"])
-        is_valid = self._checked_groups.are_right(self.param_groups)
-        is_complete = self._completion.is_complete(self._existing_state)
         return agree_on_gradients(
             bound.binding,
             bound.early,
+            self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
-            is_stale=bound.key != self._key() or not is_valid or not is_complete,
+            is_stale=self._is_stale(bound),
             is_left_in_backward=is_left_in_backward(bound.units),
             # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
             # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.
@@ -398,6 +415,12 @@ class PlannedOptimizer(CompleteStateOptimizer):
                 or not (has_loss and is_trainable and holds_all_of(bound.units, self._all_parameters()))
             ),
         )
+
+    def _is_stale(self, bound: Bound) -> bool:
+        """Whether a new plan must be made, or a hyper-parameter is wrong; local."""
+        is_valid = self._checked_groups.are_right(self.param_groups)
+        is_complete = self._completion.is_complete(self._existing_state)
+        return bound.key != self._key() or not is_valid or not is_complete
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True

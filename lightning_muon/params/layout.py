@@ -41,9 +41,12 @@ class Layout(Protocol):
     Attributes:
         arrives_late: Whether gradients may still be on their way, so that an optimizer should not ask for all of them
             before it begins. Equal on all ranks.
+        agreed: Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients
+            of this step. ``None`` if an optimizer has to ask; equal on all ranks.
     """
 
     arrives_late: bool
+    agreed: Collection[Tensor] | None
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
         """Mesh, and one placement for each of its axes; ``None`` and nothing for a tensor of this process alone."""
@@ -108,6 +111,7 @@ class TensorLayout(Layout):
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
+        self.agreed: Collection[Tensor] | None = None
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
@@ -126,6 +130,10 @@ class TensorLayout(Layout):
     @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return None if parameter.grad is None else local_tensor(parameter.grad)
+
+    @override
+    def begin_step(self, parameters: Collection[Tensor]) -> None:
+        self.agreed = None
 
     @override
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:

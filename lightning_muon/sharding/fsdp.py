@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import NO_WORD, FsdpCallLog
 from lightning_muon.sharding.fsdp_recovery import Recovery
 from lightning_muon.sharding.fsdp_runtime import (
     MicroBatches,
@@ -28,7 +29,7 @@ from lightning_muon.sharding.fsdp_runtime import (
     own_places,
     set_gradient_divisor,
 )
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.shard_model import shard_axis, shard_model
 from lightning_muon.sharding.weights import mesh_device
 
@@ -49,6 +50,10 @@ class GradientAgreement:
         module: A model with units.
         mesh: The ranks with batches of their own.
         order: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
+        nodes: The (replicate, shard) mesh, if ``mesh`` is the shard axis of a decoupled node.
+
+    Attributes:
+        step: Sends what the ranks have to tell each other.
 
     Example::
 
@@ -59,14 +64,24 @@ class GradientAgreement:
         optimizer.step()
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, order: FsdpCallLog | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        order: FsdpCallLog | None = None,
+        *,
+        nodes: DeviceMesh | None = None,
+    ) -> None:
         self._module = module
         self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
-        self._host = host_group(self._everyone)
+        whole = mesh if nodes is None else nodes
+        self.step = StepAgreement(host_group(axis_group(whole, tuple(range(whole.ndim)))))
+        self._node, self._num_nodes = (0, 1) if nodes is None else (nodes.get_local_rank(0), nodes.size(0))
         self.order = order or FsdpCallLog(module, mesh)
         self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
+        self._parameters: list[Tensor] = []
         self._used: list[bool] = []
         self._agreed: dict[int, TensorWeakRef] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -76,7 +91,7 @@ class GradientAgreement:
             for unit in fsdp_modules(module):
                 self._watch(unit)
 
-    def finish(self, divisor: float | None = None) -> None:
+    def finish(self, divisor: float | None = None, *, is_deferred: bool = False) -> None:
         """Average the gradients of 0-d parameters, and remove gradients that no rank has computed.
 
         Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping.
@@ -84,34 +99,50 @@ class GradientAgreement:
         Args:
             divisor: What the sums over the ranks are divided by, as :func:`set_gradient_divisor` has told the units;
                 ``None``: the number of ranks.
+            is_deferred: Leave the comparison of the ranks to the next message of :attr:`step`, which an optimizer
+                sends. Until then gradients that no rank has computed are zeros. Not for models with 0-d parameters.
 
         Raises:
             RuntimeError: On every rank, if the ranks have run different units. The weights are unchanged, the gradients
-                worthless.
+                worthless. Raised by whoever sends the message.
         """
-        if self._everyone.group is None:
-            average_scalar_gradients(self._module, None, self._device, divisor, reduced=self._scalars)
-            return
-        used = self.order.compare(self._everyone, self._host, self._used)
+        if self._everyone.group is not None:
+            self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
+            self.order.mark("end")
+            self.step.post(self)
+            if not is_deferred or _plain_scalars(self._module):
+                self.step.reduce(())
         average_scalar_gradients(self._module, self._everyone.group, self._device, divisor, reduced=self._scalars)
-        self._remove_unused(used)
 
-    def _remove_unused(self, used: Sequence[int]) -> None:
-        """Remove gradients that no rank has computed; ``used`` is nonzero for parameters that any rank has used."""
-        agreed: dict[int, TensorWeakRef] = {}
-        for index, was_used in enumerate(used):
-            owner, attribute = self._places[index]
-            parameter = getattr(owner, attribute)
-            if parameter.grad is None:
-                continue
-            # Gradients may be accumulated over several calls: one that was kept before is kept until it is replaced.
-            earlier = self._agreed.get(index)
-            if was_used or (earlier is not None and earlier() is parameter.grad):
-                agreed[index] = TensorWeakRef(parameter.grad)
-            else:
+    def numbers(self) -> list[int]:
+        """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
+        # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
+        used = [
+            was_used or (index in self._agreed and self._agreed[index]() is parameter.grad is not None)
+            for index, (was_used, parameter) in enumerate(zip(self._used, self._parameters, strict=True))
+        ]
+        own = [*self.order.words(), *used]
+        before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
+        return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
+
+    def settle(self, maxima: Sequence[int]) -> list[Tensor]:
+        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.step_agreement.Rider`."""
+        size, num_words = len(maxima) // self._num_nodes, len(self.order.words())
+        nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
+        own = nodes[self._node]
+        self.order.require_equal(own[:num_words], self._everyone)
+        if any(self.order.differs(each[:num_words]) for each in nodes):
+            raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
+        self._agreed = {}
+        unused: list[Tensor] = []
+        for index, (parameter, was_used) in enumerate(zip(self._parameters, own[num_words:], strict=True)):
+            if not was_used:
                 parameter.grad = None
-        self._agreed = agreed
+                unused.append(parameter)
+            elif parameter.grad is not None:
+                self._agreed[index] = TensorWeakRef(parameter.grad)
         self.forget()
+        return unused
 
     def forget(self) -> None:
         """The gradients of this step have been dropped; local, to be called alike on all ranks."""
@@ -265,6 +296,7 @@ class Fsdp(ShardingMode):
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
+        self._is_deferred = False
 
     def prepare(self, module: nn.Module) -> None:
         """As in :class:`ShardingMode`."""
@@ -293,10 +325,13 @@ class Fsdp(ShardingMode):
         self._module = module
         self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self.watch(module)
-        self._agreement = GradientAgreement(module, self._reduced_over, self._order)
+        nodes = self.mesh if self.options.decoupled_nodes else None
+        self._agreement = GradientAgreement(module, self._reduced_over, self._order, nodes=nodes)
         assert self._recovery is not None
         self._recovery.gradients_dropped = self._agreement.forget
-        attach_optimizers(module, optimizers, layout=None, nodes=self.mesh if self.options.decoupled_nodes else None)
+        # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
+        self._is_deferred = all(isinstance(optimizer, Attachable) for optimizer in optimizers)
+        attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As in :class:`ShardingMode`."""
@@ -325,7 +360,7 @@ class Fsdp(ShardingMode):
         assert self._agreement is not None and self._recovery is not None, "attach comes first"
         self._recovery.resume()
         self._micro_batches.finish()
-        self._agreement.finish(self._divisor)
+        self._agreement.finish(self._divisor, is_deferred=self._is_deferred)
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """As in :class:`ShardingMode`; of R decoupled nodes the norm is sqrt((|g_1|^2 + ... + |g_R|^2) / R).

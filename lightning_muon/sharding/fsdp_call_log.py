@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.groups import AxisGroup, backends
+from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
 
 # At least so many last notes are kept for messages: a step has a few for each unit, an evaluation any number.
@@ -127,9 +128,9 @@ class FsdpCallLog:
 
     Example::
 
-        order = FsdpCallLog(model, mesh)
+        log = FsdpCallLog(model, mesh)
         model(batch).sum().backward()
-        order.compare(everyone, host)
+        log.compare(everyone, host)
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -186,31 +187,31 @@ class FsdpCallLog:
         """Whether the maxima of :meth:`words` over the ranks show different orders."""
         return any(words[at] != -words[at + 1] for at in range(0, len(words), 2))
 
-    def compare(self, everyone: AxisGroup, host: AxisGroup, more: Sequence[int] = ()) -> list[int]:
+    def compare(self, everyone: AxisGroup, host: AxisGroup) -> None:
         """Compare the notes and begin new ones. Collective over the mesh; every rank must call it.
 
         Args:
             everyone: The ranks of the mesh.
             host: The same with a gloo group, so that no device is waited for.
-            more: int32 numbers that travel along, equally many on all ranks.
-
-        Returns:
-            The maximum of each of ``more`` over the ranks.
 
         Raises:
             RuntimeError: On every rank, if the ranks have run different units.
         """
         self.mark("end")
-        words = self.words()
-        message = torch.tensor([*words, *more], dtype=torch.int32, device="cpu")
-        if host.group is not None:
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group)
-        agreed = message.tolist()
-        problem = self.explain(everyone.group) if self.differs(agreed[: len(words)]) else None
+        self.require_equal(maxima_over(host, self.words()), everyone)
+
+    def require_equal(self, maxima: Sequence[int], everyone: AxisGroup) -> None:
+        """Begin new notes, unless the maxima of :meth:`words` over the ranks show that those until now differ.
+
+        Collective over the mesh if they do; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks have run different units.
+        """
+        problem = self.explain(everyone.group) if self.differs(maxima) else None
         self.restart()
         if problem is not None:
             raise RuntimeError(problem)
-        return agreed[len(words) :]
 
     def explain(self, group: dist.ProcessGroup | None) -> str:
         """Name the first unit that differs. Collective over ``group``; every rank must call it."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.routing import Route
@@ -209,6 +210,10 @@ class Attachable(Protocol):
         """Create the state, laid out like this."""
         ...
 
+    def join(self, step: StepAgreement) -> None:
+        """Send the message of each step through this, or use what it has found out."""
+        ...
+
 
 @runtime_checkable
 class CouplesNodes(Protocol):
@@ -220,7 +225,12 @@ class CouplesNodes(Protocol):
 
 
 def attach_optimizers(
-    module: nn.Module, optimizers: Sequence[Any], layout: Layout | None, *, nodes: DeviceMesh | None = None
+    module: nn.Module,
+    optimizers: Sequence[Any],
+    layout: Layout | None,
+    *,
+    nodes: DeviceMesh | None = None,
+    step: StepAgreement | None = None,
 ) -> None:
     """Attach those that can be attached; the state of all others is made by themselves. Local.
 
@@ -229,6 +239,7 @@ def attach_optimizers(
         optimizers: All that step its parameters.
         layout: Where gradients are found, if the tensors do not say so themselves.
         nodes: The (replicate, shard) mesh if its replicas are decoupled.
+        step: What all ranks must know before a step.
 
     Raises:
         ValueError: If nodes are decoupled and an optimizer does not keep them equal, or the other way round.
@@ -249,3 +260,5 @@ def attach_optimizers(
             optimizer.use_mesh(nodes)
         if isinstance(optimizer, Attachable):
             optimizer.attach(module, layout)
+            if step is not None:
+                optimizer.join(step)

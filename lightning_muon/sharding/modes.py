@@ -86,6 +86,7 @@ class Ddp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._reducer: GradientReducer | None = None
+        self._layout = TensorLayout(mesh)
 
     def prepare(self, module: nn.Module) -> None:
         """As in :class:`ShardingMode`."""
@@ -102,7 +103,7 @@ class Ddp(ShardingMode):
             names={parameter: name for name, parameter in named.items()},
             bucket_bytes=BUCKET_BYTES if self.options.bucket_bytes == "auto" else self.options.bucket_bytes,
         )
-        attach_optimizers(module, optimizers, TensorLayout(self.mesh))
+        attach_optimizers(module, optimizers, self._layout, step=self._reducer.step)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As in :class:`ShardingMode`."""
@@ -122,7 +123,7 @@ class Ddp(ShardingMode):
     def finish_gradients(self) -> None:
         """As in :class:`ShardingMode`."""
         assert self._reducer is not None, "attach comes first"
-        self._reducer.finish()
+        self._layout.agreed = self._reducer.finish()
         self._note_step()
 
     def close(self) -> None:

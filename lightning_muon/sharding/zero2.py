@@ -89,10 +89,9 @@ class Zero2(ShardingMode):
             (bucket.parameters for bucket in reducer.buckets), key=lambda b: not matrices.keys().isdisjoint(b)
         )
         all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
-        self._running = _Running(
-            reducer, all_gather, ShardedLayout(shard_map, reducer, gradients, all_gather), units[module]
-        )
-        attach_optimizers(module, used, self._running.layout)
+        layout = ShardedLayout(shard_map, reducer, gradients, all_gather)
+        self._running = _Running(reducer, all_gather, layout, units[module])
+        attach_optimizers(module, used, layout, step=reducer.step)
 
     def _choose_exchange(self, everyone: AxisGroup, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
         """How gradients and values travel, equal on all ranks, and the grid of this rank's replica.
