@@ -18,11 +18,11 @@ from unittest import mock
 
 import torch
 
-from lightning_muon.flexdemo.replicator import Components, Turn
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep
 from lightning_muon.flexdemo.replicators import DCTTopK, largest
 from lightning_muon.math import dct as codec
 
-TURN = Turn(step=0, part=0)
+TURN = ExchangeStep(step=0, part=0)
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def row(blocks: torch.Tensor, top_k: int) -> str:
 def inverse(components: Components, blocks: torch.Tensor, way: Callable[..., None]) -> None:
     out = torch.empty_like(blocks)
     for group in codec.groups(blocks):
-        way(components.values[group], components.positions[group], out=out[group])
+        way(components.values[group], components.indices[group], out=out[group])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.flexdemo.replicator import Components, Replicator, Turn
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep, Replicator
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.integrations.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -48,6 +48,7 @@ __all__ = [
     "Components",
     "DCTTopK",
     "DiLoCo",
+    "ExchangeStep",
     "Full",
     "NoReplication",
     "Random",
@@ -65,6 +66,9 @@ __all__ = [
     "pad_to_multiple",
     "split_sequence",
 ]
+
+# Another name of it.
+Turn = ExchangeStep
 
 register_strategies()
 

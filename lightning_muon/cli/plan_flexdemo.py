@@ -258,7 +258,7 @@ def _shard_of(parameter: ParameterShape, shard_rank: int, num_shards: int) -> tu
 
 
 def _bucket_plans(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
-    replicator = config.effective_replicator
+    replicator = config.replicator
     assert isinstance(replicator, Replicator)
     return plan_buckets(
         shapes,

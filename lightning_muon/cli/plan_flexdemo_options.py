@@ -15,7 +15,7 @@ from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplica
 STRATEGY_NAME = "flexdemo"
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
 # What the words may say beside the options of the replicator: all else changes neither bytes nor times.
-_KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "compat", "chunk_bytes")
+_KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
 
 
 def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoConfig:

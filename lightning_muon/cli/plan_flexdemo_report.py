@@ -117,8 +117,8 @@ def _caption(links: SlowLinks) -> list[str]:
     lines = (
         "* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: part "
         "of it. MB: 10^6 bytes.",
-        "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at positions of their own) "
-        "+ 2 (R - 1) / R x what is added up on the way (values at common positions; the all-reduce of HSDP, in bf16).",
+        "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at indices of their own) "
+        "+ 2 (R - 1) / R x what is added up on the way (values at common indices; the all-reduce of HSDP, in bf16).",
         "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up "
         "on the way.",
         f"{times}, at the full rate of one link for each node, without latency, checks, codec and what travels "

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Part, Place, aligned, message_bytes
 from lightning_muon.flexdemo.merge import merge
-from lightning_muon.flexdemo.replicator import Components, Turn
-from lightning_muon.flexdemo.wire import pack_positions, unpack_positions
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep
+from lightning_muon.flexdemo.wire import pack_indices, unpack_indices
+from lightning_muon.params.layout import local_tensor
 
 
-class Bucket:
+class MomentumBucket:
     """Parameters that travel together. What they have in common is done for all of them at once.
 
     Args:
@@ -37,20 +38,14 @@ class Bucket:
             for part, batch in zip(plan.parts, self._batches, strict=True)
         ]
 
-    def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]) -> None:
-        """Blocks <- decay * residual + scale * gradient.
-
-        Args:
-            gradients: Local gradient of every parameter.
-            decay: Of the residual.
-            scales: Of the gradients, where they have one.
-        """
-        scaled = {t: (gradients[t] * scales[t] if t in scales else gradients[t]).contiguous() for t in self.parameters}
+    def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:
+        """Blocks <- decay * residual + gradient, with the local gradient of every parameter."""
+        gradients = {tensor: gradients[tensor].contiguous() for tensor in self.parameters}
         for part, batch, pairs in zip(self.plan.parts, self._batches, self._pairs, strict=True):
             if part.has_padding:
                 batch.zero_()
             into, residuals = _flat(pair for _, of_parameter in pairs for pair in of_parameter)
-            _, added = self._views(part, batch, scaled)
+            _, added = self._views(part, batch, gradients)
             if batch.device.type == "cpu":
                 # Piece by piece, so that the sum finds the product in a cache.
                 for target, residual, gradient in zip(into, residuals, added, strict=True):
@@ -58,7 +53,7 @@ class Bucket:
             else:
                 _copy_(into, residuals)
                 batch.mul_(decay)
-                torch._foreach_add_(into, added)
+                torch._foreach_add_(into, added)  # pyright: ignore[reportPrivateImportUsage]
 
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
         """Blocks <- values, of the shapes of the shards of the parameters."""
@@ -68,43 +63,49 @@ class Bucket:
                 batch.zero_()
             _copy_(*self._views(part, batch, in_order))
 
-    def is_accumulated(
-        self, gradients: Mapping[Tensor, Tensor], decay: float, scales: Mapping[Tensor, float]
-    ) -> Tensor:
+    def is_accumulated(self, gradients: Mapping[Tensor, Tensor], decay: float) -> Tensor:
         """Whether :meth:`accumulate` would change nothing; a bool on the device."""
-        again = Bucket(self.plan, self._all, self._residuals)
-        again.accumulate(gradients, decay, scales)
+        again = MomentumBucket(self.plan, self._all, self._residuals)
+        again.accumulate(gradients, decay)
         same = [(one == other).all() for one, other in zip(again._batches, self._batches, strict=True)]
         if not same:
             return torch.ones((), dtype=torch.bool, device=next(iter(self._residuals.values())).device)
         return torch.stack(same).all()
 
-    def encode(self, turn: Turn) -> list[Components]:
+    def encode(self, number: ExchangeStep) -> list[Components]:
         """What is sent of each part: values as the others will get them."""
         components: list[Components] = []
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
-            found = part.replicator.encode(batch, turn)
+            found = part.replicator.encode(batch, number)
             rounded = part.values.rounded(found.values.reshape(part.wire_shape))
             if rounded.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr():
                 rounded = rounded.clone()  # The batch changes while the values are on their way.
-            components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.positions))
+            components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.indices))
         return components
 
-    def settle(self, sent: Sequence[Components], turn: Turn, taking_part: Collection[Tensor]) -> None:
+    def settle(self, sent: Sequence[Components], number: ExchangeStep, taking_part: Collection[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
         for part, batch, pairs, components in zip(self.plan.parts, self._batches, self._pairs, sent, strict=True):
-            part.replicator.subtract_(batch, components, turn)
+            part.replicator.subtract_(batch, components, number)
             from_blocks, into = _flat(pair for tensor, own in pairs if tensor in taking_part for pair in own)
             _copy_(into, from_blocks)
 
-    def decode(self, merged: Sequence[Components], turn: Turn, updates: Mapping[Tensor, Tensor], *, sign: bool) -> None:
-        """Fill ``updates``, float32 and laid out like the shards, from merged components."""
+    def decode(
+        self, merged: Sequence[Components], number: ExchangeStep, wanted: Set[Tensor], *, sign: bool
+    ) -> dict[Tensor, Tensor]:
+        """Update of each wanted parameter from merged components: float32, with the shape of its shard."""
+        updates = {
+            tensor: torch.empty(local.shape, dtype=torch.float32, device=local.device)
+            for tensor, local in ((tensor, local_tensor(tensor)) for tensor in self.parameters)
+            if tensor in wanted
+        }
         for part, components in zip(self.plan.parts, merged, strict=True):
-            blocks = part.replicator.decode(components, part.batch_shape[1:], turn)
+            blocks = part.replicator.decode(components, part.batch_shape[1:], number)
             if sign:
                 blocks = blocks.sign_().add_(components.values.sum(), alpha=0)  # As in signs().
             from_blocks, into = self._views(part, blocks, updates)
             _copy_(into, from_blocks)
+        return updates
 
     def _views(self, part: Part, batch: Tensor, locals_: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a batch, and of what there is of its parameters in the shape of their shards, in pairs."""
@@ -127,20 +128,20 @@ def _flat(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Te
     return [one for one, _ in listed], [other for _, other in listed]
 
 
-def _copy_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+def _copy_(into: list[Tensor], source: list[Tensor]) -> None:
     if into:
-        torch._foreach_copy_(into, source)
+        torch._foreach_copy_(into, source)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:
-    """One message with all positions and values: (message_bytes,) uint8."""
+    """One message with all indices and values: (message_bytes,) uint8."""
     device = components[0].values.device if components else None
     message = torch.zeros(message_bytes(plan), dtype=torch.uint8, device=device)
     offset = 0
-    for part, (values, positions) in zip(plan.parts, components, strict=True):
-        if positions is not None:
-            message[offset : offset + part.position_bytes] = pack_positions(positions, part.block_numel)
-            offset += aligned(part.position_bytes)
+    for part, (values, indices) in zip(plan.parts, components, strict=True):
+        if indices is not None:
+            message[offset : offset + part.index_bytes] = pack_indices(indices, part.block_numel)
+            offset += aligned(part.index_bytes)
         message[offset : offset + part.value_bytes] = part.values.pack(values.reshape(part.wire_shape))
         offset += aligned(part.value_bytes)
     return message
@@ -151,13 +152,13 @@ def unpack(plan: BucketPlan, message: Tensor) -> list[Components]:
     components: list[Components] = []
     offset = 0
     for part in plan.parts:
-        positions = None
-        if part.replicator.sends_positions:
-            packed = message[offset : offset + part.position_bytes]
-            positions = unpack_positions(packed, part.num_blocks, part.num_sent, part.block_numel)
-            offset += aligned(part.position_bytes)
+        indices = None
+        if part.replicator.sends_indices:
+            packed = message[offset : offset + part.index_bytes]
+            indices = unpack_indices(packed, part.num_blocks, part.num_sent, part.block_numel)
+            offset += aligned(part.index_bytes)
         values = part.values.unpack(message[offset : offset + part.value_bytes], *part.wire_shape)
-        components.append(Components(values.view(part.num_blocks, part.num_sent), positions))
+        components.append(Components(values.view(part.num_blocks, part.num_sent), indices))
         offset += aligned(part.value_bytes)
     return components
 

@@ -1,7 +1,7 @@
 """Which parameters travel together, and where each of them lies in a message; numbers only.
 
 A message of a rank has parts: a batch of blocks of one shape each, and at last the parameters that travel dense. A part
-is its positions, where the replicator sends any, and its values, both beginning at multiples of 8 bytes.
+is its indices, where the replicator sends any, and its values, both beginning at multiples of 8 bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lightning_muon.flexdemo.replicator import Replicator
 from lightning_muon.flexdemo.replicators import Full
-from lightning_muon.flexdemo.wire import SCALED_TOGETHER, ValueFormat, position_bytes, value_format
+from lightning_muon.flexdemo.wire import SCALED_TOGETHER, ValueFormat, index_bytes, value_format
+from lightning_muon.params.layout import local_tensor
 
 _ALIGNMENT = 8
 
@@ -74,16 +76,16 @@ class Part:
         return self.num_blocks * self.block_numel != sum(place.rows * place.cols for place in self.places)
 
     @property
-    def position_bytes(self) -> int:
-        """Of all positions."""
-        if not self.replicator.sends_positions:
+    def index_bytes(self) -> int:
+        """Of all indices."""
+        if not self.replicator.sends_indices:
             return 0
-        return self.num_blocks * self.num_sent * position_bytes(self.block_numel)
+        return self.num_blocks * self.num_sent * index_bytes(self.block_numel)
 
     @property
     def wire_shape(self) -> tuple[int, int]:
         """The values, to their format. Those that may be added up on the way are one row, which can be cut anywhere."""
-        if self.replicator.sends_positions:
+        if self.replicator.sends_indices:
             return self.num_blocks, self.num_sent
         return 1, self.num_blocks * self.num_sent
 
@@ -117,6 +119,11 @@ class Shape:
     def numel(self) -> int:
         """Elements of all shards."""
         return math.prod(self.whole)
+
+
+def shapes_of(parameters: Sequence[Tensor]) -> list[Shape]:
+    """Global and local shapes of parameters."""
+    return [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
 
 
 def matrix_view(shape: Shape) -> tuple[int, int]:
@@ -206,8 +213,8 @@ def aligned(num_bytes: int) -> int:
 
 
 def message_bytes(plan: BucketPlan) -> int:
-    """Bytes of what one rank sends to another one if all positions and values of a bucket travel in one message."""
-    return sum(aligned(part.position_bytes) + aligned(part.value_bytes) for part in plan.parts)
+    """Bytes of what one rank sends to another one if all indices and values of a bucket travel in one message."""
+    return sum(aligned(part.index_bytes) + aligned(part.value_bytes) for part in plan.parts)
 
 
 def is_summed(plan: BucketPlan, num_nodes: int) -> bool:
@@ -215,7 +222,7 @@ def is_summed(plan: BucketPlan, num_nodes: int) -> bool:
 
     With two nodes a whole message costs the same bytes, and half of the waiting.
     """
-    return num_nodes > 2 and not any(part.replicator.sends_positions for part in plan.parts)
+    return num_nodes > 2 and not any(part.replicator.sends_indices for part in plan.parts)
 
 
 def segment(part: Part, node: int, num_nodes: int) -> tuple[int, int]:
@@ -248,7 +255,7 @@ def returned_dtype(plan: BucketPlan) -> torch.dtype:
 def sent_bytes(plan: BucketPlan, node: int, num_nodes: int) -> int:
     """Bytes that a rank of a node sends to other nodes in a step for this bucket.
 
-    Where nodes choose their own positions, the message goes to each of the others: (R - 1) messages. Else the
+    Where nodes choose their own indices, the message goes to each of the others: (R - 1) messages. Else the
     values are summed up as in a ring all-reduce, 2 (R - 1) / R messages: each node gets a segment of them from all
     others, and sends the sum to all others.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_muon.config import (
@@ -20,11 +20,12 @@ from lightning_muon.flexdemo.replicators import DCTTopK
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
-Compat = Literal["none", "demo", "detonation"]
 ExchangeOverlap = Literal["auto", "backward", "step"]
+# For explains_keywords: what there is in the place of an option.
+REMOVED = {"to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",)}
 
 
-@takes_options(OptimizerConfig)
+@takes_options(OptimizerConfig, REMOVED)
 @dataclass(frozen=True, kw_only=True)
 class FlexDeMoConfig(OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
@@ -48,8 +49,6 @@ class FlexDeMoConfig(OptimizerConfig):
         overlap: ``"backward"``: each buffer is sent as soon as the gradients of its parameters are there. ``"step"``:
             all in the optimizer step. ``"auto"``: ``"backward"``, since links between nodes are slow. The weights are
             the same, bit for bit.
-        compat: ``"demo"`` multiplies gradients by the learning rate before they enter the momentum, as DeMo does;
-            ``"detonation"`` cuts the flattened shard into strips, too, as DeToNATION does. For comparisons.
         check_every: After so many steps all nodes compare their weights; 0 never.
         chunk_bytes: Parameters (4 bytes for each element) that travel in one buffer.
     """
@@ -64,7 +63,6 @@ class FlexDeMoConfig(OptimizerConfig):
     dense_below: int = 4096
     delay: int = 0
     overlap: ExchangeOverlap = "auto"
-    compat: Compat = "none"
     check_every: int = 100
     chunk_bytes: int = 16 * 2**20
 
@@ -74,7 +72,6 @@ class FlexDeMoConfig(OptimizerConfig):
             "base": Base,
             "merge": Merge,
             "value_format": ValueFormatName,
-            "compat": Compat,
             "overlap": ExchangeOverlap,
         }
         for key, allowed in choices.items():
@@ -96,7 +93,7 @@ class FlexDeMoConfig(OptimizerConfig):
         if isinstance(self.replicator, Replicator):
             check_replicator(self.replicator)
         if isinstance(self.replicator, LocalSteps):
-            for key in ("delay", "value_format", "compat"):
+            for key in ("delay", "value_format"):
                 if getattr(self, key) != getattr(type(self), key):
                     raise ValueError(
                         f"{key}={getattr(self, key)!r} means nothing with {self.replicator}, which exchanges no "
@@ -109,15 +106,6 @@ class FlexDeMoConfig(OptimizerConfig):
                     f"NoReplication), got base={self.base!r} and {self.replicator}; the momentum that is exchanged has "
                     "decay=..., remove it"
                 )
-        if self.compat == "detonation" and not isinstance(self.replicator, DCTTopK):
-            raise ValueError(f"compat='detonation' cuts strips for DCTTopK, got {self.replicator}")
-
-    @property
-    def effective_replicator(self) -> Replicator | LocalSteps:
-        """The replicator, as ``compat`` makes it."""
-        if self.compat == "detonation" and isinstance(self.replicator, DCTTopK):
-            return replace(self.replicator, strips=True)
-        return self.replicator
 
     @property
     def has_inner_momentum(self) -> bool:

@@ -1,9 +1,9 @@
-"""What FlexDeMo asks of the ways in which nodes follow each other."""
+"""The interface between FlexDeMo and the ways in which nodes are kept in step, and the state that these need."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.comm.groups import ALONE, PrivateGroups, axis_group
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.node_exchange import Nodes
+from lightning_muon.flexdemo.node_exchange import NodeGroups
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import Gradients, States
@@ -23,27 +24,54 @@ from lightning_muon.optim.step_plan import BoundParameter
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizerView:
-    """What a way needs of the optimizer.
+class Trained:
+    """What an optimizer holds now.
 
     Attributes:
-        config: Options.
-        mesh: Nodes, and the ranks of each; ``None`` for a process alone.
-        current_states: Of the optimizer, which torch replaces when it loads.
-        all_parameters: In the order of the param groups.
-        learning_rates: Of them.
+        parameters: In the order of the param groups.
+        states: Of the parameters.
     """
 
-    config: FlexDeMoConfig
-    mesh: DeviceMesh | None
-    current_states: Callable[[], States]
-    all_parameters: Callable[[], Sequence[Tensor]]
-    learning_rates: Callable[[], Mapping[Tensor, float]]
+    parameters: Sequence[Tensor]
+    states: States
 
     @property
-    def states(self) -> States:
-        """Of the optimizer, now."""
-        return self.current_states()
+    def trainable(self) -> Sequence[Tensor]:
+        """The parameters that are not frozen."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+class InterNodeSync(ABC):
+    """One way to keep the nodes in step.
+
+    Attributes:
+        own_state: Keys of the state of a parameter that :meth:`load` takes.
+        per_node: Those of them, and of :meth:`saved`, that have an entry for each node, (R, *shape) -> what another
+            number of nodes gets: the ``"sum"`` over the saved nodes divided by the number of nodes now, so that the sum
+            over the nodes stays what it was, or the ``"mean"`` over the saved nodes.
+        marks: Keys by which a saved state is known to be of this way.
+
+    Args:
+        config: Options of the optimizer.
+        mesh: Nodes, and the ranks of each; ``None`` for a process alone.
+    """
+
+    own_state: ClassVar[frozenset[str]] = frozenset()
+    per_node: ClassVar[Mapping[str, Rule]] = {}
+    marks: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
+        self.config, self.mesh = config, mesh
+
+    @property
+    def node(self) -> int:
+        """Number of this node."""
+        return 0 if self.mesh is None else axis_group(self.mesh, (0,)).rank
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return 1 if self.mesh is None else self.mesh.size(0)
 
     @cached_property
     def layout(self) -> NodeLayout | None:
@@ -51,50 +79,17 @@ class OptimizerView:
         return None if self.mesh is None else NodeLayout(self.mesh)
 
     @cached_property
-    def nodes(self) -> Nodes:
-        """Collective over the nodes the first time; every rank must call it."""
+    def groups(self) -> NodeGroups:
+        """The ranks with the same shards. Collective over them the first time; every rank must call it."""
         if self.mesh is None:
-            return Nodes(ALONE, ALONE)
-        group = axis_group(self.mesh, (0,))
-        return Nodes(*PrivateGroups().of([group, group]))
-
-    @property
-    def trainable(self) -> Sequence[Tensor]:
-        """The parameters that may change now."""
-        return [parameter for parameter in self.all_parameters() if parameter.requires_grad]
-
-    @property
-    def node(self) -> int:
-        """Number of this node; local."""
-        return 0 if self.mesh is None else axis_group(self.mesh, (0,)).rank
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes there are; local."""
-        return 1 if self.mesh is None else self.mesh.size(0)
+            return NodeGroups(ALONE, ALONE)
+        nodes = axis_group(self.mesh, (0,))
+        reduce_group, gather_group = PrivateGroups().of([nodes, nodes])
+        return NodeGroups(reduce_group, gather_group)
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
         """(R, *parameter.shape) of the local parts of all nodes; shares memory."""
         return local.unsqueeze(0) if self.layout is None else self.layout.of_all_nodes(parameter, local)
-
-
-class BetweenNodes(ABC):
-    """One way in which nodes follow each other.
-
-    Attributes:
-        own_state: Keys of the state of a parameter that :meth:`load` takes.
-        per_node: Those of them, and of :meth:`saved`, that have an entry for each node, (R, *shape) -> what another
-            number of nodes gets: the ``"sum"`` over the saved nodes divided by the number of nodes now, so that the sum
-            over the nodes stays what it was, or the ``"mean"`` over the saved nodes.
-        marks: Keys by which a saved state is known for one of this way.
-    """
-
-    own_state: ClassVar[frozenset[str]] = frozenset()
-    per_node: ClassVar[Mapping[str, Rule]] = {}
-    marks: ClassVar[frozenset[str]] = frozenset()
-
-    def __init__(self, optimizer: OptimizerView) -> None:
-        self._optimizer = optimizer
 
     @property
     @abstractmethod
@@ -102,26 +97,27 @@ class BetweenNodes(ABC):
         """What the state of a parameter must have."""
 
     @abstractmethod
-    def init_state(self, parameter: Tensor) -> None:
-        """What the state of a parameter lacks; local."""
+    def init_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Add what the state of a parameter lacks; local."""
 
-    def is_current(self) -> bool:
-        """Whether the state is still what :meth:`plan` was called with; local."""
+    def is_current(self, states: States) -> bool:
+        """Whether the states are still those that :meth:`plan` was called with; local."""
+        del states
         return True
 
-    def common(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What must have the same bits on all nodes, one for each of ``parameters``, or nothing; local."""
-        return parameters
+    def common(self, trained: Trained) -> Sequence[Tensor]:
+        """What must have the same bits on all nodes, one tensor for each parameter, or nothing; local."""
+        return trained.parameters
 
-    def check(self) -> None:  # noqa: B027 - most need not
-        """Raise if the parameters that there are now cannot be exchanged; local."""
+    def check(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
+        """Raise if these parameters cannot be exchanged; local."""
 
-    def plan(self, names: Mapping[Tensor, str], num_steps: int) -> BackwardPrefetch | None:
-        """Make ready for the parameters that there are now, after so many steps; what is sent early.
+    def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> BackwardPrefetch | None:
+        """Get ready for the parameters that there are now, after ``num_steps`` steps; what is sent during backward.
 
         Collective over the nodes; every rank must call it.
         """
-        del names, num_steps
+        del trained, names, num_steps
         return None
 
     @property
@@ -130,25 +126,25 @@ class BetweenNodes(ABC):
         return ()
 
     @abstractmethod
-    def updates(self, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
+    def updates(self, trained: Trained, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
         """Local updates from the local gradients of the node, of the parameters that take part in the step.
 
         Collective over the nodes; every rank must call it with the same parameters.
         """
 
-    def finish(self, num_steps: int) -> None:  # noqa: B027 - most need not
-        """A step has been taken, the so many-th. Collective over the nodes; every rank must call it."""
+    def finish(self, trained: Trained, num_steps: int) -> None:  # noqa: B027
+        """End a step, after which ``num_steps`` are taken. Collective over the nodes; every rank must call it."""
 
-    def finish_in_flight(self) -> None:  # noqa: B027
-        """Put all that is on its way into the state. Collective over the nodes; every rank must call it."""
+    def finish_in_flight(self, states: States) -> None:  # noqa: B027
+        """Receive what is on its way into the states. Collective over the nodes; every rank must call it."""
 
-    def saved(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint has beside the state; local."""
-        del parameter
+    def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a checkpoint has beside the state of a parameter; local."""
+        del parameter, state
         return {}
 
     def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise if the states of parameters are of nodes that followed each other in another way; local."""
+        """Raise if the states are of a checkpoint that was made with another way of synchronizing; local."""
         marks = {"residual", "node_weights", "anchor"} & {key for state in states for key in state}
         if marks == {"anchor"}:
             raise ValueError(
@@ -159,63 +155,60 @@ class BetweenNodes(ABC):
             alone = "DiLoCo" if "anchor" in marks else "NoReplication"
             saved_with = "components of momenta" if "residual" in marks else alone
             raise ValueError(
-                f"the state was saved with {saved_with}, the replicator is {self._optimizer.config.replicator} now; "
+                f"the state was saved with {saved_with}, the replicator is {self.config.replicator} now; "
                 "go on with the replicator of before, or load only the weights of the model"
             )
 
     @abstractmethod
-    def load(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
+    def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         """Take ``own_state``, and what :meth:`saved` has added, from the saved state of a parameter.
 
         Collective over the mesh; every rank must call it.
         """
 
     @contextmanager
-    def common_weights(self) -> Iterator[None]:
+    def common_weights(self, trained: Trained) -> Iterator[None]:
         """Inside, the weights are equal on all nodes, if there are such weights; local."""
+        del trained
         yield
 
     @abstractmethod
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to other nodes in a step, on average."""
+    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
 
 
 class NodeStateCompletion(StateCompletion):
-    """State of a way in which nodes follow each other, and of the base optimizer.
+    """State that the synchronization of nodes needs, and that of the base optimizer.
 
     Args:
-        nodes: The way.
+        sync: Keeps the nodes in step.
         has_moments: Whether the base optimizer is, or uses, AdamW.
         has_momentum: Whether it has a momentum for matrices.
     """
 
-    def __init__(self, nodes: Callable[[], BetweenNodes], *, has_moments: bool, has_momentum: bool) -> None:
+    def __init__(self, sync: InterNodeSync, *, has_moments: bool, has_momentum: bool) -> None:
         super().__init__()
-        self._nodes, self._has_moments, self._has_momentum = nodes, has_moments, has_momentum
+        self._sync, self._has_moments, self._has_momentum = sync, has_moments, has_momentum
 
+    @override
     def keys(self, parameter: BoundParameter) -> frozenset[str]:
-        """As in :class:`StateCompletion`."""
-        return self._nodes().state_keys | self._of_base(parameter)
+        return self._sync.state_keys | self._keys_of_base(parameter)
 
+    @override
     def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
-        """As in :class:`StateCompletion`."""
-        self._nodes().init_state(parameter.tensor)
-        if not state.keys() >= self._of_base(parameter):
+        self._sync.init_state(parameter.tensor, state)
+        if not state.keys() >= self._keys_of_base(parameter):
             state.update(zero_state(parameter))
 
+    @override
     def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
-        """As in :class:`StateCompletion`.
-
-        Raises:
-            ValueError: If the parameters cannot be exchanged.
-        """
-        self._nodes().check()
+        self._sync.check([parameter.tensor for parameter in parameters if parameter.tensor.requires_grad])
         super().complete(parameters, states)
 
+    @override
     def is_complete(self, states: States) -> bool:
-        """As in :class:`StateCompletion`; also whether the plan was made with this state."""
-        return super().is_complete(states) and self._nodes().is_current()
+        return super().is_complete(states) and self._sync.is_current(states)
 
-    def _of_base(self, parameter: BoundParameter) -> frozenset[str]:
+    def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
         has_state = self._has_moments if parameter.route.algorithm == "adamw" else self._has_momentum
         return super().keys(parameter) if has_state else frozenset()

@@ -37,20 +37,20 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Nodes:
+class NodeGroups:
     """The ranks of all nodes that hold the same shards.
 
     Attributes:
-        there: For what every rank sends first.
-        back: For the sums. A group of its own: ranks send them between first legs, not all between the same ones.
+        reduce_group: For what every rank sends first.
+        gather_group: For the sums. A separate group: ranks interleave reduce and gather differently.
         waiting: Exchanges whose sums are still to be sent, in the order in which they were begun, equal on all ranks.
     """
 
-    there: AxisGroup
-    back: AxisGroup
+    reduce_group: AxisGroup
+    gather_group: AxisGroup
     waiting: deque[Exchange] = field(default_factory=deque["Exchange"])
 
-    def bring_forward(self, step: int) -> None:
+    def send_sums(self, step: int) -> None:
         """Send the sums that the step with this number waits for, as far as they can be sent without waiting.
 
         Those of later steps stay: ranks differ in which they could send, and there may be no later step in which all
@@ -59,7 +59,7 @@ class Nodes:
         while self.waiting and self.waiting[0].due <= step and self.waiting[0].start_last_leg(wait=False):
             self.waiting.popleft()
 
-    def send_until(self, exchange: Exchange) -> None:
+    def send_sums_until(self, exchange: Exchange) -> None:
         """Send all sums up to those of ``exchange``; waits for what they are made of."""
         while exchange in self.waiting:
             self.waiting.popleft().start_last_leg(wait=True)
@@ -69,26 +69,26 @@ class Nodes:
 class Exchange:
     """One bucket on its way.
 
-    Made by every rank of ``nodes``, in the same order, which is the collective part; so is :meth:`result`. Nothing
+    Made by every rank of ``groups``, in the same order, which is the collective part; so is :meth:`result`. Nothing
     travels if no rank holds anything of the bucket.
 
     Args:
         plan: Of the bucket.
         own: What this node sends, rounded.
-        nodes: Who takes part.
+        groups: Who takes part.
         due: Number of the step that takes the result.
     """
 
     plan: BucketPlan
     own: Sequence[Components]
-    nodes: Nodes
+    groups: NodeGroups
     due: int = 0
     _works: Sequence[Handle] = ()
     _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _kept: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
-        group = self.nodes.there
+        group = self.groups.reduce_group
         others = self._others()
         if not self.plan.parts:
             return
@@ -96,7 +96,7 @@ class Exchange:
             sends = {node: pack_segment(self.plan, self.own, node, group.size) for node in others}
             sizes = dict.fromkeys(others, segment_bytes(self.plan, group.rank, group.size))
             self._send(sends, sizes, group, start_messages_together)
-            self.nodes.waiting.append(self)
+            self.groups.waiting.append(self)
         else:
             message = pack(self.plan, self.own)
             sizes = dict.fromkeys(others, message.numel())
@@ -106,7 +106,7 @@ class Exchange:
         """Add up what has arrived and send the sums; ``False`` if it has not arrived, which ``wait`` waits for."""
         if not wait and not all(work.is_completed() for work in self._works):
             return False
-        group = self.nodes.back
+        group = self.groups.gather_group
         total = sum_of_segments(self.plan, self.own, self._messages(), group.rank, group.size)
         self._kept = [total]
         sizes = {node: total.element_size() * sum(self._lengths(node)) for node in self._others()}
@@ -116,8 +116,8 @@ class Exchange:
 
     def result(self, rule: str) -> list[Components]:
         """What the nodes sent, merged; waits for it."""
-        self.nodes.send_until(self)
-        group = self.nodes.there
+        self.groups.send_sums_until(self)
+        group = self.groups.reduce_group
         if not self.plan.parts:
             return []
         if not is_summed(self.plan, group.size):
@@ -135,11 +135,11 @@ class Exchange:
         ]
 
     def _others(self) -> list[int]:
-        return [node for node in range(self.nodes.there.size) if node != self.nodes.there.rank]
+        return [node for node in range(self.groups.reduce_group.size) if node != self.groups.reduce_group.rank]
 
     def _lengths(self, node: int) -> list[int]:
         """Values of each part that a node adds up."""
-        ranges = [segment(part, node, self.nodes.there.size) for part in self.plan.parts]
+        ranges = [segment(part, node, self.groups.reduce_group.size) for part in self.plan.parts]
         return [stop - start for start, stop in ranges]
 
     def _send(

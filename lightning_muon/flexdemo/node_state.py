@@ -48,7 +48,7 @@ class NodeLayout(TensorLayout):
         known = {tensor for group in groups for tensor in group}
         return [group for group in (*groups, [tensor for tensor in parameters if tensor not in known]) if group]
 
-    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
+    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> DTensor:
         """A tensor of each node as one DTensor (R, *parameter.shape).
 
         Args:
@@ -86,7 +86,7 @@ class NodeLayout(TensorLayout):
         return tuple(parameter.placements)
 
 
-def node_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def require_node_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh, if its axes are those of FlexDeMo.
 
     Raises:

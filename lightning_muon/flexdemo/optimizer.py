@@ -15,17 +15,17 @@ from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
 from lightning_muon.flexdemo.config import (
+    REMOVED,
     Base,
-    Compat,
     ExchangeOverlap,
     FlexDeMoConfig,
     Merge,
     ValueFormatName,
 )
-from lightning_muon.flexdemo.diloco import IndependentNodes, OuterStep
-from lightning_muon.flexdemo.inter_node_sync import BetweenNodes, NodeStateCompletion, OptimizerView
-from lightning_muon.flexdemo.momentum_sync import MomentumExchange
-from lightning_muon.flexdemo.node_state import NodeLayout, Rule, node_mesh
+from lightning_muon.flexdemo.diloco import DiLoCoSync, IndependentNodes
+from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
+from lightning_muon.flexdemo.momentum_sync import MomentumSync
+from lightning_muon.flexdemo.node_state import NodeLayout, Rule, require_node_mesh
 from lightning_muon.flexdemo.replica_consistency import check_equal
 from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
 from lightning_muon.flexdemo.replicators import DiLoCo
@@ -43,7 +43,7 @@ _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 
-@takes_options(FlexDeMoConfig)
+@takes_options(FlexDeMoConfig, REMOVED)
 class FlexDeMo(PlannedOptimizer):
     """SGD, AdamW or Muon on momenta of which the nodes send each other only what moves fast.
 
@@ -88,7 +88,6 @@ class FlexDeMo(PlannedOptimizer):
         dense_below: int = FlexDeMoConfig.dense_below,
         delay: int = FlexDeMoConfig.delay,
         overlap: ExchangeOverlap = FlexDeMoConfig.overlap,
-        compat: Compat = FlexDeMoConfig.compat,
         check_every: int = FlexDeMoConfig.check_every,
         chunk_bytes: int = FlexDeMoConfig.chunk_bytes,
         momentum: float = FlexDeMoConfig.momentum,
@@ -108,13 +107,14 @@ class FlexDeMo(PlannedOptimizer):
         max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,
     ) -> None:
         self.config = from_arguments(FlexDeMoConfig, locals())
-        self._between: BetweenNodes | None = None
+        mesh = None if mesh is None else require_node_mesh(mesh)
+        self._sync = make_sync(self.config, mesh)
         self._checked: Bound | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
             self.config.inside_nodes,
-            mesh=None if mesh is None else node_mesh(mesh),
+            mesh=mesh,
             algorithm="auto" if base == "muon" else "adamw",
             num_exchanges=0,
             **without,
@@ -132,7 +132,9 @@ class FlexDeMo(PlannedOptimizer):
                 f"FlexDeMo was made for {self._mesh}, but the model is trained on {mesh}; leave out mesh=, or set the "
                 "replicate_size and shard_size of the strategy to it"
             )
-        self._mesh, self._between = node_mesh(mesh), None
+        self._mesh = require_node_mesh(mesh)
+        self._sync = make_sync(self.config, self._mesh)
+        self._completion = self._own_completion()
         if self.is_fresh:
             self._existing_state.clear()  # That of a process alone.
         self._layout = self._own_layout()
@@ -160,7 +162,7 @@ class FlexDeMo(PlannedOptimizer):
     @property
     def sent_bytes_per_step(self) -> int:
         """Bytes that this rank sends to other nodes in a step; with DiLoCo on average."""
-        return self._nodes().sent_bytes()
+        return self._sync.sent_bytes(self._trained().trainable)
 
     @property
     def per_node(self) -> Mapping[str, Rule]:
@@ -168,7 +170,7 @@ class FlexDeMo(PlannedOptimizer):
 
         See :func:`~lightning_muon.flexdemo.node_state.shared_among`.
         """
-        return self._nodes().per_node
+        return self._sync.per_node
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -177,7 +179,7 @@ class FlexDeMo(PlannedOptimizer):
         With DiLoCo they are those of the last average: what is to be saved or evaluated as the model. FSDP2 gathers
         weights anew if the optimizer knows the module; else call ``reshard()`` on the model before and after.
         """
-        with self._nodes().common_weights():
+        with self._sync.common_weights(self._trained()):
             self._weights_have_changed()
             try:
                 yield
@@ -189,7 +191,7 @@ class FlexDeMo(PlannedOptimizer):
         config = self.config
         nodes = 1 if self._mesh is None else self._mesh.size(0)
         head = (
-            f"FlexDeMo: base {config.base}, {config.effective_replicator}, {config.value_format}, {nodes} nodes, "
+            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
         return head if config.base == "sgd" else f"{head}\n{super().summary()}"
@@ -197,24 +199,23 @@ class FlexDeMo(PlannedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; what is on its way is waited for."""
         self._require_mesh()
-        between = self._nodes()
-        between.finish_in_flight()
+        self._sync.finish_in_flight(self._existing_state)
         packed = super().state_dict()
         for number, parameter in enumerate(self._all_parameters()):
-            packed["state"][number] |= between.saved(parameter)
+            packed["state"][number] |= self._sync.saved(parameter, self._existing_state[parameter])
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. What differs from node to node may come from another number of nodes; see the docs."""
-        between = self._nodes()
+        sync = self._sync
         self._abandon()
         # torch would round it to the dtype of the parameter.
-        extra = between.own_state | between.saved(self._all_parameters()[0]).keys()
+        extra = sync.own_state | sync.per_node.keys()
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
         }
-        between.check_saved(state_dict["state"].values())
+        sync.check_saved(state_dict["state"].values())
         # What the base optimizer is made of is no hyper-parameter that a state may bring.
         own = [{key: group[key] for key in _OF_BASE} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": others})
@@ -223,7 +224,7 @@ class FlexDeMo(PlannedOptimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         with torch.no_grad():
             for number, parameter in zip(numbers, self._all_parameters(), strict=True):
-                between.load(parameter, state_dict["state"].get(number, {}))
+                sync.load(parameter, self._existing_state[parameter], state_dict["state"].get(number, {}))
         self._weights_have_changed()
 
     def _weights_have_changed(self) -> None:
@@ -236,7 +237,7 @@ class FlexDeMo(PlannedOptimizer):
 
         Collective over all ranks of all nodes; every rank must call it.
         """
-        self._nodes().finish_in_flight()
+        self._sync.finish_in_flight(self._existing_state)
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(self._all_parameters()))
@@ -251,8 +252,14 @@ class FlexDeMo(PlannedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds."""
-        self._nodes().finish_in_flight()
-        return super().__getstate__() | {"config": self.config, "_between": None, "_checked": None}
+        self._sync.finish_in_flight(self._existing_state)
+        return super().__getstate__() | {"config": self.config, "_checked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in torch, which also loads a state by this."""
+        if "config" in state:
+            state = state | {"_sync": make_sync(state["config"], state["_mesh"])}
+        super().__setstate__(state)
 
     def _own_layout(self) -> Layout:
         return TensorLayout() if self._mesh is None else NodeLayout(self._mesh)
@@ -264,33 +271,12 @@ class FlexDeMo(PlannedOptimizer):
                 "ranks_per_node), mesh_dim_names=('replicate', 'shard')))"
             )
 
-    def _nodes(self) -> BetweenNodes:
-        """How this node follows the others."""
-        if self._between is None:
-            view = OptimizerView(
-                self.config,
-                self._mesh,
-                lambda: self._existing_state,
-                self._all_parameters,
-                self._learning_rates,
-            )
-            replicator = self.config.replicator
-            if isinstance(replicator, DiLoCo):
-                self._between = OuterStep(view, replicator)
-            elif isinstance(replicator, LocalSteps):
-                self._between = IndependentNodes(view)
-            else:
-                self._between = MomentumExchange(view)
-        return self._between
-
-    def _learning_rates(self) -> dict[Tensor, float]:
-        """Of all parameters; 0 while a hyper-parameter is such that the step will raise, and drop what was sent."""
-        are_right = self._checked_groups.are_right(self.param_groups)
-        return {p: float(group["lr"]) if are_right else 0.0 for group in self.param_groups for p in group["params"]}
+    def _trained(self) -> Trained:
+        return Trained(self._all_parameters(), self._existing_state)
 
     def _own_completion(self) -> StateCompletion:
         has_moments = self.config.base != "sgd"
-        return NodeStateCompletion(self._nodes, has_moments=has_moments, has_momentum=self.has_momentum)
+        return NodeStateCompletion(self._sync, has_moments=has_moments, has_momentum=self.has_momentum)
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -302,17 +288,16 @@ class FlexDeMo(PlannedOptimizer):
 
     def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
         del step
-        between = self._nodes()
-        early = between.plan(binding.names, self.num_exchanges)
+        early = self._sync.plan(self._trained(), binding.names, self.num_exchanges)
         if isinstance(self._layout, NodeLayout):
-            self._layout.set_arrival_order(between.order)
+            self._layout.set_arrival_order(self._sync.order)
         return early
 
     def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
         del bound
         if agreed.verdict is not None:
             agreed.verdict()
-        return Agreement(self._nodes().updates(agreed.gradients, agreed.valid_early), frozenset())
+        return Agreement(self._sync.updates(self._trained(), agreed.gradients, agreed.valid_early), frozenset())
 
     def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
         if self.config.base == "sgd":
@@ -325,7 +310,7 @@ class FlexDeMo(PlannedOptimizer):
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
-        self._nodes().finish(count)
+        self._sync.finish(self._trained(), count)
         every = self.config.check_every
         # Also right after a new plan: weights that were not equal from the beginning show at once.
         is_due = every > 0 and (count % every == 0 or self._checked is not self._bound)
@@ -337,9 +322,9 @@ class FlexDeMo(PlannedOptimizer):
         """Collective over all ranks of all nodes; every rank must call it."""
         assert self._bound is not None
         names = self._bound.binding.names
-        parameters = self._all_parameters()
+        common = self._sync.common(self._trained())
         check_equal(
-            [(names[p], tensor) for p, tensor in zip(parameters, self._nodes().common(parameters), strict=False)],
+            [(names[p], tensor) for p, tensor in zip(self._all_parameters(), common, strict=False)],
             nodes=host_group(axis_group(mesh, (0,))),
             everyone=host_group(axis_group(mesh, (0, 1))),
         )
@@ -352,3 +337,12 @@ class FlexDeMo(PlannedOptimizer):
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
             raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
         super().add_param_group(param_group)
+
+
+def make_sync(config: FlexDeMoConfig, mesh: DeviceMesh | None) -> InterNodeSync:
+    """What keeps the nodes of ``mesh`` in step with these options."""
+    if isinstance(config.replicator, DiLoCo):
+        return DiLoCoSync(config, mesh)
+    if isinstance(config.replicator, LocalSteps):
+        return IndependentNodes(config, mesh)
+    return MomentumSync(config, mesh)

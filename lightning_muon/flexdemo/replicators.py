@@ -1,4 +1,4 @@
-"""The largest cosine coefficients of each block."""
+"""What nodes send each other of their momenta, and the two ways in which they send none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_muon.flexdemo.replicator import (
     Components,
+    ExchangeStep,
     LocalSteps,
     Replicator,
-    Turn,
     period,
     require_count,
     require_rate,
@@ -45,55 +46,53 @@ class DCTTopK(Replicator):
     top_k: int = 32
     strips: bool = False
 
-    sends_positions: ClassVar[bool] = True
+    sends_indices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         require_count(self, "chunk_size")
         require_count(self, "top_k")
 
+    @override
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """At most ``chunk_size`` each way."""
         if self.strips:
             return (self.chunk_size,)
         return (min(self.chunk_size, rows), min(self.chunk_size, cols))
 
+    @override
     def num_sent(self, block_numel: int) -> int:
-        """``top_k``, or all."""
         return min(self.top_k, block_numel)
 
-    def encode(self, blocks: Tensor, turn: Turn) -> Components:
-        """The largest coefficients, in no order, and their positions in the flattened transform."""
-        del turn
+    @override
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
+        """The largest coefficients, in no order, and their indices in the flattened transform."""
         num_sent = self.num_sent(math.prod(blocks.shape[1:]))
         values = blocks.new_empty((blocks.size(0), num_sent))
-        positions = torch.empty_like(values, dtype=torch.int64)
+        indices = torch.empty_like(values, dtype=torch.int64)
         for group in groups(blocks):
             coefficients = dct(blocks[group]).flatten(1)
-            positions[group] = largest(coefficients, num_sent)
-            torch.gather(coefficients, 1, positions[group], out=values[group])
-        return Components(values, positions)
+            indices[group] = largest(coefficients, num_sent)
+            torch.gather(coefficients, 1, indices[group], out=values[group])
+        return Components(values, indices)
 
-    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
-        """The inverse transform."""
-        del turn
-        assert components.positions is not None
-        return sparse_inverse_dct(components.values, components.positions, block_shape)
+    @override
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
+        assert components.indices is not None
+        return sparse_inverse_dct(components.values, components.indices, block_shape)
 
-    def subtract_(self, blocks: Tensor, components: Components, turn: Turn) -> None:
-        """Without blocks in between."""
-        del turn
-        assert components.positions is not None
-        subtract_sparse_inverse_dct_(blocks, components.values, components.positions)
+    @override
+    def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:
+        assert components.indices is not None
+        subtract_sparse_inverse_dct_(blocks, components.values, components.indices)
 
 
 def largest(rows: Tensor, count: int) -> Tensor:
-    """Positions (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows."""
-    return _largest(rows.abs(), count)
+    """Indices (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows."""
+    # The bits of floats that are not negative have the order of the numbers, and integers are compared faster.
+    return _largest(rows.abs().view(torch.int32), count)
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """As :func:`largest`, of values that are not negative.
+    """Indices (num_rows, count) of the largest of each row.
 
     A row is split into groups, and what is in none of the ``count`` groups with the largest maxima is no larger than
     any of these maxima. With groups of g elements, ``n / g`` maxima and ``count g`` elements are left to choose from,
@@ -123,26 +122,26 @@ def _group_size(numel: int, count: int) -> int:
 class Full(Replicator):
     """Every element. Bits per parameter and step, with ``v`` bits for a value: ``v``."""
 
-    sends_positions: ClassVar[bool] = False
+    sends_indices: ClassVar[bool] = False
 
+    @override
     def num_sent(self, block_numel: int) -> int:
-        """All."""
         return block_numel
 
-    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+    @override
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
         """A copy: ``blocks`` may change before the values are sent."""
-        del turn
         return Components(blocks.flatten(1).clone(), None)
 
-    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+    @override
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
         """A view of the values."""
-        del turn
         return components.values.view(components.values.size(0), *block_shape)
 
 
 @dataclass(frozen=True)
 class Random(Replicator):
-    """One of each ``round(1 / rate)`` neighbours, drawn at random; all nodes draw the same, so no positions travel.
+    """One of each ``round(1 / rate)`` neighbours, drawn at random; all nodes draw the same, so no indices travel.
 
     Values are summed up on the way. Bits per parameter and step, with ``v`` bits for a value: ``v / round(1 / rate)``.
 
@@ -154,33 +153,35 @@ class Random(Replicator):
     rate: float
     seed: int = 0
 
-    sends_positions: ClassVar[bool] = False
+    sends_indices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the rate."""
-        require_rate(self)
+        require_rate(self, self.rate)
 
+    @override
     def num_sent(self, block_numel: int) -> int:
         """One for each cell, the last of which may be short."""
         return -(-block_numel // period(self.rate))
 
-    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+    @override
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
         """The elements drawn, in their order."""
         flat = blocks.flatten(1)
-        return Components(flat.index_select(1, self._positions(flat.size(1), turn, flat.device)), None)
+        return Components(flat.index_select(1, self._indices(flat.size(1), exchange, flat.device)), None)
 
-    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+    @override
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
         """Zeros everywhere else."""
         values = components.values
         blocks = values.new_zeros((values.size(0), *block_shape))
         flat = blocks.flatten(1)
-        flat.index_copy_(1, self._positions(flat.size(1), turn, flat.device), values)
+        flat.index_copy_(1, self._indices(flat.size(1), exchange, flat.device), values)
         return blocks
 
-    def _positions(self, block_numel: int, turn: Turn, device: torch.device) -> Tensor:
+    def _indices(self, block_numel: int, exchange: ExchangeStep, device: torch.device) -> Tensor:
         """(num_sent,): one element of each cell."""
         cell = period(self.rate)
-        key = hashlib.blake2b(f"{self.seed} {turn.step} {turn.part}".encode(), digest_size=8).digest()
+        key = hashlib.blake2b(f"{self.seed} {exchange.step} {exchange.part}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(key) >> 1)
         starts = torch.arange(0, block_numel, cell, device=device)
         drawn = torch.randint(cell, starts.shape, generator=generator, device=device)
@@ -190,10 +191,10 @@ class Random(Replicator):
 
 
 @dataclass(frozen=True)
-class TakingTurns(Replicator):
+class PeriodicReplicator(Replicator):
     """In each step one of ``n = round(1 / rate)`` parts of the elements, which has the same number on all nodes.
 
-    So no positions travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
+    So no indices travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
     value: ``v / n``.
 
     Attributes:
@@ -202,69 +203,59 @@ class TakingTurns(Replicator):
 
     rate: float
 
-    sends_positions: ClassVar[bool] = False
+    sends_indices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the rate."""
-        require_rate(self)
+        require_rate(self, self.rate)
 
     @abstractmethod
     def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
         """Which elements of a flattened block are the part ``index``."""
 
+    @override
     def num_sent(self, block_numel: int) -> int:
         """The largest part; one that has an element less sends a zero at the end."""
         return -(-block_numel // period(self.rate))
 
-    def encode(self, blocks: Tensor, turn: Turn) -> Components:
-        """The elements of this turn, in their order."""
+    @override
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
+        """The elements of this exchange, in their order."""
         flat = blocks.flatten(1)
-        taken = flat[:, self._now(flat, turn)]
+        taken = flat[:, self._elements_of(exchange, flat.size(1))]
         values = flat.new_zeros((flat.size(0), self.num_sent(flat.size(1))))
         values[:, : taken.size(1)] = taken
         return Components(values, None)
 
-    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+    @override
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
         """Zeros everywhere else."""
         values = components.values
         blocks = values.new_zeros((values.size(0), *block_shape))
         flat = blocks.flatten(1)
-        taken = flat[:, self._now(flat, turn)]
+        taken = flat[:, self._elements_of(exchange, flat.size(1))]
         taken.copy_(values[:, : taken.size(1)])
         return blocks
 
-    def _now(self, flat: Tensor, turn: Turn) -> slice:
+    def _elements_of(self, exchange: ExchangeStep, block_numel: int) -> slice:
         num_parts = period(self.rate)
-        return self.elements(turn.step % num_parts, num_parts, flat.size(1))
+        return self.elements(exchange.step % num_parts, num_parts, block_numel)
 
 
 @dataclass(frozen=True)
-class Striding(TakingTurns):
-    """Every ``n``-th element, ``n = round(1 / rate)``, from ``turn.step mod n`` on.
+class Striding(PeriodicReplicator):
+    """Every ``n``-th element, ``n = round(1 / rate)``, from ``exchange.step mod n`` on."""
 
-    Bits per parameter and step, with ``v`` bits for a value: ``v / n``.
-
-    Attributes:
-        rate: Part of the elements that is sent, in (0, 1].
-    """
-
+    @override
     def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
-        """All that are as far apart as there are parts."""
         return slice(index, block_numel, num_parts)
 
 
 @dataclass(frozen=True)
-class Slicing(TakingTurns):
-    """The ``i``-th of ``n = round(1 / rate)`` equal slices of neighbours, ``i = turn.step mod n``.
+class Slicing(PeriodicReplicator):
+    """The ``i``-th of ``n = round(1 / rate)`` equal slices of neighbours, ``i = exchange.step mod n``."""
 
-    Bits per parameter and step, with ``v`` bits for a value: ``v / n``.
-
-    Attributes:
-        rate: Part of the elements that is sent, in (0, 1].
-    """
-
+    @override
     def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
-        """Neighbours."""
         return slice(index * block_numel // num_parts, (index + 1) * block_numel // num_parts)
 
 
@@ -275,8 +266,8 @@ class NoReplication(LocalSteps):
     The lower end of every comparison.
     """
 
+    @override
     def bits_per_parameter(self) -> float:
-        """0."""
         return 0.0
 
 
@@ -308,13 +299,12 @@ class DiLoCo(LocalSteps):
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_count(self, "period")
         if not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"DiLoCo: outer_lr must be positive, got {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(f"DiLoCo: outer_momentum must be in [0, 1), got {self.outer_momentum}")
 
+    @override
     def bits_per_parameter(self) -> float:
-        """``32 / period``."""
         return 32 / self.period

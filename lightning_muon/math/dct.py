@@ -56,7 +56,7 @@ def inverse_dct(coefficients: Float[Tensor, "num ..."]) -> Float[Tensor, "num ..
 
 
 def sparse_inverse_dct(
-    values: Float[Tensor, "num few"], positions: Int[Tensor, "num few"], block_shape: tuple[int, ...]
+    values: Float[Tensor, "num few"], indices: Int[Tensor, "num few"], block_shape: tuple[int, ...]
 ) -> Float[Tensor, "num ..."]:
     """Each block from a few of its coefficients; all others are zero.
 
@@ -65,8 +65,8 @@ def sparse_inverse_dct(
     128 of 64 x 64 (benchmarks/codec.py).
 
     Args:
-        values: The coefficients. Of those at equal positions of a block all but one are zero.
-        positions: Where they are in the flattened block, from 0.
+        values: The coefficients. Of those at equal indices of a block all but one are zero.
+        indices: Where they are in the flattened block, from 0.
         block_shape: One or two dimensions.
 
     Returns:
@@ -75,21 +75,21 @@ def sparse_inverse_dct(
     blocks = values.new_empty((values.size(0), *block_shape))
     inverse = _inverse_for(values.size(1), block_shape)
     for group in groups(blocks):
-        inverse(values[group], positions[group], blocks[group])
+        inverse(values[group], indices[group], blocks[group])
     return blocks
 
 
 def subtract_sparse_inverse_dct_(
-    blocks: Float[Tensor, "num ..."], values: Float[Tensor, "num few"], positions: Int[Tensor, "num few"]
+    blocks: Float[Tensor, "num ..."], values: Float[Tensor, "num few"], indices: Int[Tensor, "num few"]
 ) -> None:
-    """``blocks -= sparse_inverse_dct(values, positions, blocks.shape[1:])``, in one pass where that is possible."""
+    """``blocks -= sparse_inverse_dct(values, indices, blocks.shape[1:])``, in one pass where that is possible."""
     inverse = _inverse_for(values.size(1), tuple(blocks.shape[1:]))
     for group in groups(blocks):
         if inverse is _sum_of_products:
-            _sum_of_products(values[group], positions[group], blocks[group], beta=1, alpha=-1)
+            _sum_of_products(values[group], indices[group], blocks[group], beta=1, alpha=-1)
         else:
             taken = torch.empty_like(blocks[group])
-            inverse(values[group], positions[group], taken)
+            inverse(values[group], indices[group], taken)
             blocks[group].sub_(taken)
 
 
@@ -111,26 +111,26 @@ def _transform(blocks: Tensor, *, inverse: bool, out: Tensor) -> None:
     torch.matmul(_operand(blocks.size(1), blocks.device, transposed=inverse), along_last, out=out)
 
 
-def _dense_inverse(values: Tensor, positions: Tensor, out: Tensor) -> None:
+def _dense_inverse(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """Write the coefficients into zeros and transform all."""
     starts = torch.arange(0, out.numel(), math.prod(out.shape[1:]), device=out.device)[:, None]
     # One place more, for the zeros: they must not overwrite a coefficient at the same position.
     coefficients = out.new_zeros(out.numel() + 1)
-    addresses = (positions + starts).masked_fill_(values == 0, out.numel())
+    addresses = (indices + starts).masked_fill_(values == 0, out.numel())
     coefficients.index_copy_(0, addresses.view(-1), values.reshape(-1))
     _transform(coefficients[:-1].view(out.shape), inverse=True, out=out)
 
 
-def _sum_of_columns(values: Tensor, positions: Tensor, out: Tensor) -> None:
+def _sum_of_columns(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """``sum v C[r]`` for blocks of one dimension."""
     basis = dct_basis(out.size(1), out.device)
-    out.copy_(F.embedding_bag(positions, basis, mode="sum", per_sample_weights=values))
+    out.copy_(F.embedding_bag(indices, basis, mode="sum", per_sample_weights=values))
 
 
-def _sum_of_products(values: Tensor, positions: Tensor, out: Tensor, *, beta: int = 0, alpha: int = 1) -> None:
+def _sum_of_products(values: Tensor, indices: Tensor, out: Tensor, *, beta: int = 0, alpha: int = 1) -> None:
     """``beta out + alpha sum v C_a[r]^T C_b[c]`` for blocks of two dimensions."""
     num, rows, cols = out.shape
-    flat = positions.reshape(-1)
+    flat = indices.reshape(-1)
     left = dct_basis(rows, out.device).index_select(0, flat // cols).mul_(values.reshape(-1, 1)).view(num, -1, rows)
     right = dct_basis(cols, out.device).index_select(0, flat % cols).view(num, -1, cols)
     torch.baddbmm(out, left.mT, right, beta=beta, alpha=alpha, out=out)

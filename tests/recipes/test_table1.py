@@ -62,7 +62,7 @@ def test_rows_that_differ_in_one_thing_say_so_in_their_settings() -> None:
         row = rows[f"k32_{value_format}"]
         assert row["options"] == {**rows["k32"]["options"], "value_format": value_format}
         assert row["replicator"] == rows["k32"]["replicator"]
-    assert rows["strip4"]["options"] == {**rows["k4"]["options"], "compat": "detonation"}
+    assert rows["strip4"]["replicator"] == {**rows["k4"]["replicator"], "strips": True}
     assert rows["k32_muon"]["options"]["base"] == "muon" and rows["k32_muon"]["options"]["sign"] is False
     assert rows["adamw"]["options"] == {}, "options of FlexDeMo are no options of AdamW"
 

@@ -15,6 +15,7 @@ def test_the_public_names_are_these() -> None:
         "Components",
         "DCTTopK",
         "DiLoCo",
+        "ExchangeStep",
         "FlexDeMo",
         "FlexDeMoConfig",
         "Full",

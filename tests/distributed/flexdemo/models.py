@@ -51,7 +51,7 @@ class Plan:
         options: Of FlexDeMo.
         micro_batches: Backward passes per step; the gradients are reduced in the last one.
         max_norm: Each node clips its gradients to this norm between backward and step.
-        branch_nodes: Nodes whose forward takes the branch.
+        branch_nodes: NodeGroups whose forward takes the branch.
     """
 
     mesh_shape: tuple[int, int]

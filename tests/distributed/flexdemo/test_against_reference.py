@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
-from lightning_muon.flexdemo.replicator import Turn
+from lightning_muon.flexdemo.replicator import ExchangeStep
 from tests.distributed.flexdemo.setup import (
     MATRICES,
     MESHES,
@@ -111,7 +111,7 @@ def test_the_residual_keeps_what_rounding_lost(
 def _drawn(numel: int, step: int, part: int) -> list[int]:
     """Which elements Random draws; that all nodes draw the same, and all elements, is tested elsewhere."""
     elements = torch.arange(numel, dtype=torch.float32)[None]
-    return Random(rate=1 / PERIOD, seed=3).encode(elements, Turn(step, part)).values[0].long().tolist()
+    return Random(rate=1 / PERIOD, seed=3).encode(elements, ExchangeStep(step, part)).values[0].long().tolist()
 
 
 FLAT: list[tuple[Replicator, Choice]] = [

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, Random
-from lightning_muon.flexdemo.momentum_sync import Replication
+from lightning_muon.flexdemo.momentum_sync import BucketExchanges
 from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
 from tests.distributed.flexdemo.setup import assert_close, assert_equal, local
 from tests.reference.flexdemo import Rules
@@ -88,13 +88,13 @@ def _starts(plan: Plan) -> tuple[int, int]:
     ranks = ShardedNet(plan)
     counts: Counter[str] = Counter()
     during = "setup"
-    start = Replication.start
+    start = BucketExchanges.start
 
-    def counted(self: Replication, *args: Any) -> None:
+    def counted(self: BucketExchanges, *args: Any) -> None:
         counts[during] += 1
         start(self, *args)
 
-    Replication.start = counted  # type: ignore[method-assign]
+    BucketExchanges.start = counted  # type: ignore[method-assign]
     try:
         ranks.train([0])
         during = "backward"
@@ -102,7 +102,7 @@ def _starts(plan: Plan) -> tuple[int, int]:
         during = "step"
         ranks.optimizer.step()
     finally:
-        Replication.start = start  # type: ignore[method-assign]
+        BucketExchanges.start = start  # type: ignore[method-assign]
     return counts["backward"], counts["step"]
 
 

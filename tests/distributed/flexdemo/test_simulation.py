@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Striding
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
-from lightning_muon.flexdemo.bucket import Bucket
+from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
-from lightning_muon.flexdemo.node_exchange import Exchange, Nodes
-from lightning_muon.flexdemo.replicator import Turn
+from lightning_muon.flexdemo.node_exchange import Exchange, NodeGroups
+from lightning_muon.flexdemo.replicator import ExchangeStep
 from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train_all
 from tests.support.processes import ProcessPool
 
@@ -80,7 +80,7 @@ def _simulate(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             {tensor: _rows(residuals[name][node], index, num_shards) for name, tensor in own.items()}
             for node in range(num_nodes)
         ]
-        buckets = [[Bucket(plan, tensors, residual) for residual in of_nodes] for plan in plans]
+        buckets = [[MomentumBucket(plan, tensors, residual) for residual in of_nodes] for plan in plans]
         for step in range(case.num_steps):
             gradients = [case.gradients(step, node) for node in range(num_nodes)]
             local = [{t: _rows(g[name], index, num_shards) for name, t in own.items()} for g in gradients]
@@ -89,22 +89,22 @@ def _simulate(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _step(
-    config: FlexDeMoConfig, buckets: list[list[Bucket]], gradients: list[dict[Tensor, Tensor]], step: int
+    config: FlexDeMoConfig, buckets: list[list[MomentumBucket]], gradients: list[dict[Tensor, Tensor]], step: int
 ) -> None:
     """Exchange all buckets of all nodes and update the weights of one shard."""
     num_nodes = len(gradients)
     updates: dict[Tensor, Tensor] = {}
     for number, of_nodes in enumerate(buckets):
-        turn = Turn(step, number)
+        turn = ExchangeStep(step, number)
         exchanges: list[Exchange] = []
         for node, bucket in enumerate(of_nodes):
             bucket.accumulate(gradients[node], config.decay, {})
             own = bucket.encode(turn)
             coordinates = tuple((other,) for other in range(num_nodes))
             there, back = (AxisGroup(leg, node, coordinates) for leg in ("there", "back"))  # type: ignore[arg-type]
-            exchanges.append(Exchange(bucket.plan, own, Nodes(there, back)))
+            exchanges.append(Exchange(bucket.plan, own, NodeGroups(there, back)))
         for each in exchanges:
-            each.nodes.send_until(each)
+            each.nodes.send_sums_until(each)
         for node, bucket in enumerate(of_nodes):
             merged = exchanges[node].result(config.merge)
             bucket.settle(exchanges[node].own, turn, gradients[node])

@@ -68,7 +68,7 @@ def _planned(config: FlexDeMoConfig, nodes: int, shard: int) -> float:
     [
         (FlexDeMoConfig(replicator=DCTTopK(top_k=32)), 2),
         (FlexDeMoConfig(replicator=DCTTopK(top_k=32), value_format="int8", chunk_bytes=300_000), 3),
-        (FlexDeMoConfig(replicator=DCTTopK(top_k=4), compat="detonation"), 2),
+        (FlexDeMoConfig(replicator=DCTTopK(top_k=4, strips=True)), 2),
         (FlexDeMoConfig(replicator=Random(1 / 4), base="adamw", chunk_bytes=300_000), 3),
         (FlexDeMoConfig(replicator=Full(), overlap="step"), 2),
     ],

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon import Components, DCTTopK, DiLoCo, FlexDeMo, Full, Replicator, Turn
+from lightning_muon import Components, DCTTopK, DiLoCo, ExchangeStep, FlexDeMo, Full, Replicator
 from tests.support.processes import ProcessPool
 
 SHAPES = [(6, 4, 3, 3), (13, 7), (5,)]
@@ -214,7 +214,7 @@ def test_options_that_are_the_same_for_all_groups_are_refused_in_a_group() -> No
 class _OnlyEven(Replicator):
     """Two elements of each block; of blocks with an odd number of elements one, which it does not say."""
 
-    sends_positions: ClassVar[bool] = True
+    sends_indices: ClassVar[bool] = True
 
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         return (min(rows, 8), min(cols, 8))
@@ -222,14 +222,14 @@ class _OnlyEven(Replicator):
     def num_sent(self, block_numel: int) -> int:
         return 2
 
-    def encode(self, blocks: Tensor, turn: Turn) -> Components:
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
         flat = blocks.flatten(1)
-        positions = flat.abs().topk(2 - flat.size(1) % 2, dim=1).indices
-        return Components(flat.gather(1, positions), positions)
+        indices = flat.abs().topk(2 - flat.size(1) % 2, dim=1).indices
+        return Components(flat.gather(1, indices), indices)
 
-    def decode(self, components: Components, block_shape: tuple[int, ...], turn: Turn) -> Tensor:
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
         blocks = torch.zeros(len(components.values), *block_shape)
-        blocks.flatten(1).scatter_add_(1, components.positions, components.values)
+        blocks.flatten(1).scatter_add_(1, components.indices, components.values)
         return blocks
 
 
@@ -251,7 +251,7 @@ def test_a_replicator_that_fails_on_the_blocks_of_one_rank_is_an_error_on_all(gl
         assert "_OnlyEven.encode gives values of shape (2, 1)" in message
 
 
-def _bad_learning_rate_on_rank_1(compat: str, value: Any) -> list[bool]:
+def _bad_learning_rate_on_rank_1(value: Any) -> list[bool]:
     """Whether the step raises, and whether the next steps are as if nothing had been."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     results: list[list[Tensor]] = []
@@ -261,7 +261,7 @@ def _bad_learning_rate_on_rank_1(compat: str, value: Any) -> list[bool]:
         model = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 3))
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh["shard"])
-        optimizer = FlexDeMo(model, mesh=mesh, lr=0.02, compat=compat, dense_below=16)  # type: ignore[arg-type]
+        optimizer = FlexDeMo(model, mesh=mesh, lr=0.02, dense_below=16)
         group = optimizer.param_groups[0]
         for step in range(4):
             is_bad = is_tried and step == 2
@@ -281,10 +281,8 @@ def _bad_learning_rate_on_rank_1(compat: str, value: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("value", ["fast", None, float("nan")], ids=str)
-def test_a_bad_learning_rate_is_an_error_on_all_ranks_also_where_it_scales_gradients(
-    gloo: ProcessPool, value: Any
-) -> None:
-    for found in gloo.run(_bad_learning_rate_on_rank_1, "demo", value, world_size=2, timeout=30):
+def test_a_bad_learning_rate_is_an_error_on_all_ranks(gloo: ProcessPool, value: Any) -> None:
+    for found in gloo.run(_bad_learning_rate_on_rank_1, value, world_size=2, timeout=30):
         assert found == [True, True]
 
 

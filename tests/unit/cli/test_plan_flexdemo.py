@@ -147,9 +147,11 @@ def test_local_steps_send_weights_once_per_period_or_nothing() -> None:
     assert _links(FlexDeMoConfig(replicator=NoReplication()), (64, 30), nodes=4).rows[0].traffic.sent == 0
 
 
-def test_strips_are_counted_for_detonation() -> None:
+def test_strips_are_counted() -> None:
     # 6000 elements are 94 strips of 64, of which 4 values and positions are sent.
-    assert _links(_config(4, compat="detonation"), (60, 100)).rows[0].traffic.message == 94 * 4 * (2 + 2)
+    assert _links(FlexDeMoConfig(replicator=DCTTopK(top_k=4, strips=True)), (60, 100)).rows[
+        0
+    ].traffic.message == 94 * 4 * (2 + 2)
 
 
 def test_frozen_parameters_do_not_count_and_something_must_be_trained() -> None:

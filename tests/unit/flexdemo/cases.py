@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,9 @@ from torch import Tensor
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
-from lightning_muon.flexdemo.bucket import Bucket
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, num_blocks, plan_buckets
-from lightning_muon.flexdemo.node_exchange import Nodes
-from lightning_muon.flexdemo.replicator import LocalSteps
-from lightning_muon.flexdemo.wire import position_bytes, value_format
+from lightning_muon.flexdemo.bucket import MomentumBucket
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, plan_buckets, shapes_of
+from lightning_muon.flexdemo.node_exchange import NodeGroups
 
 REPLICATORS: list[Replicator] = [
     DCTTopK(chunk_size=8, top_k=5),
@@ -38,10 +35,6 @@ def short_name(value: object) -> str:
     return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
 
 
-def shapes_of(tensors: Sequence[Tensor]) -> list[Shape]:
-    return [Shape(tuple(tensor.shape), tuple(tensor.shape)) for tensor in tensors]
-
-
 def plans_for(tensors: Sequence[Tensor], replicator: Replicator, **options: Any) -> list[BucketPlan]:
     """Plans for whole tensors, with few that travel dense."""
     options = {"value_format_name": "fp32", "dense_below": 10, "chunk_bytes": 10**6} | options
@@ -55,11 +48,11 @@ def drawn(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
 
 def one_bucket(
     tensors: Sequence[Tensor], replicator: Replicator, seed: int, **options: Any
-) -> tuple[Bucket, dict[Tensor, Tensor]]:
+) -> tuple[MomentumBucket, dict[Tensor, Tensor]]:
     """A bucket of all tensors, and its residuals, which are drawn."""
     (plan,) = plans_for(tensors, replicator, **options)
     residuals = dict(zip(tensors, drawn([tuple(t.shape) for t in tensors], seed), strict=True))
-    return Bucket(plan, tensors, residuals), residuals
+    return MomentumBucket(plan, tensors, residuals), residuals
 
 
 @dataclass
@@ -109,28 +102,10 @@ class PostOffice:
         return self
 
 
-def nodes_of(num_nodes: int) -> list[Nodes]:
+def nodes_of(num_nodes: int) -> list[NodeGroups]:
     """What each of the nodes knows of them."""
     coordinates = tuple((other,) for other in range(num_nodes))
     return [
-        Nodes(*(AxisGroup(leg, node, coordinates) for leg in ("there", "back")))  # type: ignore[arg-type]
+        NodeGroups(*(AxisGroup(leg, node, coordinates) for leg in ("there", "back")))  # type: ignore[arg-type]
         for node in range(num_nodes)
     ]
-
-
-def matrix_bytes(replicator: Replicator, values: str, rows: int, cols: int) -> int:
-    """Bytes that a node sends of a ``rows x cols`` matrix which is held by one rank, with that value format."""
-    if rows * cols == 0:
-        return 0
-    shape = replicator.block_shape(rows, cols)
-    count, numel = num_blocks(shape, rows, cols), math.prod(shape) if shape else rows * cols
-    num_sent = replicator.num_sent(numel)
-    of_positions = count * num_sent * position_bytes(numel) if replicator.sends_positions else 0
-    return value_format(values).num_bytes(count, num_sent) + of_positions
-
-
-def bits_per_parameter(replicator: Replicator | LocalSteps, values: str, rows: int, cols: int) -> float:
-    """Bits that a node sends for each parameter of a ``rows x cols`` matrix and step, counted from its message."""
-    if isinstance(replicator, LocalSteps):
-        return replicator.bits_per_parameter()
-    return 8 * matrix_bytes(replicator, values, rows, cols) / (rows * cols)

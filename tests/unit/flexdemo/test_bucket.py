@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
-from lightning_muon.flexdemo.bucket import Bucket, merged, pack, unpack
-from lightning_muon.flexdemo.bucket_plan import matrix_view
-from lightning_muon.flexdemo.replicator import Components, Turn
+from lightning_muon.flexdemo.bucket import MomentumBucket, merged, pack, paired_views, unpack
+from lightning_muon.flexdemo.bucket_plan import Part, Place, matrix_view
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep
 from tests.reference.flexdemo import blocks_of, columns, dct
 from tests.support.atomics import NoAtomics
 from tests.unit.flexdemo.cases import (
@@ -25,33 +25,27 @@ from tests.unit.flexdemo.cases import (
     short_name,
 )
 
-TURN = Turn(3, 1)
+TURN = ExchangeStep(3, 1)
 
 
 def _after_exchange_alone(
-    replicator: Replicator, value_format: str, *, scales: bool = False, seed: int = 0
+    replicator: Replicator, value_format: str, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(momenta that were accumulated, updates, residuals afterwards) of a node that merges with nobody."""
     tensors, gradients = drawn(SHAPES, seed), drawn(SHAPES, seed + 1)
     bucket, residuals = one_bucket(tensors, replicator, seed + 2, value_format_name=value_format)
-    factors = {tensor: 0.5 + number for number, tensor in enumerate(tensors) if number % 2} if scales else {}
-    expected = [
-        0.9 * residuals[tensor] + factors.get(tensor, 1.0) * gradient
-        for tensor, gradient in zip(tensors, gradients, strict=True)
-    ]
-    bucket.accumulate(dict(zip(tensors, gradients, strict=True)), 0.9, factors)
+    expected = [0.9 * residuals[tensor] + gradient for tensor, gradient in zip(tensors, gradients, strict=True)]
+    bucket.accumulate(dict(zip(tensors, gradients, strict=True)), 0.9)
     sent = bucket.encode(TURN)
     bucket.settle(sent, TURN, residuals)
-    updates = {tensor: torch.full_like(tensor, float("nan")) for tensor in tensors}
-    bucket.decode(merged(bucket.plan, [sent], "mean"), TURN, updates, sign=False)
+    updates = bucket.decode(merged(bucket.plan, [sent], "mean"), TURN, set(tensors), sign=False)
     return expected, [updates[t] for t in tensors], [residuals[t] for t in tensors]
 
 
-@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("replicator", REPLICATORS, ids=short_name)
-def test_what_is_sent_and_what_stays_are_the_momentum(replicator: Replicator, value_format: str, scales: bool) -> None:
-    momenta, updates, residuals = _after_exchange_alone(replicator, value_format, scales=scales)
+def test_what_is_sent_and_what_stays_are_the_momentum(replicator: Replicator, value_format: str) -> None:
+    momenta, updates, residuals = _after_exchange_alone(replicator, value_format)
     for momentum, update, residual in zip(momenta, updates, residuals, strict=True):
         # Some roundings of numbers of size 5, and of a transform of 16 to 64 of them.
         torch.testing.assert_close(update + residual, momentum, rtol=0, atol=1e-5)
@@ -88,8 +82,8 @@ def test_shared_positions_run_through_all_parameters_of_a_bucket(replicator: Rep
         assert is_sent.nonzero().flatten().tolist() == list(range(TURN.step % period, flat.numel(), period))
     elif isinstance(replicator, Slicing):
         index = TURN.step % period
-        positions = range(index * flat.numel() // period, (index + 1) * flat.numel() // period)
-        assert is_sent.nonzero().flatten().tolist() == list(positions)
+        indices = range(index * flat.numel() // period, (index + 1) * flat.numel() // period)
+        assert is_sent.nonzero().flatten().tolist() == list(indices)
     else:
         assert [int(cell.sum()) for cell in is_sent.split(period)] == [1] * math.ceil(flat.numel() / period)
     assert torch.equal(update[is_sent], flat[is_sent])
@@ -102,44 +96,40 @@ def test_parameters_that_do_not_take_part_keep_their_residual(replicator: Replic
     bucket, residuals = one_bucket(tensors, replicator, seed=1)
     before = {tensor: residual.clone() for tensor, residual in residuals.items()}
     taking_part = dict.fromkeys(tensors[1::2], torch.zeros(()))
-    bucket.accumulate(dict(zip(tensors, drawn(SHAPES, seed=2), strict=True)), 0.9, {})
+    bucket.accumulate(dict(zip(tensors, drawn(SHAPES, seed=2), strict=True)), 0.9)
     bucket.settle(bucket.encode(TURN), TURN, taking_part)
     for tensor in tensors:
         assert torch.equal(residuals[tensor], before[tensor]) == (tensor not in taking_part)
     bucket.settle(bucket.encode(TURN), TURN, {})
-    updates = {tensor: torch.full_like(tensor, float("nan")) for tensor in tensors[:2]}
-    bucket.decode(bucket.encode(TURN), TURN, updates, sign=False)
-    assert all(update.isfinite().all() for update in updates.values())
+    updates = bucket.decode(bucket.encode(TURN), TURN, set(tensors[:2]), sign=False)
+    assert updates.keys() == set(tensors[:2]) and all(update.isfinite().all() for update in updates.values())
 
 
 def test_accumulating_again_begins_with_the_residual() -> None:
     tensors = drawn(SHAPES, seed=0)
     bucket, residuals = one_bucket(tensors, DCTTopK(chunk_size=8, top_k=64), seed=1)
     first, second = (dict(zip(tensors, drawn(SHAPES, seed), strict=True)) for seed in (2, 3))
-    bucket.accumulate(first, 0.9, {})
-    bucket.accumulate(second, 0.9, {})
-    updates = {tensor: torch.empty_like(tensor) for tensor in tensors}
-    bucket.decode(bucket.encode(TURN), TURN, updates, sign=False)
+    bucket.accumulate(first, 0.9)
+    bucket.accumulate(second, 0.9)
+    updates = bucket.decode(bucket.encode(TURN), TURN, set(tensors), sign=False)
     for tensor in tensors:
         expected = 0.9 * residuals[tensor] + second[tensor]
         torch.testing.assert_close(updates[tensor], expected, rtol=0, atol=1e-5)
 
 
-def test_a_changed_gradient_decay_or_scale_is_noticed() -> None:
+def test_a_changed_gradient_or_decay_is_noticed() -> None:
     tensors = drawn(SHAPES, seed=0)
     bucket, residuals = one_bucket(tensors, DCTTopK(chunk_size=8, top_k=5), seed=1)
     gradients = dict(zip(tensors, drawn(SHAPES, seed=2), strict=True))
-    scales = {tensors[0]: 0.25}
-    bucket.accumulate(gradients, 0.9, scales)
-    assert bucket.is_accumulated(gradients, 0.9, scales)
-    assert not bucket.is_accumulated(gradients, 0.8, scales)
-    assert not bucket.is_accumulated(gradients, 0.9, {})
+    bucket.accumulate(gradients, 0.9)
+    assert bucket.is_accumulated(gradients, 0.9)
+    assert not bucket.is_accumulated(gradients, 0.8)
     for tensor in tensors:
         gradients[tensor].view(-1)[-1] += 0.5
-        assert not bucket.is_accumulated(gradients, 0.9, scales)
+        assert not bucket.is_accumulated(gradients, 0.9)
         gradients[tensor].view(-1)[-1] -= 0.5
     residuals[tensors[1]][126, 12] += 1
-    assert not bucket.is_accumulated(gradients, 0.9, scales)
+    assert not bucket.is_accumulated(gradients, 0.9)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -149,11 +139,11 @@ def test_a_message_brings_the_components_to_the_other_side(replicator: Replicato
     bucket, residuals = one_bucket(tensors, replicator, seed=5, value_format_name=value_format)
     bucket.load(residuals)
     sent = bucket.encode(TURN)
-    for own, (values, positions) in zip(sent, unpack(bucket.plan, pack(bucket.plan, sent)), strict=True):
+    for own, (values, indices) in zip(sent, unpack(bucket.plan, pack(bucket.plan, sent)), strict=True):
         # Rounding again may not change anything: what a node keeps is what the others get.
         assert torch.equal(values, own.values)
-        assert (positions is None) == (own.positions is None)
-        assert positions is None or torch.equal(positions, own.positions)
+        assert (indices is None) == (own.indices is None)
+        assert indices is None or torch.equal(indices, own.indices)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -165,8 +155,8 @@ def test_what_is_sent_does_not_change_with_the_blocks(replicator: Replicator, va
     sent = bucket.encode(TURN)
     before = [values.clone() for values, _ in sent]
     bucket.settle(sent, TURN, residuals)
-    bucket.decode(sent, TURN, {tensor: torch.empty_like(tensor) for tensor in tensors}, sign=False)
-    bucket.accumulate(dict(zip(tensors, drawn(SHAPES, seed=8), strict=True)), 0.5, {})
+    bucket.decode(sent, TURN, set(tensors), sign=False)
+    bucket.accumulate(dict(zip(tensors, drawn(SHAPES, seed=8), strict=True)), 0.5)
     assert all(torch.equal(values, old) for (values, _), old in zip(sent, before, strict=True))
 
 
@@ -175,9 +165,7 @@ def test_signs_are_taken_of_the_decoded_update() -> None:
     bucket, residuals = one_bucket(tensors, DCTTopK(chunk_size=8, top_k=5), seed=1)
     bucket.load(residuals)
     sent = bucket.encode(TURN)
-    plain, signs = ({tensor: torch.empty_like(tensor) for tensor in tensors} for _ in range(2))
-    bucket.decode(sent, TURN, plain, sign=False)
-    bucket.decode(sent, TURN, signs, sign=True)
+    plain, signs = (bucket.decode(sent, TURN, set(tensors), sign=sign) for sign in (False, True))
     for tensor in tensors:
         assert torch.equal(signs[tensor], plain[tensor].sign())
 
@@ -192,8 +180,7 @@ def test_each_part_is_merged_by_itself(rule: str) -> None:
         bucket.load(residuals)
         of_nodes.append(bucket.encode(TURN))
         updates.append(residuals)
-    found = {tensor: torch.empty_like(tensor) for tensor in tensors}
-    bucket.decode(merged(bucket.plan, of_nodes, rule), TURN, found, sign=False)
+    found = bucket.decode(merged(bucket.plan, of_nodes, rule), TURN, set(tensors), sign=False)
     for tensor in tensors:
         # All coefficients of all nodes: both rules are the mean of the momenta.
         expected = torch.stack([residuals[tensor] for residuals in updates]).mean(0)
@@ -204,13 +191,13 @@ def test_a_rank_without_elements_has_an_empty_message() -> None:
     tensors = [torch.zeros(0, 7), torch.zeros(0)]
     (plan,) = plans_for(tensors, DCTTopK())
     assert [matrix_view(shape) for shape in shapes_of(tensors)] == [(0, 7), (0, 1)]
-    bucket = Bucket(plan, tensors, dict(zip(tensors, tensors, strict=True)))
-    bucket.accumulate(dict(zip(tensors, tensors, strict=True)), 0.9, {})
-    assert bucket.is_accumulated(dict(zip(tensors, tensors, strict=True)), 0.9, {})
+    bucket = MomentumBucket(plan, tensors, dict(zip(tensors, tensors, strict=True)))
+    bucket.accumulate(dict(zip(tensors, tensors, strict=True)), 0.9)
+    assert bucket.is_accumulated(dict(zip(tensors, tensors, strict=True)), 0.9)
     assert bucket.encode(TURN) == []
     assert pack(plan, []).numel() == 0
     bucket.settle([], TURN, {})
-    bucket.decode([], TURN, {}, sign=True)
+    bucket.decode([], TURN, set(), sign=True)
 
 
 def test_full_sends_rounded_momenta_and_keeps_what_rounding_lost() -> None:
@@ -226,12 +213,63 @@ def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator, va
     """From the gradients of five nodes to the merged update; with 30 of 64 coefficients by the dense inverse."""
     tensors = drawn(SHAPES, 0)
     bucket, residuals = one_bucket(tensors, replicator, 1, value_format_name=value_format)
-    updates = {tensor: torch.empty_like(tensor) for tensor in tensors}
     with NoAtomics():
         of_nodes = []
         for node in range(5):
-            bucket.accumulate(dict(zip(tensors, drawn(SHAPES, node), strict=True)), 0.9, {})
+            bucket.accumulate(dict(zip(tensors, drawn(SHAPES, node), strict=True)), 0.9)
             sent = bucket.encode(TURN)
             bucket.settle(sent, TURN, residuals)
             of_nodes.append(unpack(bucket.plan, pack(bucket.plan, sent)))
-        bucket.decode(merged(bucket.plan, of_nodes, "contributors"), TURN, updates, sign=True)
+        bucket.decode(merged(bucket.plan, of_nodes, "contributors"), TURN, set(tensors), sign=True)
+
+
+SQUARES = DCTTopK(chunk_size=8, top_k=5)
+
+
+def _places(shapes: list[tuple[int, ...]], replicator: Replicator) -> list[tuple[Part, Place, Tensor]]:
+    tensors = [torch.randn(shape) for shape in shapes]
+    (plan,) = plans_for(tensors, replicator, dense_below=0)
+    return [(part, place, tensors[place.number]) for part in plan.parts for place in part.places]
+
+
+def _expected_batch(part: Part, place: Place, local: Tensor) -> Tensor:
+    """The blocks, element by element; zeros where there is nothing of ``local``."""
+    batch = torch.zeros(part.batch_shape)
+    matrix = local.reshape(place.rows, place.cols).tolist()
+    for row in range(place.rows):
+        for col in range(place.cols):
+            if len(part.block_shape) == 2:
+                height, width = part.block_shape
+                across = (place.cols + width - 1) // width
+                block = place.first + (row // height) * across + col // width
+                batch[block, row % height, col % width] = matrix[row][col]
+            else:
+                index = row * place.cols + col + place.first * (part.block_numel if part.block_shape else 1)
+                batch[index // part.block_numel, index % part.block_numel] = matrix[row][col]
+    return batch
+
+
+@pytest.mark.parametrize("replicator", [SQUARES, DCTTopK(chunk_size=10, strips=True), Full()], ids=short_name)
+def test_every_element_has_its_place_and_comes_back(replicator: Replicator) -> None:
+    torch.manual_seed(0)
+    for part, place, local in _places(SHAPES, replicator):
+        batch, found = torch.zeros(part.batch_shape), torch.zeros_like(local)
+        for in_batch, in_local in paired_views(part, place, batch, local):
+            in_batch.copy_(in_local)
+        assert torch.equal(batch, _expected_batch(part, place, local))
+        for in_batch, in_found in paired_views(part, place, batch, found):
+            in_found.add_(in_batch)
+        assert torch.equal(found, local)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 23])
+@pytest.mark.parametrize("cols", [1, 8, 9, 23])
+def test_blocks_at_the_edges_are_cut(rows: int, cols: int) -> None:
+    torch.manual_seed(2)
+    ((part, place, local),) = _places([(rows, cols)], SQUARES)
+    batch = torch.full(part.batch_shape, float("nan"))
+    for into, source in paired_views(part, place, batch, local):
+        into.copy_(source)
+    filled = ~batch.isnan()
+    assert filled.sum() == local.numel()
+    assert torch.equal(batch.nan_to_num(0.0), _expected_batch(part, place, local))

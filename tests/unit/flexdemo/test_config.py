@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, Full, NoReplication, Random
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, NoReplication, Random
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig as Config
 
@@ -38,7 +41,6 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
         ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
         ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16', 'int8', 'sign'\), got 'fp8'"),
-        ({"compat": "paper"}, r"compat must be one of \('none', 'demo', 'detonation'\), got 'paper'"),
         ({"overlap": "off"}, r"overlap must be one of \('auto', 'backward', 'step'\), got 'off'"),
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
         ({"dense_below": 10.5}, "dense_below must be an integer of at least 0, got 10.5"),
@@ -63,7 +65,6 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         ({"ns_steps": 0}, r"ns_steps must be in \[1, 99\], got 0"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of .* got 'rms'"),
-        ({"compat": "detonation", "replicator": Full()}, r"compat='detonation' cuts strips for DCTTopK, got Full\(\)"),
     ],
     ids=str,
 )
@@ -79,7 +80,7 @@ def test_a_replicator_must_be_one(replicator: Any) -> None:
 
 
 @pytest.mark.parametrize("replicator", [DiLoCo(period=4), NoReplication()], ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("options", [{"delay": 1}, {"value_format": "int8"}, {"compat": "demo"}], ids=str)
+@pytest.mark.parametrize("options", [{"delay": 1}, {"value_format": "int8"}], ids=str)
 def test_what_means_nothing_for_nodes_by_themselves_is_refused(replicator: Any, options: dict[str, Any]) -> None:
     (key,) = options
     with pytest.raises(ValueError, match=f"{key}=.* means nothing with {type(replicator).__name__}.* remove it"):
@@ -120,3 +121,11 @@ def test_values_at_the_border_are_taken(options: dict[str, Any]) -> None:
 def test_a_wrong_keyword_names_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"^FlexDeMoConfig: .*'decy'; did you mean 'decay'"):
         FlexDeMoConfig(decy=0.9)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "kind", [FlexDeMoConfig, partial(FlexDeMo, [nn.Parameter(torch.ones(1))])], ids=["config", "optimizer"]
+)
+def test_compat_is_an_error_that_says_what_replaces_it(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"no option 'compat'; it belongs to other .*DCTTopK\(strips=True\)"):
+        kind(compat="detonation")

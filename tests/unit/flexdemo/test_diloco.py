@@ -1,32 +1,222 @@
-"""The options of DiLoCo."""
+"""DiLoCo and nodes by themselves in one process; several nodes are in tests/distributed/flexdemo."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import deepcopy
+from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lightning_muon.flexdemo.replicators import DiLoCo
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, NoReplication
+
+SHAPES = [(13, 7), (5,), ()]
+LR = 0.05
 
 
-def test_defaults_are_those_of_the_paper() -> None:
-    options = DiLoCo(period=500)
-    assert (options.outer_lr, options.outer_momentum, options.nesterov, options.overlap) == (0.7, 0.9, True, False)
-    assert options.bits_per_parameter() == 32 / 500
+def _optimizer(replicator: Any, **options: Any) -> tuple[FlexDeMo, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    return FlexDeMo(parameters, lr=LR, replicator=replicator, **({"sign": False} | options)), parameters
+
+
+def _set_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _train(optimizer: FlexDeMo, parameters: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        _set_gradients(parameters, step)
+        optimizer.step()
+
+
+def _naive(options: DiLoCo, num_steps: int) -> list[Tensor]:
+    """One node: inner SGD, and torch's SGD as the outer optimizer on what the weights moved."""
+    _, weights = _optimizer(NoReplication())
+    anchors = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    outer = torch.optim.SGD(anchors, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=options.nesterov)
+    inner = torch.optim.SGD(weights, lr=LR)
+    for step in range(num_steps):
+        _set_gradients(weights, step)
+        inner.step()
+        if (step + 1) % options.period == 0:
+            for anchor, weight in zip(anchors, weights, strict=True):
+                anchor.grad = (anchor - weight).detach()
+            outer.step()
+            with torch.no_grad():
+                for anchor, weight in zip(anchors, weights, strict=True):
+                    weight.copy_(anchor)
+    return [weight.detach() for weight in weights]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    "options",
     [
-        ({"period": 0}, ValueError, "period must be at least 1, got 0"),
-        ({"period": 2.5}, TypeError, "period must be an int, got 2.5"),
-        ({"period": True}, TypeError, "period must be an int"),
-        ({"period": 5, "outer_lr": 0.0}, ValueError, "outer_lr must be positive"),
-        ({"period": 5, "outer_lr": float("nan")}, ValueError, "outer_lr must be positive"),
-        ({"period": 5, "outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\)"),
-        ({"period": 5, "outer_momentum": -0.1}, ValueError, r"outer_momentum must be in \[0, 1\)"),
+        DiLoCo(period=3),
+        DiLoCo(period=2, nesterov=False, outer_lr=0.5, outer_momentum=0.3),
+        DiLoCo(period=1, outer_lr=1.3, outer_momentum=0.0, nesterov=False),
+        DiLoCo(period=20),
     ],
+    ids=str,
 )
-def test_wrong_options_are_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DiLoCo(**options)
+def test_the_outer_step_is_sgd_on_what_the_weights_moved(options: DiLoCo) -> None:
+    optimizer, parameters = _optimizer(options)
+    _train(optimizer, parameters, range(8))
+    for found, expected in zip(parameters, _naive(options, 8), strict=True):
+        # Another order of the same operations in float32.
+        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [False, True])
+def test_nodes_by_themselves_take_their_own_gradients(sign: bool) -> None:
+    optimizer, parameters = _optimizer(NoReplication(), sign=sign)
+    _, expected = _optimizer(NoReplication())
+    for step in range(3):
+        _set_gradients(parameters, step)
+        optimizer.step()
+        for parameter, weight in zip(parameters, expected, strict=True):
+            assert parameter.grad is not None
+            weight.data.add_(parameter.grad.sign() if sign else parameter.grad, alpha=-LR)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, expected, strict=True))
+
+
+def test_weights_that_are_loaded_before_the_first_step_are_where_it_begins() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=2, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    optimizer.state_dict()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(2.0)
+    gradients: list[list[Tensor]] = []
+    for step in range(2):
+        _set_gradients(parameters, step)
+        gradients.append([parameter.grad for parameter in parameters if parameter.grad is not None])
+        optimizer.step()
+    for parameter, one, two in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), 2 - 0.5 * LR * (one + two), rtol=0, atol=1e-6)
+
+
+def test_a_frozen_weight_that_is_trained_later_begins_where_it_is() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=1, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    parameters[0].requires_grad_(False)
+    optimizer.state_dict()
+    with torch.no_grad():
+        parameters[0].fill_(2.0)
+    _set_gradients(parameters[1:], 0)
+    optimizer.step()
+    assert (parameters[0] == 2).all()
+    parameters[0].requires_grad_(True)
+    _set_gradients(parameters, 1)
+    optimizer.step()
+    assert parameters[0].grad is not None
+    expected = 2 - 0.5 * LR * parameters[0].grad
+    torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 6])
+def test_a_run_goes_on_with_equal_bits_wherever_it_was_stopped(overlap: bool, stop: int) -> None:
+    options = DiLoCo(period=3, overlap=overlap)
+    whole, expected = _optimizer(options)
+    _train(whole, expected, range(10))
+    first, parameters = _optimizer(options)
+    _train(first, parameters, range(stop))
+    state = deepcopy(first.state_dict())
+    second, resumed = _optimizer(options)
+    with torch.no_grad():
+        for parameter in resumed:
+            parameter.zero_()  # Weights of a node are part of its state.
+    second.load_state_dict(state)
+    _train(second, resumed, range(stop, 10))
+    _train(first, parameters, range(stop, 10))
+    for one, two, three in zip(expected, parameters, resumed, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+def test_common_weights_are_those_of_the_last_average_and_only_inside() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=2))
+    _train(optimizer, parameters, range(2))
+    average = [parameter.detach().clone() for parameter in parameters]
+    _train(optimizer, parameters, range(2, 3))
+    own = [parameter.detach().clone() for parameter in parameters]
+    with optimizer.common_weights():
+        assert all(torch.equal(one, other) for one, other in zip(parameters, average, strict=True))
+        assert not torch.equal(parameters[0], own[0])
+    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
+    with suppress(KeyboardInterrupt), optimizer.common_weights():
+        raise KeyboardInterrupt
+    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_state_is_float32_but_for_the_anchor_which_is_weights(overlap: bool) -> None:
+    model = nn.Linear(7, 13).bfloat16()
+    optimizer = FlexDeMo(model, replicator=DiLoCo(period=2, overlap=overlap))
+    for state in optimizer.state_dict()["state"].values():
+        dtypes = {key: value.dtype for key, value in state.items()}
+        extra = {"launched", "mean_drift", "is_launched"} if overlap else set()
+        assert dtypes == {"anchor": torch.bfloat16, "node_weights": torch.bfloat16} | dict.fromkeys(
+            {"outer_momentum", "has_moved"} | extra, torch.float32
+        )
+
+
+def test_one_node_has_nobody_to_send_to() -> None:
+    for replicator in (DiLoCo(period=2), NoReplication()):
+        assert _optimizer(replicator)[0].sent_bytes_per_step == 0
+
+
+def test_saved_weights_of_several_nodes_become_their_mean() -> None:
+    optimizer, parameters = _optimizer(NoReplication())
+    _train(optimizer, parameters, range(1))
+    state = deepcopy(optimizer.state_dict())
+    of_nodes = [torch.randn(3, *parameter.shape) for parameter in parameters]
+    for number, weights in enumerate(of_nodes):
+        state["state"][number]["node_weights"] = weights
+    optimizer.load_state_dict(state)
+    for parameter, weights in zip(parameters, of_nodes, strict=True):
+        torch.testing.assert_close(parameter.detach(), weights.mean(0), rtol=0, atol=1e-6)
+
+
+def test_inside_of_common_weights_the_weights_of_the_node_are_saved() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=4))
+    _train(optimizer, parameters, range(2))
+    own = [parameter.detach().clone() for parameter in parameters]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with optimizer.common_weights():
+        assert not torch.equal(parameters[0], own[0])
+        state = optimizer.state_dict()["state"]
+    for number, weights in enumerate(own):
+        assert torch.equal(state[number]["node_weights"][0], weights)
+        assert torch.equal(parameters[number], weights)
+
+
+def test_common_weights_inside_of_common_weights_change_nothing() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=3))
+    _train(optimizer, parameters, range(4))
+    own = [parameter.detach().clone() for parameter in parameters]
+    with optimizer.common_weights():
+        common = [parameter.detach().clone() for parameter in parameters]
+        with optimizer.common_weights():
+            assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(own, common, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "replicator"),
+    list(permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)),
+    ids=lambda replicator: type(replicator).__name__,
+)
+def test_a_state_of_nodes_that_follow_each_other_in_another_way_is_refused(saved_with: Any, replicator: Any) -> None:
+    before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
+    _train(before, parameters, range(2))
+    optimizer, _ = _optimizer(replicator, base="adamw", sign="auto")
+    words = {DCTTopK: "components of momenta", DiLoCo: "DiLoCo", NoReplication: "NoReplication"}
+    with pytest.raises(ValueError, match=f"saved with {words[type(saved_with)]}, the replicator is .*now"):
+        optimizer.load_state_dict(before.state_dict())

@@ -14,7 +14,7 @@ from tests.support.atomics import NoAtomics
 
 
 def sent(num_nodes: int, num_blocks: int, num_sent: int, numel: int) -> list[Components]:
-    """Distinct positions in each block, as of a top-k."""
+    """Distinct indices in each block, as of a top-k."""
     return [
         Components(
             torch.randn(num_blocks, num_sent),
@@ -28,9 +28,9 @@ def reference(nodes: list[Components], rule: str, num_blocks: int, numel: int) -
     """Dense coefficients (num_blocks, numel), float64."""
     dense = torch.zeros(num_blocks, numel, dtype=torch.float64)
     for block in range(num_blocks):
-        contributors = Counter(p for node in nodes for p in set(node.positions[block].tolist()))
-        for values, positions in nodes:
-            for value, position in zip(values[block].tolist(), positions[block].tolist(), strict=True):
+        contributors = Counter(p for node in nodes for p in set(node.indices[block].tolist()))
+        for values, indices in nodes:
+            for value, position in zip(values[block].tolist(), indices[block].tolist(), strict=True):
                 divisor = len(nodes) if rule == "mean" else contributors[position]
                 dense[block, position] += value / divisor
     return dense
@@ -46,9 +46,9 @@ def test_values_are_divided_by_the_nodes_of_the_rule(
     nodes = sent(num_nodes, num_blocks, num_sent, numel)
     before = [node.values.clone() for node in nodes]
     merged = merge(nodes, rule, numel)
-    assert merged.values.shape == merged.positions.shape == (num_blocks, num_nodes * num_sent)
+    assert merged.values.shape == merged.indices.shape == (num_blocks, num_nodes * num_sent)
     dense = torch.zeros(num_blocks, numel, dtype=torch.float64)
-    dense.scatter_add_(1, merged.positions, merged.values.double())
+    dense.scatter_add_(1, merged.indices, merged.values.double())
     # One division in float32.
     assert torch.allclose(dense, reference(nodes, rule, num_blocks, numel), atol=1e-6)
     assert all(torch.equal(node.values, old) for node, old in zip(nodes, before, strict=True))
@@ -74,21 +74,21 @@ def test_sums_are_made_in_the_order_of_the_nodes_without_atomics(rule: str, num_
     """Bit for bit, for more blocks than are summed at a time."""
     torch.manual_seed(num_nodes)
     num_blocks, num_sent, numel = 300, 40, 64 * 64
-    # Many nodes send the same positions.
-    nodes = [node._replace(positions=node.positions * 67) for node in sent(num_nodes, num_blocks, num_sent, 60)]
+    # Many nodes send the same indices.
+    nodes = [node._replace(indices=node.indices * 67) for node in sent(num_nodes, num_blocks, num_sent, 60)]
     with NoAtomics():
         merged = merge(nodes, rule, numel)
     expected = torch.zeros(num_blocks, numel)
     counts = torch.zeros(num_blocks, numel)
-    for values, positions in nodes:
+    for values, indices in nodes:
         for column in range(num_sent):
-            place = positions[:, column : column + 1]
+            place = indices[:, column : column + 1]
             expected.scatter_(1, place, expected.gather(1, place) + values[:, column : column + 1])
             counts.scatter_(1, place, counts.gather(1, place) + 1)
     expected /= num_nodes if rule == "mean" else counts.clamp(min=1)
     found = torch.zeros(num_blocks, numel)
     for column in torch.randperm(merged.values.size(1)).tolist():
-        place = merged.positions[:, column : column + 1]
+        place = merged.indices[:, column : column + 1]
         found.scatter_(1, place, found.gather(1, place) + merged.values[:, column : column + 1])
     assert torch.equal(found, expected)
 
@@ -99,7 +99,7 @@ def test_values_at_shared_positions_are_averaged(rule: str, num_nodes: int) -> N
     nodes = [Components(torch.randn(1, 127), None) for _ in range(num_nodes)]
     before = [node.values.clone() for node in nodes]
     merged = merge(nodes, rule, 127)
-    assert merged.positions is None
+    assert merged.indices is None
     assert torch.allclose(merged.values, torch.stack(before).double().mean(0).float(), atol=1e-6)
     assert all(torch.equal(node.values, old) for node, old in zip(nodes, before, strict=True))
 

@@ -67,17 +67,17 @@ def test_the_inverse_of_few_coefficients_is_that_of_a_block_full_of_zeros(shape:
     torch.manual_seed(sum(shape))
     numel = math.prod(shape)
     few = {"one": 1, "few": max(1, numel // 8), "all": numel, "more": numel + 3}[density]
-    positions, values = torch.randint(numel, (35, few)), torch.randn(35, few)
+    indices, values = torch.randint(numel, (35, few)), torch.randn(35, few)
     # Of several values at a position all but one are zero.
-    for row, places in zip(values, positions.tolist(), strict=True):
+    for row, places in zip(values, indices.tolist(), strict=True):
         row[[index for index, place in enumerate(places) if place in places[:index]]] = 0
     dense = [[0.0] * numel for _ in range(35)]
-    for block, position, value in zip(dense, positions.tolist(), values.tolist(), strict=True):
+    for block, position, value in zip(dense, indices.tolist(), values.tolist(), strict=True):
         for index, number in zip(position, value, strict=True):
             block[index] += number
     expected = inverse_dct(torch.tensor(dense).view(35, *shape))
     with NoAtomics():
-        found = sparse_inverse_dct(values, positions, shape)
+        found = sparse_inverse_dct(values, indices, shape)
     assert found.shape == expected.shape
     # Other orders of summation in float32.
     assert torch.allclose(found, expected, atol=1e-4)

@@ -14,7 +14,6 @@ from lightning_muon.flexdemo.bucket import pack
 from lightning_muon.flexdemo.bucket_plan import (
     BucketPlan,
     Shape,
-    aligned,
     is_dense,
     is_summed,
     matrix_view,
@@ -26,8 +25,8 @@ from lightning_muon.flexdemo.bucket_plan import (
     sent_bytes,
 )
 from lightning_muon.flexdemo.node_exchange import Exchange, pack_segment
-from lightning_muon.flexdemo.replicator import Components, Turn
-from lightning_muon.flexdemo.wire import SCALED_TOGETHER, pack_positions
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep
+from lightning_muon.flexdemo.wire import SCALED_TOGETHER, pack_indices
 from tests.unit.flexdemo.cases import (
     FORMATS,
     REPLICATORS,
@@ -48,7 +47,7 @@ def _sent(shapes: list[tuple[int, ...]], replicator: Replicator, value_format: s
     tensors = drawn(shapes, seed=0)
     bucket, residuals = one_bucket(tensors, replicator, seed=1, value_format_name=value_format)
     bucket.load(residuals)
-    return bucket.plan, bucket.encode(Turn(0, 0))
+    return bucket.plan, bucket.encode(ExchangeStep(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_tensor_is_the_matrix_nearest_to_a_square(
     assert matrix_view(Shape(whole, local)) == expected
 
 
-def test_buckets_begin_with_the_last_parameters_and_have_room_for_so_many_bytes() -> None:
+def test_buckets_begin_with_the_last_parameters() -> None:
     shapes = [Shape((size, 10), (size, 10)) for size in (5, 100, 3, 4, 2, 1)]
     plans = plan_buckets(shapes, replicator=Full(), value_format_name="bf16", dense_below=0, chunk_bytes=280)
     # 40, 80, 160 bytes fill the first one; what is larger than a bucket has one of its own.
@@ -123,9 +122,9 @@ def test_message_bytes_are_those_of_the_message(replicator: Replicator, value_fo
     assert message.dtype == torch.uint8
     assert message.numel() == message_bytes(plan)
     offset = 0
-    for part, (values, positions) in zip(plan.parts, components, strict=True):
+    for part, (values, indices) in zip(plan.parts, components, strict=True):
         for found in (
-            None if positions is None else pack_positions(positions, part.block_numel),
+            None if indices is None else pack_indices(indices, part.block_numel),
             part.values.pack(values.reshape(part.wire_shape)),
         ):
             if found is not None:
@@ -135,15 +134,9 @@ def test_message_bytes_are_those_of_the_message(replicator: Replicator, value_fo
     assert offset == message.numel()
 
 
-@pytest.mark.parametrize("num_bytes", range(20))
-def test_aligned_sizes_are_multiples_of_eight(num_bytes: int) -> None:
-    assert aligned(num_bytes) % 8 == 0
-    assert 0 <= aligned(num_bytes) - num_bytes < 8
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("replicator", [Full(), Random(rate=0.5), Striding(rate=0.1)], ids=short_name)
-def test_segments_hold_every_value_once_and_begin_with_a_scale(replicator: Replicator, num_nodes: int) -> None:
+def test_segments_hold_every_value_once(replicator: Replicator, num_nodes: int) -> None:
     for value_format in FORMATS:
         plan, components = _sent(LARGE, replicator, value_format)
         for part, (values, _) in zip(plan.parts, components, strict=True):
@@ -157,7 +150,7 @@ def test_segments_hold_every_value_once_and_begin_with_a_scale(replicator: Repli
             assert packed.numel() == segment_bytes(plan, node, num_nodes)
 
 
-def test_values_are_summed_where_nodes_share_positions_and_are_more_than_two() -> None:
+def test_three_nodes_with_shared_indices_sum_values() -> None:
     (largest,), (every,) = (plans_for([torch.zeros(40, 40)], replicator) for replicator in (DCTTopK(), Full()))
     assert [is_summed(largest, num_nodes) for num_nodes in (2, 3, 8)] == [False, False, False]
     assert [is_summed(every, num_nodes) for num_nodes in (2, 3, 8)] == [False, True, True]
@@ -177,9 +170,9 @@ def test_sent_bytes_are_those_that_leave_a_node(
 ) -> None:
     post = PostOffice().take_over(monkeypatch)
     plan, components = _sent(LARGE, replicator, value_format)
-    exchanges = [Exchange(plan, components, nodes) for nodes in nodes_of(num_nodes)]
+    exchanges = [Exchange(plan, components, groups) for groups in nodes_of(num_nodes)]
     for each in exchanges:
-        each.nodes.send_until(each)
+        each.groups.send_sums_until(each)
     for node in range(num_nodes):
         assert post.sent_bytes.get(node, 0) == sent_bytes(plan, node, num_nodes)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.flexdemo.bucket import Bucket
+from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, segment
-from lightning_muon.flexdemo.node_exchange import Exchange, Nodes, pack_segment, sum_of_segments
-from lightning_muon.flexdemo.replicator import Components, Turn
+from lightning_muon.flexdemo.node_exchange import Exchange, NodeGroups, pack_segment, sum_of_segments
+from lightning_muon.flexdemo.replicator import Components, ExchangeStep
 from tests.unit.flexdemo.cases import (
     FORMATS,
     REPLICATORS,
@@ -26,7 +26,7 @@ from tests.unit.flexdemo.cases import (
 
 # Values of several segments, of one, and of less than one.
 SHAPES: list[tuple[int, ...]] = [(40, 33), (127, 13), (5,), (3, 4), (1,)]
-TURN = Turn(2, 0)
+TURN = ExchangeStep(2, 0)
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def post(monkeypatch: pytest.MonkeyPatch) -> PostOffice:
 
 def _components(
     replicator: Replicator, num_nodes: int, value_format: str = "fp32", seed: int = 0
-) -> tuple[list[Bucket], list[list[Components]]]:
+) -> tuple[list[MomentumBucket], list[list[Components]]]:
     """The same bucket on all nodes, with momenta of their own, and what they send."""
     tensors = drawn(SHAPES, seed)
-    buckets: list[Bucket] = []
+    buckets: list[MomentumBucket] = []
     for node in range(num_nodes):
         bucket, residuals = one_bucket(tensors, replicator, 100 * seed + node, value_format_name=value_format)
         bucket.load(residuals)
@@ -47,56 +47,56 @@ def _components(
     return buckets, [bucket.encode(TURN) for bucket in buckets]
 
 
-def _started(buckets: Sequence[Bucket], sent: Sequence[list[Components]], nodes: Sequence[Nodes]) -> list[Exchange]:
+def _started(
+    buckets: Sequence[MomentumBucket], sent: Sequence[list[Components]], nodes: Sequence[NodeGroups]
+) -> list[Exchange]:
     return [Exchange(b.plan, own, each) for b, own, each in zip(buckets, sent, nodes, strict=True)]
 
 
-def _decoded(bucket: Bucket, components: Sequence[Components]) -> list[Tensor]:
-    updates = {tensor: torch.empty_like(tensor) for tensor in bucket.parameters}
-    bucket.decode(components, TURN, updates, sign=False)
-    return list(updates.values())
+def _decoded(bucket: MomentumBucket, components: Sequence[Components]) -> list[Tensor]:
+    return list(bucket.decode(components, TURN, set(bucket.parameters), sign=False).values())
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
 @pytest.mark.parametrize("replicator", REPLICATORS, ids=short_name)
-def test_all_nodes_get_the_mean_of_what_was_sent_with_equal_bits(
+def test_all_nodes_get_the_mean_with_equal_bits(
     post: PostOffice, replicator: Replicator, num_nodes: int, value_format: str
 ) -> None:
     buckets, sent = _components(replicator, num_nodes, value_format)
     exchanges = _started(buckets, sent, nodes_of(num_nodes))
     for each in exchanges:
-        each.nodes.send_until(each)
+        each.groups.send_sums_until(each)
     found = [_decoded(buckets[0], each.result("mean")) for each in exchanges]
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     own = [_decoded(buckets[0], components) for components in sent]
     for index, update in enumerate(found[0]):
         expected = sum((node[index].double() for node in own), torch.zeros(())) / num_nodes
-        is_rounded = num_nodes > 2 and not replicator.sends_positions and value_format != "fp32"
+        is_rounded = num_nodes > 2 and not replicator.sends_indices and value_format != "fp32"
         # Sums travel in bfloat16, with 8 bits: 2^-9 of numbers of size 4. Else float32, and a transform.
         torch.testing.assert_close(update.double(), expected, rtol=0, atol=0.01 if is_rounded else 1e-5)
     assert all(not box for box in post.boxes.values())
 
 
-def test_sums_are_rounded_alike_on_the_node_that_adds_and_on_the_others(post: PostOffice) -> None:
+def test_all_nodes_round_sums_alike(post: PostOffice) -> None:
     buckets, sent = _components(Full(), 3, "bf16")
     exchanges = _started(buckets, sent, nodes_of(3))
     for each in exchanges:
-        each.nodes.send_until(each)
+        each.groups.send_sums_until(each)
     for each in exchanges:
         for values, _ in each.result("contributors"):
             assert torch.equal(values, values.bfloat16().float())
 
 
-def test_a_sum_is_sent_only_when_everything_has_arrived_unless_one_waits(post: PostOffice) -> None:
+def test_a_sum_is_sent_when_its_summands_have_arrived(post: PostOffice) -> None:
     buckets, sent = _components(Striding(rate=0.5), 3)
     nodes = nodes_of(3)
     first = [Exchange(buckets[n].plan, sent[n], nodes[n]) for n in (0, 1)]
-    nodes[0].bring_forward(step=0)
+    nodes[0].send_sums(step=0)
     assert list(nodes[0].waiting) == [first[0]]
     assert not [box for box in post.boxes if box[0] == "back"]
     Exchange(buckets[2].plan, sent[2], nodes[2])
-    nodes[0].bring_forward(step=0)
+    nodes[0].send_sums(step=0)
     assert not nodes[0].waiting
     assert {box[2] for box in post.boxes if box[:2] == ("back", 0)} == {1, 2}
 
@@ -106,22 +106,22 @@ def test_the_sums_of_a_later_step_stay_until_it_comes(post: PostOffice) -> None:
     nodes = nodes_of(3)
     for bucket, own, each in zip(buckets, sent, nodes, strict=True):
         Exchange(bucket.plan, own, each, due=5)
-    nodes[0].bring_forward(step=4)
+    nodes[0].send_sums(step=4)
     assert len(nodes[0].waiting) == 1
-    nodes[0].bring_forward(step=5)
+    nodes[0].send_sums(step=5)
     assert not nodes[0].waiting
 
 
-def test_sums_are_sent_in_the_order_of_the_exchanges_whoever_is_waited_for(post: PostOffice) -> None:
+def test_sums_are_sent_in_the_order_of_the_exchanges(post: PostOffice) -> None:
     nodes = nodes_of(3)
     of_buckets = [_started(*_components(Full(), 3, seed=seed), nodes) for seed in (1, 2, 3)]
     # Node 0 wants the second one, node 1 the last one, node 2 waits for none.
-    nodes[0].send_until(of_buckets[1][0])
-    nodes[1].send_until(of_buckets[2][1])
-    nodes[2].bring_forward(step=0)
+    nodes[0].send_sums_until(of_buckets[1][0])
+    nodes[1].send_sums_until(of_buckets[2][1])
+    nodes[2].send_sums(step=0)
     assert list(nodes[0].waiting) == [of_buckets[2][0]]
     assert not nodes[1].waiting
-    nodes[0].send_until(of_buckets[2][0])
+    nodes[0].send_sums_until(of_buckets[2][0])
     for number, exchanges in enumerate(of_buckets):
         found = [each.result("mean") for each in exchanges]
         _, sent = _components(Full(), 3, seed=number + 1)
@@ -149,11 +149,11 @@ def test_an_exchange_of_nothing_sends_nothing(post: PostOffice) -> None:
 def test_a_process_alone_gets_its_own_components_back() -> None:
     for replicator in (DCTTopK(chunk_size=8, top_k=3), Random(rate=0.5)):
         (bucket,), (sent,) = _components(replicator, 1)
-        for (values, positions), own in zip(
-            Exchange(bucket.plan, sent, Nodes(ALONE, ALONE)).result("mean"), sent, strict=True
+        for (values, indices), own in zip(
+            Exchange(bucket.plan, sent, NodeGroups(ALONE, ALONE)).result("mean"), sent, strict=True
         ):
             assert torch.equal(values, own.values)
-            assert (positions is None) == (own.positions is None)
+            assert (indices is None) == (own.indices is None)
 
 
 @pytest.mark.parametrize("num_nodes", [3, 5])

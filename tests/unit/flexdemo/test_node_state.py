@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, node_mesh, part_of
+from lightning_muon import FlexDeMoConfig, NoReplication
+from lightning_muon.comm.groups import ALONE
+from lightning_muon.flexdemo.diloco import IndependentNodes
+from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, part_of, require_node_mesh
 from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
 
@@ -126,7 +129,7 @@ def test_a_part_is_taken_of_whole_and_of_divided_tensors(gloo: ProcessPool) -> N
 
 
 def _wrong_axes(names: tuple[str, str] | None) -> None:
-    node_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
+    require_node_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
 
 
 @pytest.mark.parametrize("names", [("shard", "replicate"), ("dp", "tp"), None], ids=str)
@@ -161,3 +164,41 @@ def _order() -> None:
 
 def test_parameters_come_in_the_order_of_their_updates_and_the_rest_last(gloo: ProcessPool) -> None:
     gloo.run(_order, world_size=1)
+
+
+def _sync(mesh: Any = None) -> IndependentNodes:
+    return IndependentNodes(FlexDeMoConfig(replicator=NoReplication()), mesh)
+
+
+def test_a_process_without_a_mesh_is_the_only_node() -> None:
+    sync = _sync()
+    assert sync.layout is None and (sync.node, sync.num_nodes) == (0, 1)
+    assert (sync.groups.reduce_group, sync.groups.gather_group) == (ALONE, ALONE)
+    assert sync.groups is sync.groups, "exchanges that wait would be lost"
+    local = torch.zeros(3, 2)
+    of_all = sync.of_all_nodes(nn.Parameter(local), local)
+    assert of_all.shape == (1, 3, 2)
+    of_all.fill_(1)
+    assert (local == 1).all()
+
+
+def _on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sync = _sync(mesh)
+    assert isinstance(sync.layout, NodeLayout)
+    assert sync.layout is sync.layout
+    rank = torch.distributed.get_rank()
+    assert (sync.node, sync.num_nodes) == (rank // 2, 2)
+    groups = sync.groups
+    members = [
+        torch.distributed.get_process_group_ranks(leg.group) for leg in (groups.reduce_group, groups.gather_group)
+    ]
+    assert members == [[rank % 2, rank % 2 + 2]] * 2
+    assert groups.reduce_group.group is not groups.gather_group.group, "sums would be mixed up with what is sent first"
+    assert mesh.get_group("replicate") not in (groups.reduce_group.group, groups.gather_group.group)
+    found = sync.of_all_nodes(nn.Parameter(torch.zeros(3), requires_grad=False), torch.full((3,), float(sync.node)))
+    assert torch.equal(found.full_tensor(), torch.tensor([[0.0] * 3, [1.0] * 3]))  # type: ignore[attr-defined]
+
+
+def test_nodes_have_two_groups_of_their_own(gloo: ProcessPool) -> None:
+    gloo.run(_on_a_mesh, world_size=4)

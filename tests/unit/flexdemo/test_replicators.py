@@ -1,0 +1,300 @@
+"""Replicators: what they send of a block, what that stands for, and how mistakes of new ones are found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_muon import (
+    Components,
+    DCTTopK,
+    DiLoCo,
+    ExchangeStep,
+    Full,
+    NoReplication,
+    Random,
+    Replicator,
+    Slicing,
+    Striding,
+    Turn,
+)
+from lightning_muon.flexdemo.replicator import LocalSteps, check_replicator, period, require_count, require_rate
+from lightning_muon.flexdemo.replicators import PeriodicReplicator, largest
+from lightning_muon.math.dct import dct, inverse_dct
+from tests.unit.flexdemo.cases import REPLICATORS, short_name
+
+STEP = ExchangeStep(step=3, part=1)
+PERIODIC = pytest.mark.parametrize("kind", [Slicing, Striding])
+
+
+@pytest.mark.parametrize("shape", [(13,), (127,), (13, 7), (64, 64), (1, 1), (2, 127)], ids=str)
+def test_with_all_coefficients_decoding_inverts_encoding(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(sum(shape))
+    blocks = torch.randn(34, *shape)
+    for replicator in (DCTTopK(chunk_size=127, top_k=1 << 20), Full(), Random(rate=1.0), Striding(rate=1.0)):
+        before = blocks.clone()
+        components = replicator.encode(blocks, STEP)
+        assert components.values.shape == (34, math.prod(shape)) and torch.equal(blocks, before)
+        torch.testing.assert_close(replicator.decode(components, shape, STEP), blocks, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(64,), (13, 7), (64, 64), (64, 13)], ids=str)
+@pytest.mark.parametrize("top_k", [1, 8, 32])
+def test_what_is_left_are_the_smaller_coefficients(shape: tuple[int, ...], top_k: int) -> None:
+    torch.manual_seed(top_k)
+    replicator = DCTTopK(top_k=top_k)
+    blocks = torch.randn(35, *shape)
+    components = replicator.encode(blocks, STEP)
+    assert components.indices is not None and components.positions is components.indices
+    assert components.values.shape == components.indices.shape == (35, top_k)
+    coefficients = dct(blocks).flatten(1)
+    order = coefficients.abs().sort(1, descending=True).indices
+    kept = torch.zeros_like(coefficients).scatter_(1, order[:, :top_k], coefficients.gather(1, order[:, :top_k]))
+    decoded = replicator.decode(components, shape, STEP)
+    # Other orders of summation in float32.
+    assert torch.allclose(decoded, inverse_dct(kept.view_as(blocks)), atol=2e-5)
+    # The transform is orthonormal: the energy that is left is that of the coefficients that are left.
+    left = (blocks - decoded).square().sum().double()
+    assert torch.isclose(left, (coefficients - kept).square().sum().double(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("numel", [1, 13, 127, 832, 4096])
+@pytest.mark.parametrize("count", [1, 5, 32, 127])
+def test_the_largest_are_those_of_a_full_sort(numel: int, count: int) -> None:
+    torch.manual_seed(numel + count)
+    count = min(count, numel)
+    # Few different numbers: many ties.
+    for rows in (torch.randn(6, numel), torch.randint(-3, 4, (6, numel)).float(), torch.zeros(6, numel)):
+        found = largest(rows, count)
+        assert all(len(set(row)) == count for row in found.tolist())
+        magnitudes = rows.abs().gather(1, found).sort(1, descending=True).values
+        assert torch.equal(magnitudes, rows.abs().sort(1, descending=True).values[:, :count])
+        assert torch.equal(found[2:4], largest(rows[2:4].clone(), count)), "other rows have changed the choice"
+
+
+def test_a_nan_is_among_the_largest() -> None:
+    rows = torch.randn(1, 4096)
+    rows[0, 77] = float("nan")
+    rows[0, 78] = float("inf")
+    assert {77, 78} <= set(largest(rows, 4)[0].tolist())
+
+
+def test_values_of_several_nodes_at_one_index_add_up() -> None:
+    replicator = DCTTopK(chunk_size=8, top_k=3)
+    twice = Components(torch.tensor([[1.5, -2.0, 0.5]]), torch.tensor([[7, 20, 7]]))
+    once = Components(torch.tensor([[2.0, -2.0]]), torch.tensor([[7, 20]]))
+    decoded = replicator.decode(twice, (8, 8), STEP)
+    assert torch.allclose(decoded, replicator.decode(once, (8, 8), STEP), atol=1e-6)
+    assert decoded.abs().max() > 0.1
+
+
+def test_blocks_are_no_longer_than_the_matrix() -> None:
+    replicator = DCTTopK(chunk_size=64, top_k=32)
+    assert replicator.block_shape(640, 13) == (64, 13)
+    assert replicator.block_shape(1, 127) == (1, 64)
+    assert DCTTopK(chunk_size=64, strips=True).block_shape(640, 13) == (64,)
+    assert replicator.num_sent(13) == 13 and replicator.num_sent(4096) == 32
+
+
+def test_what_full_sends_does_not_change_with_the_blocks() -> None:
+    blocks = torch.ones(1, 13)
+    components = Full().encode(blocks, STEP)
+    blocks.zero_()
+    assert torch.equal(components.values, torch.ones(1, 13))
+
+
+def _drawn(replicator: Random, numel: int, exchange: ExchangeStep) -> list[int]:
+    """Which elements are sent: the values of a block that counts."""
+    values, indices = replicator.encode(torch.arange(numel, dtype=torch.float32)[None], exchange)
+    assert indices is None
+    return [int(value) for value in values[0].tolist()]
+
+
+@pytest.mark.parametrize("numel", [1, 9, 10, 13, 1000])
+def test_random_sends_one_element_of_each_cell(numel: int) -> None:
+    replicator = Random(rate=0.1)
+    for step in range(50):
+        elements = _drawn(replicator, numel, ExchangeStep(step, 0))
+        assert len(elements) == replicator.num_sent(numel)
+        assert [element // 10 for element in elements] == list(range(len(elements)))
+
+
+def test_random_sends_every_element_equally_often() -> None:
+    replicator, counts = Random(rate=0.125, seed=5), torch.zeros(29)
+    for step in range(2000):
+        counts[_drawn(replicator, 29, ExchangeStep(step, 0))] += 1
+    # Binomial with p = 1 / 8 (standard deviation 15), in the short last cell p = 1 / 5 (18); six deviations.
+    assert (counts[:24] - 250).abs().max() < 6 * 15
+    assert (counts[24:] - 400).abs().max() < 6 * 18
+
+
+def test_draws_depend_on_seed_step_and_part_only() -> None:
+    before = torch.get_rng_state()
+    here = _drawn(Random(rate=0.1, seed=3), 1000, ExchangeStep(7, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert _drawn(Random(rate=0.1, seed=3), 1000, ExchangeStep(7, 2)) == here
+    others = [(3, ExchangeStep(8, 2)), (3, ExchangeStep(7, 3)), (4, ExchangeStep(7, 2))]
+    assert all(_drawn(Random(rate=0.1, seed=seed), 1000, exchange) != here for seed, exchange in others)
+
+
+def test_random_decodes_values_to_where_they_came_from() -> None:
+    replicator, blocks = Random(rate=1 / 3), torch.randn(1, 127)
+    elements = _drawn(replicator, 127, STEP)
+    expected = torch.zeros(1, 127)
+    expected[0, elements] = blocks[0, elements]
+    assert torch.equal(replicator.decode(replicator.encode(blocks, STEP), (127,), STEP), expected)
+
+
+@PERIODIC
+@pytest.mark.parametrize("numel", [1, 3, 13, 128])
+@pytest.mark.parametrize(("rate", "num_steps"), [(1.0, 1), (0.25, 4), (0.1, 10), (1 / 3, 3)])
+def test_in_one_period_every_element_is_sent_once(
+    kind: type[PeriodicReplicator], numel: int, rate: float, num_steps: int
+) -> None:
+    replicator, first = kind(rate=rate), 17
+    # No zeros, which would hide what is sent twice.
+    blocks = torch.rand(1, numel) + 1
+    total, times = torch.zeros(1, numel), torch.zeros(1, numel)
+    for step in range(first, first + num_steps):
+        components = replicator.encode(blocks, ExchangeStep(step, 0))
+        assert components.indices is None
+        assert components.values.shape == (1, replicator.num_sent(numel))
+        decoded = replicator.decode(components, (numel,), ExchangeStep(step, 0))
+        total += decoded
+        times += decoded != 0
+    assert torch.equal(times, torch.ones(1, numel))
+    assert torch.equal(total, blocks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Striding, [[1, 5, 9], [2, 6, 10], [3, 7, 11], [4, 8, 0]]),
+        (Slicing, [[1, 2, 0], [3, 4, 5], [6, 7, 8], [9, 10, 11]]),
+    ],
+)
+def test_periodic_replicators_send_strides_or_slices(kind: type[PeriodicReplicator], expected: list[Any]) -> None:
+    blocks = torch.arange(1.0, 12.0)[None]
+    sent = [kind(rate=0.25).encode(blocks, ExchangeStep(step, 5)).values[0].tolist() for step in range(4, 8)]
+    assert sent == expected
+
+
+@PERIODIC
+def test_padding_of_a_message_is_not_applied(kind: type[PeriodicReplicator]) -> None:
+    replicator, exchange = kind(rate=0.25), ExchangeStep(0 if kind is Slicing else 3, 0)
+    decoded = replicator.decode(Components(torch.tensor([[4.0, 8.0, 99.0]]), None), (11,), exchange)
+    assert sorted(decoded[0].tolist()) == [0.0] * 9 + [4.0, 8.0]
+
+
+@pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(), Random(0.1)], ids=short_name)
+def test_replicators_of_the_package_keep_the_contract(replicator: Replicator) -> None:
+    check_replicator(replicator)
+
+
+@dataclass(frozen=True)
+class _Largest(Replicator):
+    """The two largest elements of each strip of 8, with one mistake."""
+
+    mistake: str = ""
+    sends_indices: ClassVar[bool] = True
+
+    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        return (8,)
+
+    def num_sent(self, block_numel: int) -> int:
+        return {"count": 3, "nothing": 0}.get(self.mistake, 2)
+
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
+        if self.mistake == "in place":
+            blocks.abs_()
+        indices = blocks.abs().topk(2, dim=1).indices
+        values = blocks.gather(1, indices)
+        if self.mistake == "twice":
+            indices, values = indices[:, :1].expand(-1, 2), 0.5 * values[:, :1].expand(-1, 2)
+        if self.mistake == "outside":
+            indices = indices + 8
+        return Components(values.double() if self.mistake == "dtype" else values,
+                          None if self.mistake == "indices" else indices)  # fmt: skip
+
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
+        blocks = torch.zeros(len(components.values), *(block_shape if self.mistake != "shape" else (9,)))
+        return blocks.scatter_add_(1, components.indices, components.values)
+
+    def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:
+        super().subtract_(blocks, components, exchange)
+        if self.mistake == "subtract":
+            blocks.zero_()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("in place", "encode changes the blocks"),
+        ("count", r"num_sent\(8\) says"),
+        ("dtype", "gives values of torch.float64, not float32"),
+        ("indices", "sends_indices is True, but encode gives indices None"),
+        ("outside", r"indices are no int64 in \[0, 8\)"),
+        ("twice", "an index occurs twice in a block"),
+        ("nothing", r"num_sent\(8\) is 0: blocks of shape \(8,\) would never be trained"),
+        ("shape", r"decode gives \(2, 9\), not \(2, 8\)"),
+        ("subtract", "subtract_ takes off something else than decode gives"),
+    ],
+)
+def test_a_replicator_that_breaks_the_contract_is_an_error(mistake: str, message: str) -> None:
+    check_replicator(_Largest())
+    with pytest.raises(ValueError, match=f"_Largest.*{message}"):
+        check_replicator(_Largest(mistake))
+
+
+def test_names_of_before_work_and_warn() -> None:
+    assert Turn is ExchangeStep
+    with pytest.warns(FutureWarning, match="sends_positions is called sends_indices"):
+        kind = type("_Old", (_Largest,), {"sends_positions": False})
+    assert kind.sends_indices is False
+    with pytest.raises(TypeError, match="abstract"):
+        Replicator()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: DCTTopK(chunk_size=0), ValueError, "DCTTopK: chunk_size must be at least 1, got 0"),
+        (lambda: DCTTopK(top_k=-3), ValueError, "DCTTopK: top_k must be at least 1"),
+        (lambda: Random(rate=0.0), ValueError, r"Random: rate must be in \(0, 1\]"),
+        (lambda: Random(rate=float("nan")), ValueError, r"Random: rate must be in \(0, 1\]"),
+        (lambda: Slicing(rate=-1.0), ValueError, r"Slicing: rate must be in \(0, 1\]"),
+        (lambda: Striding(rate=1.01), ValueError, r"Striding: rate must be in \(0, 1\]"),
+        (lambda: Random(rate="0.5"), TypeError, r"rate must be a number, got '0\.5'"),
+        (lambda: Random(rate=0.7), ValueError, r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"),
+        (lambda: DiLoCo(period=0), ValueError, "period must be at least 1, got 0"),
+        (lambda: DiLoCo(period=2.5), TypeError, "period must be an int, got 2.5"),
+        (lambda: DiLoCo(period=True), TypeError, "period must be an int"),
+        (lambda: DiLoCo(period=5, outer_lr=0.0), ValueError, "outer_lr must be positive"),
+        (lambda: DiLoCo(period=5, outer_lr=float("nan")), ValueError, "outer_lr must be positive"),
+        (lambda: DiLoCo(period=5, outer_momentum=1.0), ValueError, r"outer_momentum must be in \[0, 1\)"),
+        (lambda: DiLoCo(period=5, outer_momentum=-0.1), ValueError, r"outer_momentum must be in \[0, 1\)"),
+    ],
+)
+def test_wrong_options_name_the_class_and_the_value(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_decimals_of_one_nth_are_rates() -> None:
+    assert [period(rate) for rate in (1.0, 0.5, 1 / 3, 1 / 128)] == [1, 2, 3, 128]
+    for rate in (0.33, 0.143, 0.1, 1):
+        require_rate(SimpleNamespace(), rate)
+    require_count(SimpleNamespace(size=1), "size")
+
+
+def test_local_steps_are_no_replicators() -> None:
+    assert [way.bits_per_parameter() for way in (NoReplication(), DiLoCo(period=64))] == [0, 0.5]
+    assert all(isinstance(way, LocalSteps) and not isinstance(way, Replicator) for way in (NoReplication(),))
+    options = DiLoCo(period=500)
+    assert (options.outer_lr, options.outer_momentum, options.nesterov, options.overlap) == (0.7, 0.9, True, False)
