@@ -122,7 +122,6 @@ def _fit(
     ("replicator", "options"),
     [
         (DiLoCo(period=4), {"world_size": 4}),
-        (DiLoCo(period=4, overlap=True), {"world_size": 2, "single_file": True}),
         (DiLoCo(period=4), {"world_size": 2, "after_fit": True, "base": "muon"}),
         (DiLoCo(period=4, overlap=True), {"world_size": 2, "after_fit": True, "single_file": True}),
     ],
@@ -196,14 +195,7 @@ _SPARSE = DCTTopK(chunk_size=8, top_k=4)
     ("saved", "loaded", "words", "single_file"),
     [
         ({"delay": 1}, {}, "only there .*delayed_update", False),
-        ({"delay": 1}, {}, "only there .*delayed_update", True),
         ({}, {"delay": 1}, "only here .*delayed_update", False),
-        (
-            {"replicator": DiLoCo(period=1, overlap=True)},
-            {"replicator": DiLoCo(period=1)},
-            "only there .*launched",
-            False,
-        ),
         ({"replicator": DiLoCo(period=1)}, {}, "only there .*anchor", True),
     ],
     ids=str,

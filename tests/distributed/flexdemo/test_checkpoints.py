@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(("mesh_shape", "options"), list(zip(cycle([(2, 2), (3, 1)]), OPTIONS, strict=False)), ids=str)
 def test_a_run_that_is_loaded_from_disk_goes_on_with_equal_bits(
     gloo: ProcessPool, tmp_path: Path, mesh_shape: tuple[int, int], options: dict[str, Any]
 ) -> None:
@@ -238,7 +238,7 @@ def _load_plainly(plan: Plan, state: dict[str, Any]) -> dict[str, Tensor]:
     return run.everything()
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (3, 1)), ((3, 1), (1, 2))], ids=str)
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 1)), ((3, 1), (1, 2))], ids=str)
 def test_another_number_of_nodes_shares_the_sum(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,45 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Striding
-from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
-from lightning_muon.flexdemo.node_exchange import Exchange, NodeGroups
+from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.replicator import ExchangeStep
 from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train_all
 from tests.support.processes import ProcessPool
-
-MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]
-
-
-@dataclass
-class Delivery:
-    """What a node receives, filled in when it waits for it."""
-
-    mail: dict[tuple[str, int, int], list[Tensor]]
-    receive: Mapping[int, Tensor]
-    rank: int
-    leg: str
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        for sender, tensor in self.receive.items():
-            tensor.copy_(self.mail[self.leg, sender, self.rank].pop(0))
-
-
-class PostOffice:
-    """Stands in for the messages between nodes, all of which are in this process."""
-
-    def __init__(self) -> None:
-        self.mail: dict[tuple[str, int, int], list[Tensor]] = {}
-
-    def start_messages(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: Any) -> list[Delivery]:
-        for receiver, tensor in send.items():
-            self.mail.setdefault((group.group, group.rank, receiver), []).append(tensor.clone())
-        return [Delivery(self.mail, dict(receive), group.rank, group.group)]
+from tests.unit.flexdemo.cases import PostOffice, nodes_of
 
 
 def _rows(tensor: Tensor, index: int, num_shards: int) -> Tensor:
@@ -92,24 +58,19 @@ def _step(
     config: FlexDeMoConfig, buckets: list[list[MomentumBucket]], gradients: list[dict[Tensor, Tensor]], step: int
 ) -> None:
     """Exchange all buckets of all nodes and update the weights of one shard."""
-    num_nodes = len(gradients)
     updates: dict[Tensor, Tensor] = {}
     for number, of_nodes in enumerate(buckets):
-        turn = ExchangeStep(step, number)
+        exchange_step = ExchangeStep(step, number)
         exchanges: list[Exchange] = []
-        for node, bucket in enumerate(of_nodes):
-            bucket.accumulate(gradients[node], config.decay, {})
-            own = bucket.encode(turn)
-            coordinates = tuple((other,) for other in range(num_nodes))
-            there, back = (AxisGroup(leg, node, coordinates) for leg in ("there", "back"))  # type: ignore[arg-type]
-            exchanges.append(Exchange(bucket.plan, own, NodeGroups(there, back)))
+        for node, (bucket, groups) in enumerate(zip(of_nodes, nodes_of(len(gradients)), strict=True)):
+            bucket.accumulate(gradients[node], config.decay)
+            exchanges.append(Exchange(bucket.plan, bucket.encode(exchange_step), groups))
         for each in exchanges:
-            each.nodes.send_sums_until(each)
+            each.groups.send_sums_until(each)
         for node, bucket in enumerate(of_nodes):
             merged = exchanges[node].result(config.merge)
-            bucket.settle(exchanges[node].own, turn, gradients[node])
-            mine = {tensor: torch.zeros_like(tensor) for tensor in bucket.parameters}
-            bucket.decode(merged, turn, mine, sign=config.takes_sign)
+            bucket.settle(exchanges[node].own, exchange_step, gradients[node])
+            mine = bucket.decode(merged, exchange_step, set(bucket.parameters), sign=config.takes_sign)
             for tensor, update in mine.items():
                 assert node == 0 or torch.equal(update, updates[tensor])
             updates |= mine
@@ -118,17 +79,21 @@ def _step(
 
 
 @pytest.mark.parametrize(
-    "replicator",
-    [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25, seed=3), Striding(rate=0.25), Slicing(rate=0.25), Full()],
-    ids=lambda replicator: type(replicator).__name__,
+    ("mesh_shape", "replicator"),
+    [
+        ((2, 2), DCTTopK(chunk_size=8, top_k=5)),
+        ((3, 1), DCTTopK(chunk_size=8, top_k=5)),
+        ((2, 2), Random(rate=0.25, seed=3)),
+        ((3, 1), Striding(rate=0.25)),
+        ((4, 1), Slicing(rate=0.25)),
+        ((2, 1), Full()),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_one_process_gives_the_bits_of_many(
     gloo: ProcessPool, monkeypatch: pytest.MonkeyPatch, mesh_shape: tuple[int, int], replicator: Any
 ) -> None:
-    office = PostOffice()
-    for name in ("start_messages", "start_messages_together"):
-        monkeypatch.setattr(node_exchange, name, office.start_messages)
+    PostOffice().take_over(monkeypatch)
     options = SMALL | {"replicator": replicator, "chunk_bytes": 4000}
     formats = ("fp32", "bf16", "int8", "sign")
     cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in formats]

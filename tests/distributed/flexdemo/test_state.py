@@ -20,13 +20,6 @@ from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, a
 from tests.support.processes import ProcessPool
 
 OPTIONS: dict[str, Any] = SMALL | {"replicator": DCTTopK(chunk_size=8, top_k=5), "chunk_bytes": 2000}
-RESUMED: list[dict[str, Any]] = [
-    {},
-    {"base": "adamw", "weight_decay": 0.1},
-    {"replicator": Random(rate=0.25), "value_format": "int8"},
-    {"delay": 1},
-    {"delay": 1, "base": "adamw", "overlap": "step"},
-]
 
 
 def _resume(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -51,7 +44,12 @@ def _resume(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "options"), [*(((2, 2), options) for options in RESUMED), ((3, 1), RESUMED[0])], ids=str
+    ("mesh_shape", "options"),
+    [
+        ((2, 2), {"delay": 1, "base": "adamw", "overlap": "step"}),
+        ((3, 1), {"replicator": Random(rate=0.25), "value_format": "int8"}),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_goes_on_with_the_same_bits(
     gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
@@ -64,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("mesh_shape", "options"),
-    [((2, 2), {}), ((3, 1), {}), ((2, 2), {"sign": False}), ((3, 1), {"replicator": Random(rate=0.25)})],
+    [((2, 2), {"sign": False}), ((3, 1), {"replicator": Random(rate=0.25)})],
     ids=str,
 )
 def test_late_updates_are_the_same_updates(
@@ -90,7 +88,7 @@ def _stop(case: Case) -> None:
         Ranks(case).train([0, 1])
 
 
-def test_late_updates_that_nobody_waits_for_do_not_hold_up_the_next_process_group(gloo: ProcessPool) -> None:
+def test_late_updates_do_not_hold_up_the_next_process_group(gloo: ProcessPool) -> None:
     case = Case(mesh_shape=(3, 1), options=OPTIONS | {"delay": 1, "replicator": Random(rate=0.25)})
     gloo.run(_stop, case, world_size=3)
     # Rank 2 is left out, and keeps the groups of before.
@@ -142,7 +140,7 @@ def _residuals_after_loading(case: Case, state: dict[str, Any]) -> dict[str, Ten
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 1))], ids=str)
-def test_another_number_of_nodes_keeps_the_sum_of_the_residuals(
+def test_another_number_of_nodes_keeps_the_residuals_sum(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     case = Case(mesh_shape=before, options=OPTIONS)
@@ -177,11 +175,15 @@ def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor
     return [*results, (ranks.weights(), ranks.residuals()), train(case)]
 
 
-@pytest.mark.parametrize("replicator", [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25)], ids=["dct", "random"])
 @pytest.mark.parametrize(
-    ("mesh_shape", "spoiled", "value"), [((2, 2), 1, float("nan")), ((3, 1), 2, float("inf"))], ids=str
+    ("mesh_shape", "spoiled", "value", "replicator"),
+    [
+        ((2, 2), 1, float("nan"), DCTTopK(chunk_size=8, top_k=5)),
+        ((3, 1), 2, float("inf"), Random(rate=0.25)),
+    ],
+    ids=str,
 )
-def test_all_ranks_of_all_nodes_skip_a_step_with_a_nan_on_one(
+def test_all_ranks_skip_a_step_with_a_nan_on_one(
     gloo: ProcessPool, mesh_shape: tuple[int, int], spoiled: int, value: float, replicator: Any
 ) -> None:
     case = Case(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
@@ -209,9 +211,10 @@ def _skip_after_backward(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, 
     return [*results, (ranks.weights(), ranks.residuals()), (undisturbed.weights(), undisturbed.residuals())]
 
 
-@pytest.mark.parametrize("replicator", [DCTTopK(chunk_size=8, top_k=5), Random(rate=0.25)], ids=["dct", "random"])
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
-def test_what_was_sent_early_in_a_skipped_step_leaves_no_trace(
+@pytest.mark.parametrize(
+    ("mesh_shape", "replicator"), [((2, 2), DCTTopK(chunk_size=8, top_k=5)), ((3, 1), Random(rate=0.25))], ids=str
+)
+def test_early_sends_of_a_skipped_step_leave_no_trace(
     gloo: ProcessPool, mesh_shape: tuple[int, int], replicator: Any
 ) -> None:
     plan = Plan(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
@@ -221,7 +224,7 @@ def test_what_was_sent_early_in_a_skipped_step_leaves_no_trace(
             assert_equal(end[index], undisturbed[index])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_comparing_the_nodes_changes_no_weight(gloo: ProcessPool, dtype: torch.dtype) -> None:
     cases = [Case(mesh_shape=(2, 2), options=OPTIONS | {"check_every": every}, dtype=dtype) for every in (0, 1)]
     for (unchecked, _), (checked, _) in gloo.run(train_all, cases, world_size=4):
@@ -241,9 +244,14 @@ def _lost_state(options: dict[str, Any], *, is_new: bool, ranks: tuple[int, ...]
     return ranks_.weights()
 
 
-@pytest.mark.parametrize("overlap", ["backward", "step"])
 @pytest.mark.parametrize(
-    "options", [{}, {"base": "adamw"}, {"delay": 1, "base": "muon", "compute_dtype": "float32"}], ids=str
+    ("options", "overlap"),
+    [
+        ({}, "backward"),
+        ({"base": "adamw"}, "step"),
+        ({"delay": 1, "base": "muon", "compute_dtype": "float32"}, "backward"),
+    ],
+    ids=str,
 )
 def test_state_that_is_lost_is_that_of_a_new_optimizer(
     gloo: ProcessPool, options: dict[str, Any], overlap: str
@@ -271,9 +279,7 @@ def _losing_between_averages(steps_with_a_loss: tuple[int, ...]) -> dict[str, Te
 
 
 @pytest.mark.parametrize("steps", [(3,), (1, 4)], ids=str)
-def test_what_nodes_have_learnt_since_an_average_is_not_lost_with_state(
-    gloo: ProcessPool, steps: tuple[int, ...]
-) -> None:
+def test_lost_state_keeps_progress_since_the_last_average(gloo: ProcessPool, steps: tuple[int, ...]) -> None:
     """An average with an outer learning rate of 1 is the mean of the weights, from whatever it counts."""
     expected = gloo.run(_losing_between_averages, (), world_size=2)[0]
     for found in gloo.run(_losing_between_averages, steps, world_size=2):
