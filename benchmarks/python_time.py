@@ -128,9 +128,9 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
         f"{package}.optim.state.start_all_reduce_sum": reduce,
         # There is nothing to read from these tensors.
-        f"{package}.optim.planned_optimizer.agree_on_gradients": _without_verdict,
-        f"{package}.optim.planned_optimizer.step_elementwise_": nothing,
-        f"{package}.optim.transfer.start_all_to_all": lambda *_: [],
+        f"{package}.optim.planned_optimizer.agree_on_gradients": _without_check,
+        f"{package}.optim.planned_optimizer.adamw_step_": nothing,
+        f"{package}.optim.transfer.start_all_to_all": lambda *_, **__: [],
         f"{package}.optim.transfer.start_messages": lambda *_: [],
         f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.optim.matrix_step.orthogonalize": no_matrix,
@@ -149,9 +149,9 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _without_verdict(*arguments: Any, **options: Any) -> Any:
+def _without_check(*arguments: Any, **options: Any) -> Any:
     agreed = agree_on_gradients(*arguments, **options)
-    return agreed and replace(agreed, verdict=agreed.verdict and (lambda: None))
+    return agreed and replace(agreed, deferred_check=agreed.deferred_check and (lambda: None))
 
 
 def weights(shapes: Sequence[ParameterShape], mesh: DeviceMesh) -> Found:

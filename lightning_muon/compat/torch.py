@@ -193,6 +193,13 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
                 held._unsharded_param.grad = None
 
 
+def drop_unreduced_gradients_of(parameters: Collection[torch.Tensor]) -> None:
+    """:func:`drop_unreduced_gradients` of every FSDP2 unit; uses what :func:`fsdp_units_of` uses."""
+    for module in list(_composable_state._module_state_mapping):
+        if isinstance(module, FSDPModule):
+            drop_unreduced_gradients(module, parameters)
+
+
 def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
     """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local.
 

@@ -21,7 +21,7 @@ from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
 from lightning_muon.flexdemo.replicator import ExchangeStep
 from lightning_muon.flexdemo.replicators import DiLoCo, Full
-from lightning_muon.optim.matrix_step import Gradients, States
+from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import local_tensor
 
 State = dict[str, Any]

@@ -18,9 +18,8 @@ from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_exchange import NodeGroups
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.matrix_step import Gradients, States
+from lightning_muon.optim.parameters import BoundParameter, Gradients, States
 from lightning_muon.optim.state import StateCompletion, zero_state
-from lightning_muon.optim.step_plan import BoundParameter
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -30,9 +30,9 @@ from lightning_muon.flexdemo.replica_consistency import check_equal
 from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
 from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.elementwise import step_sgd_
-from lightning_muon.optim.gradients import Agreement
-from lightning_muon.optim.matrix_step import Gradients, MatrixStep
+from lightning_muon.optim.elementwise import sgd_step_
+from lightning_muon.optim.matrix_step import AgreedGradients, Elementwise, MatrixStep
+from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.state import StateCompletion
 from lightning_muon.optim.step_plan import StepPlan
@@ -110,6 +110,7 @@ class FlexDeMo(PlannedOptimizer):
         mesh = None if mesh is None else require_node_mesh(mesh)
         self._sync = make_sync(self.config, mesh)
         self._checked: Bound | None = None
+        self._early_exchanges: BackwardPrefetch | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -253,7 +254,7 @@ class FlexDeMo(PlannedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds."""
         self._sync.finish_in_flight(self._existing_state)
-        return super().__getstate__() | {"config": self.config, "_checked": None}
+        return super().__getstate__() | {"config": self.config, "_checked": None, "_early_exchanges": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch, which also loads a state by this."""
@@ -286,27 +287,27 @@ class FlexDeMo(PlannedOptimizer):
         self._require_mesh()
         return super()._bind()
 
-    def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        del step
-        early = self._sync.plan(self._trained(), binding.names, self.num_exchanges)
+    def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
+        names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
+        self._early_exchanges = self._sync.plan(self._trained(), names, self.num_exchanges)
         if isinstance(self._layout, NodeLayout):
             self._layout.set_arrival_order(self._sync.order)
-        return early
 
-    def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
-        del bound
-        if agreed.verdict is not None:
-            agreed.verdict()
-        return Agreement(self._sync.updates(self._trained(), agreed.gradients, agreed.valid_early), frozenset())
+    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
+        del plan, step
+        return self._early_exchanges
 
-    def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
-        if self.config.base == "sgd":
-            step_sgd_(binding, gradients, numbers)
-        else:
-            super()._step_elementwise(binding, gradients, numbers)
+    def _received(self, agreed: AgreedGradients) -> AgreedGradients:
+        if agreed.deferred_check is not None:
+            agreed.deferred_check()
+        return AgreedGradients(gradients=self._sync.updates(self._trained(), agreed.gradients, agreed.valid))
 
-    def _step(self, *, has_loss: bool) -> None:
-        super()._step(has_loss=has_loss)
+    @property
+    def _elementwise(self) -> Elementwise:
+        return sgd_step_ if self.config.base == "sgd" else super()._elementwise
+
+    def _end_step(self, bound: Bound, agreed: AgreedGradients) -> None:
+        super()._end_step(bound, agreed)
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
@@ -321,7 +322,7 @@ class FlexDeMo(PlannedOptimizer):
     def _check_nodes(self, mesh: DeviceMesh) -> None:
         """Collective over all ranks of all nodes; every rank must call it."""
         assert self._bound is not None
-        names = self._bound.binding.names
+        names = self._bound.plan.names
         common = self._sync.common(self._trained())
         check_equal(
             [(names[p], tensor) for p, tensor in zip(self._all_parameters(), common, strict=False)],

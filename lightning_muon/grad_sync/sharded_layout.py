@@ -23,10 +23,10 @@ from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
-from lightning_muon.params.layout import AxisPlacement, OwnedBy
+from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
 
 
-class ShardedLayout:
+class ShardedLayout(Layout):
     """Tells an optimizer to update the calling rank's parts only, and sends them to the other ranks.
 
     See :class:`~lightning_muon.params.layout.Layout` for the methods.

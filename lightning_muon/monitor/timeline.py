@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.step_plan import ExchangeGroup
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.passes import host_order
-from lightning_muon.schedule.program import ADAMW, NEWTON_SCHULZ, TRANSFER, Op, Program
+from lightning_muon.schedule.program import NEWTON_SCHULZ, TRANSFER, Op, Program, without_absent
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
-# AdamW reads gradient, weight and two moments and writes the last three.
-_ADAMW_TENSORS = 7
 _LATEST_END_SECONDS = 30.0
 
 
@@ -133,7 +131,7 @@ def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) 
     if bound is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
     executor = bound.matrix_step.executor
-    recorder = executor.recorder = TimelineRecorder(bound.binding.device)
+    recorder = executor.recorder = TimelineRecorder(bound.plan.device)
     recorder.begin()
     dist.barrier()
     begun = time.monotonic()
@@ -143,9 +141,8 @@ def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) 
     finally:
         executor.recorder = None
     finished = time.monotonic()
-    groups = bound.binding.exchange_groups
-    named = {span.op.name: _matrices(span.op, groups) for span in spans}
-    spans = [span._replace(op=_with_global_ranks(span.op, groups, optimizer)) for span in spans]
+    named = {span.op.name: _matrices(span.op, bound.plan) for span in spans}
+    spans = [span._replace(op=_with_global_ranks(span.op, bound.plan)) for span in spans]
     shift = _clock_shift()
     mine = (begun + shift, finished + shift, [Span(op, a + shift, b + shift) for op, a, b in spans], named)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -169,30 +166,22 @@ def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str
     return Recording(
         timeline=Timeline(timeline),
         seconds=max(finished for _, finished, _, _ in everyone) - begun,
-        program={rank: [span.op for span in spans] for rank, spans in timeline.items()},
+        program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
         matrices={rank: named for rank, (_, _, _, named) in enumerate(everyone)},
     )
 
 
-def _matrices(op: Op, groups: Sequence[ExchangeGroup]) -> list[str]:
-    if op.kind == ADAMW:
-        return []
-    group = groups[_group_number(op)]
-    return [group.jobs[index].matrix.name for index in op.items]
+def _matrices(op: Op, plan: StepPlan) -> list[str]:
+    bucket = plan.buckets.get(op.key)
+    return [] if bucket is None else [bucket.group.jobs[index].matrix.name for index in op.items]
 
 
-def _group_number(op: Op) -> int:
-    return int(op.key.partition(".")[0])
-
-
-def _with_global_ranks(op: Op, groups: Sequence[ExchangeGroup], optimizer: ParallelMuon) -> Op:
-    """The op with ranks of the world, not of its exchange group; AdamW with its memory traffic."""
-    rank = dist.get_rank()
-    if op.kind == ADAMW:
-        routes = zip(optimizer.routes, optimizer._bound.binding.parameters, strict=True)
-        held = sum(p.local.nbytes for route, p in routes if route.algorithm == "adamw")
-        return replace(op, rank=rank, bytes=_ADAMW_TENSORS * held)
-    axes = groups[_group_number(op)].axes
+def _with_global_ranks(op: Op, plan: StepPlan) -> Op:
+    """The op with ranks of the world, not of its exchange group."""
+    rank, bucket = dist.get_rank(), plan.buckets.get(op.key)
+    if bucket is None:
+        return replace(op, rank=rank)
+    axes = bucket.group.axes
     members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
     return replace(op, rank=rank, group=tuple(members[member] for member in op.group))
 

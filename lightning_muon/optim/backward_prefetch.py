@@ -19,12 +19,15 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_muon.compat.torch import at_end_of_backward
 from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
-from lightning_muon.optim.matrix_step import Gradients, MatrixBucket, MatrixStep, States
+from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.parameters import Gradients, States
+from lightning_muon.optim.step_plan import MatrixBucket
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.schedule.program import MOMENTUM
+from lightning_muon.schedule.program import EARLY_MOMENTUM
 
 _log = logging.getLogger(__name__)
 # A bucket that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
@@ -230,42 +233,46 @@ def local_gradient(tensor: Tensor) -> Tensor:
 
 
 class GatherPrefetch(BackwardPrefetch):
-    """Those of some buckets of one plan whose parameters are DTensors.
+    """Runs the ops of the backward phase of :class:`MatrixStep`.
 
     Each bucket that is sent is a communication over the private group of its exchange group.
 
     Args:
         step: Runs the ops.
+        buckets: Those that may be sent, in the order in which backward finishes them.
         states: Of the optimizer, which may be replaced at any time.
         is_valid: Whether the hyper-parameters are such that a step can be taken.
-        buckets: Buckets that are gathered, in the order in which backward finishes them.
     """
 
     def __init__(
         self,
         step: MatrixStep,
+        buckets: Sequence[MatrixBucket],
         states: Callable[[], States],
         is_valid: Callable[[], bool],
-        buckets: Sequence[MatrixBucket],
     ) -> None:
-        buckets = [bucket for bucket in buckets if all(isinstance(tensor, DTensor) for tensor in bucket.tensors)]
         leaders = {bucket.key: bucket.group.jobs[bucket.taken[0]].matrix.name for bucket in buckets}
         super().__init__({bucket.key: bucket.tensors for bucket in buckets}, leaders)
         self._step, self._states, self._is_valid = step, states, is_valid
 
+    @override
     def _is_ready(self, key: str) -> bool:
         states = self._states()
         return self._is_valid() and all("momentum_buffer" in states.get(tensor, ()) for tensor in self._buckets[key])
 
+    @override
     def _start(self, key: str, gradients: Gradients) -> None:
         # What is sent without being ready, because other ranks have sent it, is of no use: there will be a new plan.
-        self._step.start_early(key, gradients, self._states(), packs=self._is_ready(key))
+        self._step.run_in_backward(key, gradients, self._states(), packs=self._is_ready(key))
 
+    @override
     def _wait_until_read(self, key: str) -> None:
-        self._step.executor.wait(f"{MOMENTUM}[{key}]")
+        self._step.executor.wait(f"{EARLY_MOMENTUM}[{key}]")
 
+    @override
     def _drop(self, key: str) -> None:
-        self._step.drop_early(key)
+        self._step.drop_sent(key)
 
+    @override
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
-        return self._step.differs_from_early(key, gradients, self._states())
+        return self._step.differs_from_sent(key, gradients, self._states())

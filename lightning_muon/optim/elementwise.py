@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lightning_muon.optim.step_plan import BoundParameter, StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
 
 _NOTHING_READ: Mapping[Tensor, float] = {}
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
 _LEAST_ALONE = 1 << 20
-
-# Keys of the state of one parameter.
-ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
 def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
@@ -116,53 +112,15 @@ def _in_order_of_first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def sgd_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
     group: dict[str, Any],
     numbers: Mapping[Tensor, float] = _NOTHING_READ,
 ) -> None:
     """Params <- (1 - lr * weight_decay) * params - lr * grads, for local tensors of one param group."""
+    del states  # There is none.
     lr = number(group["lr"], numbers)
     if group["weight_decay"]:
         for param in params:
             # Not torch._foreach_mul_, which rounds the factor to bfloat16 for such weights on a CPU.
             param.mul_(1 - lr * group["weight_decay"])
     torch._foreach_add_(list(params), list(grads), alpha=-lr)
-
-
-def step_sgd_(binding: StepPlan, gradients: Mapping[Tensor, Tensor], numbers: Mapping[Tensor, float]) -> None:
-    """One SGD step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
-    for tensors, group in _together(binding, gradients):
-        sgd_step_(
-            [binding.layout.local(tensor) for tensor in tensors],
-            [gradients[tensor] for tensor in tensors],
-            group,
-            numbers,
-        )
-        binding.layout.updated(tensors)
-
-
-def step_elementwise_(
-    binding: StepPlan, gradients: Mapping[Tensor, Tensor], states: Mapping[Tensor, Any], numbers: Mapping[Tensor, float]
-) -> None:
-    """One AdamW step in place for the local parts of all parameters that have a gradient and are no matrices; local."""
-    for tensors, group in _together(binding, gradients):
-        adamw_step_(
-            [binding.layout.local(tensor) for tensor in tensors],
-            [gradients[tensor] for tensor in tensors],
-            [states[tensor] for tensor in tensors],
-            group,
-            numbers,
-        )
-        binding.layout.updated(tensors)
-
-
-def _together(
-    binding: StepPlan, gradients: Mapping[Tensor, Tensor]
-) -> Iterator[tuple[Sequence[Tensor], dict[str, Any]]]:
-    """Parameters of one param group whose gradients arrive together, and the group."""
-    by_group: dict[int, list[BoundParameter]] = {}
-    for parameter in binding.parameters:
-        if parameter.route.algorithm == "adamw" and parameter.tensor in gradients:
-            by_group.setdefault(id(parameter.group), []).append(parameter)
-    for members in by_group.values():
-        for tensors in binding.layout.in_order([member.tensor for member in members]):
-            yield tensors, members[0].group

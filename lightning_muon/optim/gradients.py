@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,29 +14,10 @@ from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.matrix_step import Gradients
-from lightning_muon.optim.meshes import MeshMembers
+from lightning_muon.optim.matrix_step import AgreedGradients
+from lightning_muon.optim.parameters import Gradients, MeshMembers
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Agreement:
-    """What all ranks know, equal on all of them but for the tensors.
-
-    Attributes:
-        gradients: Local gradient of every parameter that takes part in the step.
-        valid_early: Buckets whose early gather counts.
-        verdict: Where finding out takes a device (CUDA), or gradients arrive late: waits for it, and raises as
-            :func:`agree_on_gradients` does, or :class:`PrefetchIsVoid`. On CUDA the host waits for the device
-            here, and nowhere else in a step.
-        numbers: Values of hyper-parameters that are tensors on a device; ``verdict`` fills it.
-    """
-
-    gradients: Gradients
-    valid_early: frozenset[str]
-    verdict: Callable[[], None] | None = None
-    numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
 
 
 class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step is skipped
@@ -64,7 +45,7 @@ class _Findings:
     """What the meshes looked at so far have found out; the next, larger mesh is told."""
 
     is_stale: bool
-    is_left_in_backward: bool = False
+    backward_has_failed: bool = False
     may_lack_gradients: bool = True
     must_stop: bool = False
     nonfinite: tuple[str, ...] = ()
@@ -105,15 +86,15 @@ class LocalGradients(dict[Tensor, Tensor]):
 
 
 def agree_on_gradients(
-    binding: StepPlan,
+    plan: StepPlan,
     early: BackwardPrefetch | None,
     step: StepAgreement | None = None,
     *,
     error_if_nonfinite: bool,
     is_stale: bool,
-    is_left_in_backward: bool = False,
+    backward_has_failed: bool = False,
     may_lack_gradients: bool = True,
-) -> Agreement | None:
+) -> AgreedGradients | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
     A replicated parameter that only some replicas have a gradient for gets the mean over all of them. Collective over
@@ -122,12 +103,12 @@ def agree_on_gradients(
     (``Layout.agreed``), there is no such message: what has changed since is found out together with NaN and Inf.
 
     Args:
-        binding: Meshes and names; a stale one will do.
+        plan: Meshes and names; a stale one will do.
         early: What was sent during backward; it is settled whatever the outcome.
         step: Sends the message over its ranks, together with what others have to agree on.
         error_if_nonfinite: Look for NaN and Inf.
         is_stale: Whether this rank needs a new plan.
-        is_left_in_backward: Whether FSDP2 is in the middle of a backward pass that has raised.
+        backward_has_failed: Whether a backward pass has raised, and FSDP2 was not reset since.
         may_lack_gradients: Whether this rank knows why no parameter might have a gradient.
 
     Returns:
@@ -138,25 +119,25 @@ def agree_on_gradients(
         TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
         RuntimeError: On all ranks, if gradients are missing because a backward pass has failed.
     """
-    found = LocalGradients(binding.layout)
+    found = LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
-    findings = _Findings(is_stale, is_left_in_backward, may_lack_gradients)
-    is_late = binding.layout.arrives_late
-    if step is not None and step.is_due and not any(step.is_over(members.host) for members in binding.meshes):
+    findings = _Findings(is_stale, backward_has_failed, may_lack_gradients)
+    is_late = plan.layout.arrives_late
+    if step is not None and step.is_due and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
-    if error_if_nonfinite and _is_agreed(binding, early):
-        return _with_known_gradients(binding, found, findings, numbers)
-    looks = _looks_at_once(binding.device) and not is_late
-    for members in binding.meshes:
-        _agree_on_mesh(members, binding, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
-    void = _void_early(findings, early, binding.layout)
+    if error_if_nonfinite and _is_agreed(plan, early):
+        return _with_known_gradients(plan, found, findings, numbers)
+    looks = _looks_at_once(plan.device) and not is_late
+    for members in plan.meshes:
+        _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
+    void = _void_early(findings, early, plan.layout)
     valid = frozenset(findings.sent) - void
-    verdict = None
+    deferred_check = None
     if not looks and not findings.must_stop and not findings.is_stale:
-        look = _Look(binding, found, early, valid, numbers, check=error_if_nonfinite)
+        look = _Look(plan, found, early, valid, numbers, check=error_if_nonfinite)
         if look.finds_anything:
             # A look at gradients that are on their way waits for them, on CUDA the stream.
-            verdict = (lambda: look.start()()) if is_late else look.start()
+            deferred_check = (lambda: look.start()()) if is_late else look.start()
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -166,24 +147,26 @@ def agree_on_gradients(
     for tensor in findings.unreduced:
         found[tensor] = _reduced_gradient(tensor)
     for tensor in findings.partly:
-        _fill_in(binding.layout, tensor, found)
-    return Agreement(found, valid, verdict, numbers)
+        _fill_in(plan.layout, tensor, found)
+    return AgreedGradients(
+        gradients=found, sent=frozenset(findings.sent), valid=valid, deferred_check=deferred_check, numbers=numbers
+    )
 
 
-def _is_agreed(binding: StepPlan, early: BackwardPrefetch | None) -> bool:
+def _is_agreed(plan: StepPlan, early: BackwardPrefetch | None) -> bool:
     """Whether all ranks know which gradients there are; the same on all ranks."""
-    if not binding.layout.agreed or len(binding.meshes) != 1:
+    if not plan.layout.agreed or len(plan.meshes) != 1:
         return False
-    return early is None or not early.keys(set(binding.meshes[0].tensors))
+    return early is None or not early.keys(set(plan.meshes[0].tensors))
 
 
 def _with_known_gradients(
-    binding: StepPlan, found: LocalGradients, findings: _Findings, numbers: dict[Tensor, float]
-) -> Agreement:
+    plan: StepPlan, found: LocalGradients, findings: _Findings, numbers: dict[Tensor, float]
+) -> AgreedGradients:
     """The gradients on which the ranks have agreed; what has changed since is looked for in the background."""
-    layout = binding.layout
-    has_changed = findings.is_stale or findings.is_left_in_backward
-    for tensor in binding.meshes[0].tensors:
+    layout = plan.layout
+    has_changed = findings.is_stale or findings.backward_has_failed
+    for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
         is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
         is_expected = layout.agreed is not None and tensor in layout.agreed
@@ -192,8 +175,9 @@ def _with_known_gradients(
             found.promise(tensor)
         elif is_expected:
             found[tensor] = torch.zeros_like(layout.local(tensor))
-    look = _Look(binding, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
-    return Agreement(found, frozenset(), (lambda: look.start()()) if layout.arrives_late else look.start(), numbers)
+    look = _Look(plan, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
+    deferred_check = (lambda: look.start()()) if layout.arrives_late else look.start()
+    return AgreedGradients(gradients=found, deferred_check=deferred_check, numbers=numbers)
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -203,7 +187,7 @@ def _looks_at_once(device: torch.device) -> bool:
 
 def _agree_on_mesh(
     members: MeshMembers,
-    binding: StepPlan,
+    plan: StepPlan,
     found: LocalGradients,
     findings: _Findings,
     step: StepAgreement | None,
@@ -214,7 +198,7 @@ def _agree_on_mesh(
 ) -> None:
     """Add the local gradients to ``found`` and what the mesh knows to ``findings``."""
     tensors = members.tensors
-    have = [tensor.requires_grad and binding.layout.has_gradient(tensor) for tensor in tensors]
+    have = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     unusable = [has and _is_unusable(tensor.grad) for tensor, has in zip(tensors, have, strict=True)]
     unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
@@ -225,7 +209,7 @@ def _agree_on_mesh(
     compares = looks and not findings.is_stale
     keys, sent, void = _early_flags(early, tensors, found, compares=compares)
     so_far = [
-        *(findings.is_stale, findings.must_stop, findings.is_left_in_backward),
+        *(findings.is_stale, findings.must_stop, findings.backward_has_failed),
         findings.may_lack_gradients or any(have),
     ]
     lacks = [not has for has in have]
@@ -235,7 +219,7 @@ def _agree_on_mesh(
     findings.unused += tuple(unused)
     for tensor in unused:
         found.drop(tensor)
-    names = binding.names
+    names = plan.names
     findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
     findings.void += tuple(key for key, count in zip(keys, any_void, strict=True) if count)
     partly = [
@@ -245,7 +229,7 @@ def _agree_on_mesh(
     findings.unusable += tuple(names[tensor] for tensor, count in zip(tensors, bad, strict=True) if count)
     findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
     findings.is_stale = findings.is_stale or stale > 0
-    findings.is_left_in_backward = left > 0
+    findings.backward_has_failed = left > 0
     findings.may_lack_gradients = may_lack > 0
     findings.must_stop = findings.must_stop or stop > 0 or any(bad) or any(infinite)
     findings.partly += tuple(tensor for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
@@ -338,7 +322,7 @@ class _Look:
     """What is to be found out about gradients of which the host does not know the values yet.
 
     Args:
-        binding: Meshes and names.
+        plan: Meshes and names.
         found: Local gradients.
         early: What was sent during backward.
         valid: Buckets of it that may count.
@@ -349,7 +333,7 @@ class _Look:
 
     def __init__(
         self,
-        binding: StepPlan,
+        plan: StepPlan,
         found: Gradients,
         early: BackwardPrefetch | None,
         valid: frozenset[str],
@@ -358,13 +342,13 @@ class _Look:
         check: bool,
         has_changed: bool = False,
     ) -> None:
-        self._binding, self._found, self._early, self._check = binding, found, early, check
+        self._plan, self._found, self._early, self._check = plan, found, early, check
         self._has_changed = has_changed
         self._numbers = numbers
-        self._unknown = _on_device(binding)
+        self._unknown = _on_device(plan)
         self._keys = {
             members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
-            for members in binding.meshes
+            for members in plan.meshes
         }
 
     @property
@@ -378,7 +362,7 @@ class _Look:
         Collective over every mesh of the parameters; every rank of it must call it.
         """
         results: list[Tensor] = []
-        stop = torch.zeros(1, dtype=torch.int32, device=self._binding.device)
+        stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
         changed = torch.full_like(stop, int(self._has_changed))
         work: dist.Work | None = None
         for members, keys in self._keys.items():
@@ -404,7 +388,7 @@ class _Look:
     def _flags(self, members: MeshMembers, keys: Sequence[str]) -> Tensor:
         """1 for each parameter whose gradient is not finite and for each bucket that differs on this rank, int32."""
         norms = _norms(members.tensors, self._found) if self._check else {}
-        fine = torch.zeros((), device=self._binding.device)
+        fine = torch.zeros((), device=self._plan.device)
         every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
         differs = [self._early.differs(key, self._found) for key in keys] if self._early is not None else []
         return torch.cat([every.isfinite().logical_not(), *(each.reshape(1) for each in differs)]).int()
@@ -413,7 +397,7 @@ class _Look:
         findings = _Findings(is_stale=False)
         for (members, keys), counts in zip(self._keys.items(), values, strict=False):
             infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
-            names = (self._binding.names[tensor] for tensor in members.tensors)
+            names = (self._plan.names[tensor] for tensor in members.tensors)
             findings.nonfinite += tuple(name for name, count in zip(names, infinite, strict=True) if count)
             findings.void += tuple(key for key, count in zip(keys, void, strict=True) if count)
             findings.must_stop |= any(infinite) or counts[-1] > 0
@@ -426,9 +410,9 @@ class _Look:
             raise PrefetchIsVoid(frozenset(findings.void))
 
 
-def _on_device(binding: StepPlan) -> list[Tensor]:
+def _on_device(plan: StepPlan) -> list[Tensor]:
     """Hyper-parameters that are tensors which the host must wait for."""
-    groups = {id(parameter.group): parameter.group for parameter in binding.parameters}
+    groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
     return [
         value
         for group in groups.values()
@@ -476,7 +460,7 @@ def _raise_if_needed(findings: _Findings) -> None:
 
 
 def _raise_if_lost(findings: _Findings) -> None:
-    if findings.is_left_in_backward:
+    if findings.backward_has_failed:
         raise RuntimeError(
             "a backward pass has raised, and the program went on: FSDP2 is still in the middle of that pass and has "
             "not reduced all gradients since, so that some parameters would never be updated again. Call "

@@ -1,11 +1,11 @@
-"""The Muon part of a step: what each op of the plan does. The order is the plan's, the waiting the executor's."""
+"""Runs the program of a step: what each op of the plan does. The order is the program's, the waiting the executor's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,109 +14,147 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.math.lr_scale import lr_scale
 from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
-from lightning_muon.optim.elementwise import add_scaled_, number
+from lightning_muon.optim.elementwise import adamw_step_, add_scaled_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, ParamGroup
+from lightning_muon.optim.parameters import Gradients, ParamGroup, States
+from lightning_muon.optim.step_plan import MatrixBucket, MatrixJob, StepPlan
 from lightning_muon.optim.transfer import BucketPieces, Transfer
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, local_tensor
-from lightning_muon.schedule.passes import prefetch, scatter_buffers_for
-from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, UPDATE, Op
-
-States = dict[Tensor, dict[str, Any]]
-Gradients = dict[Tensor, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class MatrixBucket:
-    """Matrices that travel together, and the buffers (slots) that they use on the way there and back."""
-
-    key: str
-    group: ExchangeGroup
-    taken: tuple[int, ...]
-    slots: tuple[str, str]
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The parameters of the bucket, each once; equal on all ranks."""
-        return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
-
-    @cached_property
-    def pieces(self) -> BucketPieces:
-        """The calling rank's part in the bucket, if all its parameters have gradients."""
-        return BucketPieces(self.group, self.taken)
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.schedule.passes import scatter_buffers_for
+from lightning_muon.schedule.program import (
+    ADAMW,
+    CHECK,
+    DEFERRED,
+    EARLY_GATHER,
+    EARLY_MOMENTUM,
+    EVERY_KEY,
+    GATHER,
+    GRADIENTS,
+    IN_BACKWARD,
+    IN_STEP,
+    MOMENTUM,
+    NEWTON_SCHULZ,
+    SCATTER,
+    SENT,
+    UPDATE,
+    VALID,
+    Facts,
+    Op,
+    runs,
+)
 
 
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What a step works on.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AgreedGradients:
+    """What all ranks know of the gradients of a step, equal on all of them but for the tensors.
 
-    ``verdict`` is called once, before weights or state change; it may raise. It fills ``numbers``, the values of
-    hyper-parameters that are tensors on a device.
+    Attributes:
+        gradients: Local gradient of every parameter that takes part.
+        sent: Buckets that any rank has sent during backward.
+        valid: Those of them whose gradients are still what was sent.
+        deferred_check: Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for
+            them, and raises, on all ranks, to give up the step. On CUDA the host waits for the device here, and nowhere
+            else in a step.
+        numbers: Values of hyper-parameters that are tensors on a device; ``deferred_check`` fills it.
     """
 
     gradients: Gradients
-    states: States
-    adamw: Callable[[], None]
-    verdict: Callable[[], None] | None
-    numbers: Mapping[Tensor, float] = field(default_factory=dict[Tensor, float])
-    options: dict[tuple[int, str], Any] = field(default_factory=dict[tuple[int, str], Any])
+    sent: frozenset[str] = frozenset()
+    valid: frozenset[str] = frozenset()
+    deferred_check: Callable[[], None] | None = None
+    numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
 
-    def option(self, group: ParamGroup, key: str) -> Any:
-        """A hyper-parameter as a number; one that is a tensor is read once per step."""
-        if (id(group), key) not in self.options:
-            self.options[id(group), key] = number(group[key], self.numbers)
-        return self.options[id(group), key]
+
+class Elementwise(Protocol):
+    """Updates local parts of parameters of one param group that are no matrices."""
+
+    def __call__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: ParamGroup,
+        numbers: Mapping[Tensor, float],
+    ) -> None:
+        """One step in place; ``numbers`` are the values of hyper-parameters that are tensors on a device."""
+        ...
 
 
 class MatrixStep:
-    """Runs the plans of all exchange groups, always in the same order on every rank.
+    """Walks through the ops of a plan, which are always in the same order on every rank.
 
-    A bucket's momentum and gather may be run early, from hooks of the backward pass (:meth:`start_early`): they read
-    the state and do not change it, so that what they sent can be thrown away.
+    The ops of a bucket in the backward phase may be run from hooks of the backward pass (:meth:`run_in_backward`): they
+    read the state and do not change it, so that what they sent can be thrown away.
+
+    Args:
+        plan: Has the ops, and all that they work on.
+        look_ahead: Buckets that have gather buffers at a time, the same as in the plan.
+        wire_dtype: Of what travels.
+        compute_dtype: Of Newton-Schulz.
+        elementwise: Updates the parameters that are no matrices.
+        has_momentum: Whether matrices keep a moving average of their gradients.
+
+    Attributes:
+        facts: Which branches of the program the last step took.
     """
 
     def __init__(
         self,
-        groups: Sequence[ExchangeGroup],
+        plan: StepPlan,
         *,
-        options: PlanOptions,
+        look_ahead: int,
         wire_dtype: torch.dtype,
         compute_dtype: torch.dtype,
-        layout: Layout,
-        device: torch.device,
+        elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
     ) -> None:
-        self._layout, self._has_momentum = layout, has_momentum
+        self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._compute_dtype, self._wire_dtype = compute_dtype, wire_dtype
-        self._pool = BufferPool(wire_dtype, device)
-        self._look_ahead = 0 if options.overlap == "off" else options.look_ahead
-        self._ops = _ops_of_this_rank(groups, self._look_ahead)
-        self._by_name = {op.name: op for op in self._ops}
-        self.buckets = {bucket.key: bucket for bucket in _buckets(groups, self._look_ahead)}
+        self._pool = BufferPool(wire_dtype, plan.device)
+        self._in_step = [op for op in plan.ops if op.phase == IN_STEP]
+        self._in_backward: dict[str, list[Op]] = {}
+        for op in plan.ops:
+            if op.phase == IN_BACKWARD:
+                self._in_backward.setdefault(op.key, []).append(op)
+        # Rolling buffers, on the way to the owners and back.
+        self._slots = {
+            key: (str(index % max(1, look_ahead)), str(index % scatter_buffers_for(look_ahead)))
+            for index, key in enumerate(plan.buckets)
+        }
+        self._all_pieces: dict[str, BucketPieces] = {}
         self._transfers: dict[str, Transfer] = {}
         self._last_of = self._tensors_by_last_bucket()
         # Buckets whose momentum is in the state already in this step.
         self._committed: set[str] = set()
-        self._inputs: _Inputs | None = None
+        self._gradients: Gradients = {}
+        self._states: States = {}
+        self._deferred_check: Callable[[], None] | None = None
+        self._numbers: Mapping[Tensor, float] = {}
+        # Hyper-parameters as numbers; one that is a tensor is read once per step.
+        self._options: dict[tuple[int, str], Any] = {}
+        self.facts: Facts = {}
         self.executor = make_executor(
             {
                 MOMENTUM: self._momentum,
-                GATHER: lambda op: self._transfers[op.key].start_gather(),
+                GATHER: self._gather,
+                EARLY_MOMENTUM: self._momentum,
+                EARLY_GATHER: self._gather,
                 NEWTON_SCHULZ: self._newton_schulz,
-                SCATTER: lambda op: self._transfers[op.key].start_scatter(),
+                SCATTER: self._scatter,
                 UPDATE: self._update,
+                CHECK: self._check,
                 ADAMW: self._adamw,
+                **plan.part.actions,
             },
-            device,
+            plan.device,
         )
 
     @property
-    def gathered_buckets(self) -> list[MatrixBucket]:
-        """The buckets that travel to their owners, in the order in which backward finishes them."""
-        return [bucket for key, bucket in self.buckets.items() if f"{GATHER}[{key}]" in self._by_name]
+    def early_buckets(self) -> list[MatrixBucket]:
+        """The buckets that may be sent during backward, in the order in which backward finishes them."""
+        return [self.plan.buckets[key] for key in self._in_backward if key in self.plan.buckets]
 
-    def start_early(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
+    def run_in_backward(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
         """Send the look-ahead of a bucket to its owners before the step; every gradient of the bucket must be there.
 
         Without ``packs`` whatever is in the buffer is sent, for a bucket that will not count.
@@ -124,127 +162,155 @@ class MatrixStep:
         Collective over the axes of the bucket's exchange group; every rank of it must call it, in the same order of
         buckets.
         """
-        self._transfers[key] = self._transfer(key, self.buckets[key].pieces, is_early=True)
+        transfer = self._transfers[key] = self._transfer(key, self._pieces_of_all(key), is_early=True)
         with self.executor.memory_of_step():
-            self._transfers[key].take_gather_buffers()
-        self._inputs = _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
-        for kind in (MOMENTUM, GATHER) if packs else (GATHER,):
-            self.executor.execute_early(self._by_name[f"{kind}[{key}]"])
-        self._inputs = None
+            transfer.take_gather_buffers()
+        with self._looking_at(gradients, states):
+            for op in self._in_backward[key]:
+                if packs or op.kind != EARLY_MOMENTUM:
+                    self.executor.execute_early(op)
 
-    def differs_from_early(self, key: str, gradients: Gradients, states: States) -> Tensor:
-        """Whether :meth:`start_early` would now send other bits than it has sent; a bool on the device."""
+    def differs_from_sent(self, key: str, gradients: Gradients, states: States) -> Tensor:
+        """Whether :meth:`run_in_backward` would now send other bits than it has sent; a bool on the device."""
         # On CUDA they were packed on a stream of their own.
-        self.executor.wait(f"{MOMENTUM}[{key}]")
-        before, self._inputs = self._inputs, _Inputs(gradients, states, adamw=lambda: None, verdict=lambda: None)
+        self.executor.wait(f"{EARLY_MOMENTUM}[{key}]")
         transfer = self._transfers[key]
-        same = [
-            equal
-            for jobs, pieces in self._look_ahead_of(transfer, in_place=False)
-            for equal in transfer.is_packed(jobs, pieces)
-        ]
-        self._inputs = before
+        with self._looking_at(gradients, states):
+            same = [
+                equal
+                for jobs, pieces in self._look_ahead_of(transfer, in_place=False)
+                for equal in transfer.is_packed(jobs, pieces)
+            ]
         if not same:
             return torch.zeros((), dtype=torch.bool, device=self._pool.device)
         return torch.stack(same).all().logical_not()
 
-    def drop_early(self, key: str) -> None:
+    def drop_sent(self, key: str) -> None:
         """Wait for an early gather whose result is not wanted, and give its buffers back."""
-        self.executor.wait(f"{GATHER}[{key}]")
+        self.executor.wait(f"{EARLY_GATHER}[{key}]")
         self._transfers.pop(key, None)
         self._pool.drop(_early_slot(key))
 
-    def run(
-        self,
-        gradients: Gradients,
-        states: States,
-        *,
-        adamw: Callable[[], None],
-        valid_early: frozenset[str] = frozenset(),
-        verdict: Callable[[], None] | None = None,
-        numbers: Mapping[Tensor, float] | None = None,
-    ) -> None:
-        """Update every matrix that has a gradient, and call ``adamw`` once while the first buckets are on their way.
+    def run(self, agreed: AgreedGradients, states: States) -> None:
+        """Update every parameter that has a gradient.
 
-        Collective over the axes of each exchange group; every rank of it must call it, with the same set of parameters
-        in ``gradients`` and the same ``valid_early``.
+        Collective over the axes of each exchange group; every rank of it must call it.
 
         Args:
-            gradients: Local gradient of each parameter that takes part.
+            agreed: What all ranks know of the gradients.
             states: Of the optimizer.
-            adamw: Updates all other parameters.
-            valid_early: Buckets that :meth:`start_early` has sent, with what is still the gradient.
-            verdict: Called before anything changes, as late as possible; raises, on all ranks, to give up the step.
-            numbers: Values of hyper-parameters that are tensors on a device, once ``verdict`` has been called.
         """
-        self._inputs = _Inputs(gradients, states, adamw, verdict, {} if numbers is None else numbers)
+        self._gradients, self._states = agreed.gradients, states
+        self._deferred_check, self._numbers = agreed.deferred_check, agreed.numbers
+        self._options.clear()
         self._committed.clear()
-        for key, bucket in self.buckets.items():
-            if key not in valid_early:
-                self._transfers[key] = self._transfer(key, self._pieces(bucket, gradients), is_early=False)
-                self._transfers[key].take_gather_buffers()
-        for op in self._in_order(valid_early):
-            if op.kind in (ADAMW, UPDATE) and self._inputs.verdict is not None:
-                self._ask(self._inputs.verdict)
-            self.executor.execute(op)
+        taking_part = self._begin(agreed)
+        self.facts = {
+            GRADIENTS: taking_part,
+            SENT: agreed.sent,
+            VALID: agreed.valid,
+            DEFERRED: () if agreed.deferred_check is None else EVERY_KEY,
+            **self.plan.part.facts(agreed.gradients),
+        }
+        for op in self._in_step:
+            if runs(op, self.facts):
+                self.executor.execute(op)
         self._finish()
-
-    def _in_order(self, valid_early: frozenset[str]) -> list[Op]:
-        """The ops with anything to do. AdamW gives way to all that changes nothing, if that can go on without waiting.
-
-        That is so with a verdict to wait for, or where gradients are still on their way.
-        """
-        assert self._inputs is not None
-        ops = [
-            op
-            for op in self._ops
-            if op.kind == ADAMW
-            or (self._transfers[op.key].pieces.taken and not (op.key in valid_early and op.kind in (MOMENTUM, GATHER)))
-        ]
-        if self._inputs.verdict is not None or self._layout.arrives_late:
-            adamw = [op for op in ops if op.kind == ADAMW]
-            ops = [op for op in ops if op.kind != ADAMW]
-            first_update = next((index for index, op in enumerate(ops) if op.kind == UPDATE), len(ops))
-            ops[first_update:first_update] = adamw
-        return ops
-
-    def _ask(self, verdict: Callable[[], None]) -> None:
-        assert self._inputs is not None
-        try:
-            verdict()
-        except Exception:
-            self._finish()  # The same on all ranks, so what is on its way arrives.
-            raise
-        self._inputs = replace(self._inputs, verdict=None)
 
     def _finish(self) -> None:
         """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
         self.executor.finish()
         if any(transfer.slots[0] == _early_slot(key) for key, transfer in self._transfers.items()):
             self._pool.release(GATHER)
-        self._inputs = None
+        self._gradients, self._states = {}, {}
+
+    def _begin(self, agreed: AgreedGradients) -> set[str]:
+        """Make the transfers ready; the buckets that take part."""
+        taking_part: set[str] = set()
+        for key, bucket in self.plan.buckets.items():
+            if key not in agreed.valid:
+                self._transfers[key] = self._transfer(key, self._pieces(bucket, agreed.gradients), is_early=False)
+                self._transfers[key].take_gather_buffers()
+            if self._transfers[key].pieces.taken:
+                taking_part.add(key)
+        return taking_part
+
+    @contextmanager
+    def _looking_at(self, gradients: Gradients, states: States) -> Iterator[None]:
+        """Inside, ops look at these, which they must not change."""
+        before = self._gradients, self._states, self._options
+        self._gradients, self._states, self._options = gradients, states, {}
+        try:
+            yield
+        finally:
+            self._gradients, self._states, self._options = before
+
+    def _pieces_of_all(self, key: str) -> BucketPieces:
+        """The calling rank's part in a bucket all of whose parameters have gradients."""
+        if key not in self._all_pieces:
+            bucket = self.plan.buckets[key]
+            self._all_pieces[key] = BucketPieces(bucket.group, bucket.taken)
+        return self._all_pieces[key]
 
     def _pieces(self, bucket: MatrixBucket, gradients: Gradients) -> BucketPieces:
         """The calling rank's part in a bucket, kept as long as the same parameters have gradients."""
         if all(tensor in gradients for tensor in bucket.tensors):
-            return bucket.pieces
+            return self._pieces_of_all(bucket.key)
         taken = tuple(index for index in bucket.taken if bucket.group.jobs[index].parameter.tensor in gradients)
         kept = self._transfers.get(bucket.key)
         return kept.pieces if kept is not None and kept.pieces.taken == taken else BucketPieces(bucket.group, taken)
 
     def _transfer(self, key: str, pieces: BucketPieces, *, is_early: bool) -> Transfer:
         """The transfer of a bucket, kept as long as the same jobs take part: views of buffers are costly to make."""
-        bucket = self.buckets[key]
-        slots = (_early_slot(key), bucket.slots[1]) if is_early else bucket.slots
+        slots = (_early_slot(key), self._slots[key][1]) if is_early else self._slots[key]
         kept = self._transfers.get(key)
         if kept is not None and kept.pieces is pieces and kept.slots == slots:
             return kept
         return Transfer(pieces, self._pool, slots)
 
+    def _check(self, op: Op) -> Sequence[dist.Work]:
+        """Wait for what must be known before anything changes."""
+        del op
+        assert self._deferred_check is not None
+        try:
+            self._deferred_check()
+        except Exception:
+            self._finish()  # The same on all ranks, so what is on its way arrives.
+            raise
+        self._deferred_check = None
+        return ()
+
+    def _adamw(self, op: Op) -> Sequence[dist.Work]:
+        """Update the parameters of a batch that take part."""
+        layout = self.plan.layout
+        for group, tensors in self.plan.batches[int(op.key.partition(" ")[0])].by_group:
+            tensors = [tensor for tensor in tensors if tensor in self._gradients]
+            if tensors:
+                self._elementwise(
+                    [layout.local(tensor) for tensor in tensors],
+                    [self._gradients[tensor] for tensor in tensors],
+                    [self._states[tensor] for tensor in tensors],
+                    group,
+                    self._numbers,
+                )
+                layout.updated(tensors)
+        return ()
+
+    def _gather(self, op: Op) -> Sequence[dist.Work]:
+        """Send the pieces to the owners."""
+        transfer = self._transfers[op.key]
+        leg = transfer.pieces.gather
+        return leg.start(send=transfer.sent(leg), receive=transfer.received(leg), group=transfer.axes)
+
+    def _scatter(self, op: Op) -> Sequence[dist.Work]:
+        """Send the updates back to the ranks that hold the pieces."""
+        transfer = self._transfers[op.key]
+        leg = transfer.pieces.scatter
+        return leg.start(send=transfer.sent(leg), receive=transfer.received(leg), group=transfer.axes)
+
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
-        assert self._inputs is not None
-        in_place = self._inputs.verdict is None
+        in_place = op.phase == IN_STEP and self._deferred_check is None
         transfer = self._transfers[op.key]
         for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
             transfer.pack(jobs, pieces)
@@ -321,14 +387,15 @@ class MatrixStep:
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
-        assert self._inputs is not None
-        self._layout.updated([tensor for tensor in self._last_of[op.key] if tensor in self._inputs.gradients])
+        self.plan.layout.updated([tensor for tensor in self._last_of[op.key] if tensor in self._gradients])
         return ()
 
     def _tensors_by_last_bucket(self) -> dict[str, list[Tensor]]:
         """MatrixBucket -> the parameters that are done with its update, since it has the last of their matrices."""
-        last = {tensor: op.key for op in self._ops if op.kind == UPDATE for tensor in self.buckets[op.key].tensors}
-        found: dict[str, list[Tensor]] = {key: [] for key in self.buckets}
+        last = {
+            tensor: op.key for op in self._in_step if op.kind == UPDATE for tensor in self.plan.buckets[op.key].tensors
+        }
+        found: dict[str, list[Tensor]] = {key: [] for key in self.plan.buckets}
         for tensor, key in last.items():
             found[key].append(tensor)
         return found
@@ -339,13 +406,12 @@ class MatrixStep:
         On a CPU one by one, so that what one operation writes is still in the cache for the next: on pieces of 0.5 to
         2 MB momentum and packing are 2.5 times faster.
         """
-        assert self._inputs is not None
         by_group: dict[int, list[MatrixJob]] = {}
         for job in jobs:
             by_group.setdefault(id(job.parameter.group), []).append(job)
         by_values: dict[tuple[Any, ...], list[MatrixJob]] = {}
         for members in by_group.values():
-            values = tuple(self._inputs.option(members[0].parameter.group, key) for key in keys)
+            values = tuple(self._option(members[0].parameter.group, key) for key in keys)
             by_values.setdefault(values, []).extend(members)
         for values, members in by_values.items():
             if self._pool.device.type == "cpu":
@@ -353,40 +419,20 @@ class MatrixStep:
             else:
                 yield values, members
 
-    def _adamw(self, op: Op) -> Sequence[dist.Work]:
-        del op
-        assert self._inputs is not None
-        self._inputs.adamw()
-        return ()
+    def _option(self, group: ParamGroup, key: str) -> Any:
+        if (id(group), key) not in self._options:
+            self._options[id(group), key] = number(group[key], self._numbers)
+        return self._options[id(group), key]
 
     def _grads(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
-        assert self._inputs is not None
-        return [job.local_view(self._inputs.gradients[job.parameter.tensor]) for job in jobs]
+        return [job.local_view(self._gradients[job.parameter.tensor]) for job in jobs]
 
     def _grads_and_buffers(self, jobs: Sequence[MatrixJob]) -> tuple[list[Tensor], list[Tensor]]:
         """The calling rank's pieces of the gradients and of the momenta."""
-        assert self._inputs is not None
-        states = self._inputs.states
         return (
             self._grads(jobs),
-            [job.local_view(local_tensor(states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
+            [job.local_view(local_tensor(self._states[job.parameter.tensor]["momentum_buffer"])) for job in jobs],
         )
-
-
-def _ops_of_this_rank(groups: Sequence[ExchangeGroup], look_ahead: int) -> list[Op]:
-    ops = [op for group in groups for op in group.plan.program[group.axes.rank]]
-    adamw = Op(kind=ADAMW, key="", rank=0)
-    return prefetch({0: [*ops, adamw]}, look_ahead, scatter_buffers=scatter_buffers_for(look_ahead))[0]
-
-
-def _buckets(groups: Sequence[ExchangeGroup], look_ahead: int) -> Iterator[MatrixBucket]:
-    """All buckets in the order of the step, with the rolling buffers that they use in it."""
-    number = 0
-    for group_number, group in enumerate(groups):
-        for bucket_number, taken in enumerate(group.plan.buckets):
-            slots = (str(number % max(1, look_ahead)), str(number % scatter_buffers_for(look_ahead)))
-            yield MatrixBucket(f"{group_number}.{bucket_number}", group, taken, slots)
-            number += 1
 
 
 def _early_slot(key: str) -> str:

@@ -100,23 +100,25 @@ class ParallelMuon(PlannedOptimizer):
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
-        return "\n".join([super().summary(), *(_decisions(self._bound.binding) if self._bound is not None else ())])
+        return "\n".join([super().summary(), *(_decisions(self._bound.plan) if self._bound is not None else ())])
 
-    def _early(self, binding: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
-        for line in _decisions(binding):
+    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
+        for line in _decisions(plan):
             _log.info(line)
-        buckets = [bucket for bucket in step.gathered_buckets if bucket.group.sends_early]
-        if not buckets:
+        if not step.early_buckets:
             return None
         return GatherPrefetch(
-            step, lambda: self._existing_state, lambda: self._checked_groups.are_right(self.param_groups), buckets
+            step,
+            step.early_buckets,
+            lambda: self._existing_state,
+            lambda: self._checked_groups.are_right(self.param_groups),
         )
 
 
-def _decisions(binding: StepPlan) -> list[str]:
+def _decisions(plan: StepPlan) -> list[str]:
     """For each exchange group whether its gathers start early, if ``overlap="auto"`` has decided that."""
     return [
         f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"
-        for group in binding.exchange_groups
+        for group in plan.exchange_groups
         if group.estimate is not None
     ]

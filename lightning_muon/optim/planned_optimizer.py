@@ -9,54 +9,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.comm.step_agreement import StepAgreement
-from lightning_muon.compat.torch import fsdp_units_of, holds_all_of
-from lightning_muon.config import (
-    MuonConfig,
-)
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
+from lightning_muon.config import DtypeName, MuonConfig
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.dtypes import resolve_compute_dtype, resolve_wire_dtype
-from lightning_muon.optim.elementwise import step_elementwise_
+from lightning_muon.optim.elementwise import adamw_step_
 from lightning_muon.optim.gradients import (
-    Agreement,
     GradientsAreNotFinite,
     GradientsHaveChanged,
     PrefetchIsVoid,
     agree_on_gradients,
 )
-from lightning_muon.optim.matrix_step import Gradients, MatrixStep
-from lightning_muon.optim.meshes import fail_on_all_meshes, group_by_mesh
-from lightning_muon.optim.routes import KnownRoutes, check_memory, warn_of_frozen_gradients, warn_of_shapes
-from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
-from lightning_muon.optim.step_plan import (
+from lightning_muon.optim.matrix_step import AgreedGradients, Elementwise, MatrixStep
+from lightning_muon.optim.parameters import (
     COMPARED,
     BoundParameter,
     CheckedGroups,
-    StepPlan,
-    bind,
+    KnownRoutes,
     check_group_,
+    check_memory,
     completed_groups,
+    fail_on_all_meshes,
+    group_by_mesh,
+    warn_of_frozen_gradients,
+    warn_of_shapes,
 )
+from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
+from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.layout import Layout, StepPart, TensorLayout
 from lightning_muon.params.routing import Route, require_muon, routing_table
-from lightning_muon.sharding.fsdp_runtime import forget_unreduced, is_left_in_backward
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The plan, the state of the optimizer (``key``) that it was made for, and an FSDP2 unit of each model."""
+    """The plan, what runs it, and the state of the optimizer (``key``) that it was made for."""
 
     key: tuple[Any, ...]
-    binding: StepPlan
+    plan: StepPlan
     matrix_step: MatrixStep
     early: BackwardPrefetch | None
-    units: Sequence[FSDPModule]
 
 
 class PlannedOptimizer(CompleteStateOptimizer):
@@ -155,8 +153,23 @@ class PlannedOptimizer(CompleteStateOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        has_loss = closure is None or loss is not None
         try:
-            self._step(has_loss=closure is None or loss is not None)
+            bound, agreed = self._begin_step(has_loss=has_loss)
+            is_done = False
+            while not is_done:
+                try:
+                    bound.matrix_step.run(self._received(agreed), self.state)
+                    is_done = True
+                except GradientsHaveChanged:
+                    # Since they were finished, on some rank. Nothing has been updated yet, and now the ranks ask.
+                    bound, agreed = self._begin_step(has_loss=has_loss)
+                except PrefetchIsVoid as void:
+                    # Found out on the device, with nothing changed yet: once more, without what was sent early.
+                    assert bound.early is not None
+                    bound.early.failed(void.keys)
+                    agreed = replace(agreed, valid=frozenset(), deferred_check=None)
+            self._end_step(bound, agreed)
         except GradientsAreNotFinite as found:
             self._layout.forget(self._all_parameters())
             self._finite_check.observe(found.names)
@@ -179,48 +192,30 @@ class PlannedOptimizer(CompleteStateOptimizer):
         super().zero_grad(set_to_none)
         parameters = self._all_parameters()
         self._layout.forget(parameters)
-        if self._module is not None:
-            forget_unreduced(self._module, parameters)
+        self._layout.forget_unreduced(parameters)
 
-    def _step(self, *, has_loss: bool) -> None:
+    def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
+        """The plan, which is made anew if any rank needs that, and what all ranks know of the gradients.
+
+        Collective as :meth:`step` is; every rank must call it.
+        """
         bound = self._bound or self._bind()
         agreed = self._agree_on_gradients(bound, has_loss=has_loss)
         if agreed is None:
             bound = self._bind()
             agreed = self._agree_on_gradients(bound, has_loss=has_loss)
             assert agreed is not None, "parameters changed during the step"
-        try:
-            self._run(bound, agreed)
-        except GradientsHaveChanged:
-            # Since the gradients were finished, on some rank. Nothing has been updated yet, and now the ranks will ask.
-            PlannedOptimizer._step(self, has_loss=has_loss)
-            return
-        except PrefetchIsVoid as void:
-            # Found out on the device, with nothing changed yet: once more, without what was sent early.
-            assert bound.early is not None
-            bound.early.failed(void.keys)
-            self._run(bound, replace(agreed, valid_early=frozenset(), verdict=None))
-        if self._is_reached:
-            self._is_reached = False
-
-    def _run(self, bound: Bound, agreed: Agreement) -> None:
-        received = self._received(bound, agreed)
-        taking_part = [
-            parameter.tensor for parameter in bound.binding.parameters if parameter.tensor in received.gradients
-        ]
         self.is_fresh = False
-        self._layout.begin_step(taking_part)
-        bound.matrix_step.run(
-            received.gradients,
-            self.state,
-            adamw=lambda: self._step_elementwise(bound.binding, received.gradients, agreed.numbers),
-            valid_early=received.valid_early,
-            verdict=received.verdict,
-            numbers=agreed.numbers,
-        )
+        self._layout.begin_step([each.tensor for each in bound.plan.parameters if each.tensor in agreed.gradients])
+        return bound, agreed
+
+    def _end_step(self, bound: Bound, agreed: AgreedGradients) -> None:
+        """The parameters have their new values. Collective as :meth:`step` is; every rank must call it."""
         self._layout.end_step()
         if bound.early is not None:
-            bound.early.succeeded(agreed.valid_early)
+            bound.early.succeeded(agreed.valid)
+        if self._is_reached:
+            self._is_reached = False
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what this class adds; the plan is made anew."""
@@ -279,20 +274,26 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """What else must be the same on all ranks."""
         return ""
 
-    def _early(self, binding: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        """What is sent while backward still runs, for a new plan.
+    def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
+        """A plan will be made for these. Collective as :meth:`step` is; every rank must call it."""
+
+    def _step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
+        """What is in the program of a step beside matrices and AdamW; see :meth:`.Layout.step_part`."""
+        return self._layout.step_part(last_op)
+
+    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
+        """What sends buckets while backward still runs, for a new plan.
 
         Collective as :meth:`step` is; every rank must call it.
         """
-        del binding, step
+        del plan, step
         return None
 
-    def _received(self, bound: Bound, agreed: Agreement) -> Agreement:
+    def _received(self, agreed: AgreedGradients) -> AgreedGradients:
         """What the update is made of, from what all ranks know of the gradients.
 
         Collective as :meth:`step` is; every rank must call it.
         """
-        del bound
         return agreed
 
     def _complete_state(self) -> None:
@@ -302,9 +303,10 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """How the state of a parameter is made."""
         return StateCompletion()
 
-    def _step_elementwise(self, binding: StepPlan, gradients: Gradients, numbers: Mapping[Tensor, float]) -> None:
-        """Update the parameters that are no matrices; local."""
-        step_elementwise_(binding, gradients, self.state, numbers)
+    @property
+    def _elementwise(self) -> Elementwise:
+        """Updates the parameters that are no matrices."""
+        return adamw_step_
 
     def _all_parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -367,7 +369,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         warn_of_frozen_gradients(parameters)
         device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
-        wire_dtype = resolve_wire_dtype(options.wire_dtype, compute_dtype)
+        wire_dtype = compute_dtype if options.wire_dtype == "auto" else _DTYPES[options.wire_dtype]
         plan_options = PlanOptions(
             itemsize=wire_dtype.itemsize,
             device_type=device.type,
@@ -377,17 +379,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
             look_ahead=options.look_ahead,
             overlap=options.overlap,
         )
-        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()}"
-        binding = bind(parameters, meshes, self._private_groups, options=plan_options, settings=settings)
-        step = MatrixStep(
-            binding.exchange_groups,
-            options=plan_options,
-            wire_dtype=wire_dtype,
-            compute_dtype=compute_dtype,
-            layout=self._layout,
-            device=device,
-            has_momentum=self.has_momentum,
-        )
+        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()} {plan_options}"
+        require_equal_parameters(parameters, meshes, settings)
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
         if self._stop_watching is not None:
@@ -395,24 +388,35 @@ class PlannedOptimizer(CompleteStateOptimizer):
         tensors = [parameter.tensor for parameter in parameters]
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
         self._is_reached = None  # Nobody has watched until now.
-        self._completion.agree(binding, self._existing_state)
-        self._bound = Bound(self._key(), binding, step, self._early(binding, step), fsdp_units_of(tensors))
+        self._layout.watch(tensors)
+        self._completion.agree(parameters, meshes, self._existing_state)
+        self._prepare(parameters)
+        plan = make_step_plan(parameters, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
+        step = MatrixStep(
+            plan,
+            look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,
+            wire_dtype=wire_dtype,
+            compute_dtype=compute_dtype,
+            has_momentum=self.has_momentum,
+            elementwise=self._elementwise,
+        )
+        self._bound = Bound(self._key(), plan, step, self._prefetch(plan, step))
         return self._bound
 
-    def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> Agreement | None:
+    def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> AgreedGradients | None:
         is_trainable = any(param.requires_grad for group in self.param_groups for param in group["params"])
         return agree_on_gradients(
-            bound.binding,
+            bound.plan,
             bound.early,
             self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(bound),
-            is_left_in_backward=is_left_in_backward(bound.units),
+            backward_has_failed=self._layout.backward_has_failed(),
             # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
             # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.
             may_lack_gradients=(
                 self._is_reached is not False
-                or not (has_loss and is_trainable and holds_all_of(bound.units, self._all_parameters()))
+                or not (has_loss and is_trainable and self._layout.holds_whole_models(self._all_parameters()))
             ),
         )
 
@@ -424,3 +428,14 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True
+
+
+def resolve_compute_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """Dtype of Newton-Schulz; ``"auto"`` is bfloat16 where ``device`` multiplies it faster than float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_fast = device.type == "cpu" and cpu_multiplies_bfloat16_fast()
+    return torch.bfloat16 if is_fast else torch.float32

@@ -16,18 +16,11 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.optim.elementwise import ADAMW_STATE, init_adamw_state
-from lightning_muon.optim.matrix_step import States
-from lightning_muon.optim.step_plan import BoundParameter, StepPlan
+from lightning_muon.optim.elementwise import init_adamw_state
+from lightning_muon.optim.parameters import ADAMW_STATE, MUON_STATE, BoundParameter, MeshMembers, States, state_keys
 
-MUON_STATE = frozenset({"momentum_buffer"})
 # What is laid out like the parameter.
 MOMENTS = MUON_STATE | ADAMW_STATE - {"step"}
-
-
-def state_keys(algorithm: str) -> frozenset[str]:
-    """What the state of a parameter on ``algorithm`` must have."""
-    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
 
 
 def zero_state(parameter: BoundParameter) -> dict[str, Any]:
@@ -78,16 +71,17 @@ class StateCompletion:
         nothing = dict[str, Any]()
         return all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
-    def agree(self, binding: StepPlan, states: States) -> None:
+    def agree(self, parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], states: States) -> None:
         """Begin with zero state on all ranks for each parameter for which only some of them had to make it.
 
         Collective over the meshes of the parameters; every rank of them must call it.
         """
         lost: list[Tensor] = []
+        names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
-        local = {binding.names[t]: t for members in binding.meshes if members.mesh is None for t in members.tensors}
+        local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
         has_made = {name: tensor in self._made for name, tensor in local.items()}
-        for members in binding.meshes:
+        for members in meshes:
             if members.host.group is not None:
                 everyone = gather(has_made, members.host.group)
                 lost += [t for name, t in local.items() if len({each[name] for each in everyone if name in each}) > 1]
@@ -100,16 +94,16 @@ class StateCompletion:
         if lost:
             for tensor in lost:
                 states.pop(tensor, None)
-            self.complete(binding.parameters, states)
+            self.complete(parameters, states)
         self._made.clear()
-        self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in binding.parameters)
+        self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
         self._known, self._having = list(states.values()), {}
         for tensor, keys in self._needed:
             for key in keys:
                 self._having.setdefault(key, []).append(states[tensor])
         if lost and dist.get_rank() == 0:
             warnings.warn(
-                f"some ranks had no optimizer state for {len(lost)} parameters ({binding.names[lost[0]]}, ...), so all "
+                f"some ranks had no optimizer state for {len(lost)} parameters ({names[lost[0]]}, ...), so all "
                 "ranks begin with zeros for them; clear or load state on all ranks alike",
                 stacklevel=2,
             )

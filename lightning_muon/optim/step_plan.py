@@ -1,21 +1,19 @@
-"""Tie the parameters of an optimizer to matrices, exchange groups and a plan."""
+"""The plan of an optimizer: exchange groups, owners, and the program that every step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
-from lightning_muon.config import check_hyperparameters
-from lightning_muon.optim.meshes import MeshMembers
+from lightning_muon.optim.parameters import COMPARED, BoundParameter, MeshMembers, ParamGroup
 from lightning_muon.params.exchange import (
     MeshRanks,
     ParameterToPlan,
@@ -24,114 +22,16 @@ from lightning_muon.params.exchange import (
     PlanOptions,
     plan_exchanges,
 )
-from lightning_muon.params.layout import AxisPlacement, Layout
+from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
-from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.validate import check_plan
+from lightning_muon.schedule.program import ADAMW, GATHER, UPDATE, Op
+from lightning_muon.schedule.step import fingerprint, step_program
+from lightning_muon.schedule.validate import check_step
 
-ParamGroup = dict[str, Any]
-# Hyper-parameters of a param group that must be equal on all ranks.
-COMPARED = (
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-    *("betas", "adamw_eps", "algorithm"),
-)
-
-
-_VALUES = itemgetter(*COMPARED)
-
-
-class CheckedGroups:
-    """Checks hyper-parameters of param groups, which users, schedulers and loaded states change at any time."""
-
-    def __init__(self) -> None:
-        self._right: list[tuple[Any, ...]] = []
-
-    def check(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise ``ValueError`` for the first value that no step can be taken with; a few microseconds per group. Local.
-
-        Values that were right the last time are not looked at again, but for tensors, which may be filled with others.
-        Those on a device are not looked at, since the host would have to wait for it.
-        """
-        try:
-            values = list(map(_VALUES, groups))
-        except KeyError:
-            values = []
-        for number, group in enumerate(groups):
-            is_known = number < len(values) and number < len(self._right) and values[number] == self._right[number]
-            if not is_known or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values[number]):
-                check_group_(group)
-        self._right = list(map(_VALUES, groups))
-
-    def are_right(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether :meth:`check` raises nothing; local."""
-        try:
-            self.check(groups)
-        except Exception:  # What is no number may raise anything when it is compared.
-            return False
-        return True
-
-
-def check_group_(group: ParamGroup) -> None:
-    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range.
-
-    ``None`` becomes what it means, and lists, as some checkpoints bring them, become tuples.
-    """
-    missing = sorted(set(COMPARED) - group.keys())
-    if missing:
-        raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
-    if group["adjust_lr_fn"] is None:
-        group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
-    for key in ("betas", "ns_coefficients"):
-        if isinstance(group[key], list):
-            group[key] = tuple(group[key])
-    check_hyperparameters(group)
-
-
-def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
-    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
-
-    Raises:
-        ValueError: If a hyper-parameter is out of range, or a variant of AdamW that there is not.
-    """
-    groups = [dict(group) for group in saved]
-    for group, before in zip(groups, own, strict=False):
-        for key in ("amsgrad", "maximize"):
-            if group.get(key):
-                raise ValueError(
-                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
-                )
-        if "betas" in group and "eps" in group and "adamw_eps" not in group:
-            group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
-        group |= {key: before[key] for key in keys if key in before and key not in group}
-        check_group_(group)
-    return groups
-
-
-@dataclass(frozen=True, eq=False)
-class BoundParameter:
-    """A parameter, its param group, its route, and where it lives."""
-
-    tensor: torch.nn.Parameter
-    group: ParamGroup
-    route: Route
-    layout: Layout
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def local(self) -> Tensor:
-        """What the calling rank updates of it; shares memory."""
-        return self.layout.local(self.tensor)
-
-    @property
-    def mesh_and_placements(self) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        """As in :class:`~lightning_muon.params.layout.Layout`."""
-        return self.layout.mesh_and_placements(self.tensor)
+# AdamW reads gradient, weight and two moments, and writes the last three.
+_ADAMW_TENSORS = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,13 +86,61 @@ class ExchangeGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class MatrixBucket:
+    """Matrices that travel together.
+
+    Attributes:
+        key: Of its ops.
+        group: Their exchange group.
+        taken: Their indices in ``group.jobs``.
+    """
+
+    key: str
+    group: ExchangeGroup
+    taken: tuple[int, ...]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The parameters of the bucket, each once; equal on all ranks."""
+        return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseBatch:
+    """Parameters that one ``adamw`` op updates, since their gradients arrive together."""
+
+    by_group: tuple[tuple[ParamGroup, tuple[Tensor, ...]], ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [tensor for _, tensors in self.by_group for tensor in tensors]
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters."""
+    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters.
+
+    Attributes:
+        parameters: All of them, in the order of the param groups.
+        meshes: On which they live.
+        layout: Where they lie on these.
+        exchange_groups: Matrices by the ranks among which they travel.
+        buckets: Matrices that travel together, by the key of their ops, in the order of the step.
+        batches: Other parameters, by the number in the key of their op.
+        part: What the layout or the optimizer adds to the step.
+        ops: Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
+            checked here, and nowhere changed.
+    """
 
     parameters: tuple[BoundParameter, ...]
-    exchange_groups: tuple[ExchangeGroup, ...]
     meshes: tuple[MeshMembers, ...]
     layout: Layout
+    exchange_groups: tuple[ExchangeGroup, ...]
+    buckets: Mapping[str, MatrixBucket]
+    batches: tuple[ElementwiseBatch, ...]
+    part: StepPart
+    ops: tuple[Op, ...]
 
     @cached_property
     def device(self) -> torch.device:
@@ -205,33 +153,103 @@ class StepPlan:
         return {parameter.tensor: parameter.route.name for parameter in self.parameters}
 
 
-def bind(
+def make_step_plan(
     parameters: Sequence[BoundParameter],
     meshes: tuple[MeshMembers, ...],
     private_groups: PrivateGroups,
     *,
     options: PlanOptions,
-    settings: str,
+    make_part: Callable[[Mapping[Tensor, str]], StepPart],
 ) -> StepPlan:
-    """Make the plan, and check that all ranks made the same.
+    """Make the plan and the program, check them, and check that all ranks made the same.
 
     Collective over ``meshes``; every rank of them must call it.
 
     Args:
-        parameters: All parameters, trainable or not, in the order of the param groups.
+        parameters: All parameters, trainable or not, in the order of the param groups; equal on all ranks.
         meshes: The meshes of these parameters.
         private_groups: Of this optimizer.
         options: Of the plan.
-        settings: What else must be equal on all ranks, for example the dtypes.
+        make_part: Returns what else the step does, from the name of the op that updates each parameter last.
     """
-    _compare(parameters, meshes, f"{settings} {options}")
+    layout = parameters[0].layout
+    groups = _exchange_groups(parameters, meshes, private_groups, options)
+    buckets = {
+        f"{number}.{index}": MatrixBucket(f"{number}.{index}", group, taken)
+        for number, group in enumerate(groups)
+        for index, taken in enumerate(group.plan.buckets)
+    }
+    batches = _batches(parameters, layout)
+    matrices = [op for group in groups for op in group.plan.program[group.axes.rank]]
+    adamw = [
+        Op(
+            kind=ADAMW,
+            key=str(number),
+            rank=0,
+            bytes=_ADAMW_TENSORS * sum(layout.local(t).nbytes for t in each.tensors),
+        )
+        for number, each in enumerate(batches)
+    ]
+    last_op = {tensor: op.name for op, each in zip(adamw, batches, strict=True) for tensor in each.tensors}
+    last_op |= {tensor: op.name for op in matrices if op.kind == UPDATE for tensor in buckets[op.key].tensors}
+    part = make_part(last_op)
+    (ops,) = step_program(
+        {0: [*matrices, *adamw]},
+        look_ahead=0 if options.overlap == "off" else options.look_ahead,
+        early=[op.key for op in matrices if op.kind == GATHER and _is_early(buckets[op.key])],
+        is_late=layout.arrives_late,
+        added={0: part.ops},
+    ).values()
+    check_step({0: ops}, [group.plan for group in groups], is_whole=False)
+    for group in groups:
+        if group.axes.group is not None:
+            own = [op for op in ops if op.key in buckets and buckets[op.key].group is group]
+            require_equal(
+                [("plan", group.plan.fingerprint()), ("program", fingerprint(own))],
+                group.axes.group,
+                "the plan of ParallelMuon",
+            )
+    return StepPlan(
+        parameters=tuple(parameters),
+        meshes=meshes,
+        layout=layout,
+        exchange_groups=groups,
+        buckets=buckets,
+        batches=batches,
+        part=part,
+        ops=tuple(ops),
+    )
+
+
+def _is_early(bucket: MatrixBucket) -> bool:
+    """Whether the bucket may be sent during backward: its gradients must be sharded by then."""
+    return bucket.group.sends_early and all(isinstance(tensor, DTensor) for tensor in bucket.tensors)
+
+
+def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> tuple[ElementwiseBatch, ...]:
+    """The parameters that are no matrices, those together whose gradients arrive together."""
+    groups: dict[Tensor, ParamGroup] = {
+        each.tensor: each.group for each in parameters if each.route.algorithm == "adamw"
+    }
+    batches: list[ElementwiseBatch] = []
+    for tensors in layout.in_order(list(groups)) if groups else ():
+        by_group: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            by_group.setdefault(id(groups[tensor]), []).append(tensor)
+        batches.append(ElementwiseBatch(tuple((groups[members[0]], tuple(members)) for members in by_group.values())))
+    return tuple(batches)
+
+
+def _exchange_groups(
+    parameters: Sequence[BoundParameter],
+    meshes: Sequence[MeshMembers],
+    private_groups: PrivateGroups,
+    options: PlanOptions,
+) -> tuple[ExchangeGroup, ...]:
+    """Collective over ``meshes``; every rank of them must call it."""
     planned, bound = _plan(parameters, meshes, options)
     axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]
     private = private_groups.of(axes_of)
-    for (_, each), axes in zip(planned, private, strict=True):
-        check_plan(each.plan)
-        if axes.group is not None:
-            require_equal([("plan", each.plan.fingerprint())], axes.group, "the plan of ParallelMuon")
     estimates: Mapping[int, PrefetchEstimate | None] = {}
     if options.overlap == "auto":
         estimates = _estimates(planned, meshes, options)
@@ -241,7 +259,7 @@ def bind(
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
         jobs = tuple(MatrixJob(bound[placed.parameter], placed.matrix, placed.pieces) for placed in each.matrices)
         groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan, sends_early, estimate))
-    return StepPlan(tuple(parameters), tuple(groups), meshes, parameters[0].layout)
+    return tuple(groups)
 
 
 # With the mesh of the parameters.
@@ -307,10 +325,20 @@ def _spans_nodes(nodes: _Nodes, axes: Collection[int]) -> bool:
     return False
 
 
-def _compare(parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str) -> None:
-    """Raise on all ranks if they differ in a parameter, a hyper-parameter, a mesh or a setting."""
-    by_tensor = {parameter.tensor: parameter for parameter in parameters}
-    # A rank without one of the meshes is found out on a mesh that it does have, before it is waited for.
+def require_equal_parameters(
+    parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str
+) -> None:
+    """Raise on all ranks if they differ in a parameter, a hyper-parameter, a mesh or a setting.
+
+    Collective over ``meshes``; every rank of them must call it.
+
+    Args:
+        parameters: In the order of the param groups.
+        meshes: The meshes of these parameters.
+        settings: What else must be equal, for example the dtypes.
+    """
+    by_tensor: dict[Tensor, BoundParameter] = {parameter.tensor: parameter for parameter in parameters}
+    # Compare the list of meshes on each mesh, smaller ones first, so that a missing mesh raises and does not hang.
     sizes = [members.axes.size for members in meshes if members.axes.group is not None]
     for members in meshes:
         if members.axes.group is None:

@@ -7,8 +7,8 @@ wire dtype, so that a matrix gives the same update whoever owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ class Leg:
         incoming: Message from each other rank that sends one.
         num_ranks: Size of the exchange group.
         is_all_to_all: Whether the messages of every rank of the group differ, so that one uneven all-to-all does.
+
+    Attributes:
+        start: Begins the communication from the buffer ``send`` to the buffer ``receive``; every rank of ``group`` must
+            call it.
     """
 
     def __init__(
@@ -46,7 +50,6 @@ class Leg:
         is_all_to_all: bool,
     ) -> None:
         self.name = name
-        self._is_all_to_all = is_all_to_all
         # Ranks with equal messages share one region of the send buffer.
         first_with: dict[tuple[tuple[MatrixJob, Box], ...], int] = {}
         self._region_of = {rank: first_with.setdefault(tuple(outgoing[rank]), rank) for rank in sorted(outgoing)}
@@ -55,17 +58,18 @@ class Leg:
         self.received = [piece for _, message in sorted(incoming.items()) for piece in message]
         self.send_layout = _layout(regions, num_ranks)
         self.receive_layout = _layout(sorted(incoming.items()), num_ranks)
+        self.start: Callable[..., Sequence[dist.Work]] = self._start_messages
+        if is_all_to_all:
+            self.start = partial(start_all_to_all, to=self.send_layout, source=self.receive_layout)
 
-    def start(self, send: Tensor, receive: Tensor, axes: AxisGroup) -> Sequence[dist.Work]:
-        """Begin the communication. Collective over ``axes``; every rank of them must call it."""
-        if self._is_all_to_all:
-            return start_all_to_all(send, self.send_layout, receive, self.receive_layout, axes)
+    def _start_messages(self, send: Tensor, receive: Tensor, group: AxisGroup) -> Sequence[dist.Work]:
+        """As ``start``, for legs on which several ranks get the same."""
         regions = send[: self.send_layout.numel].split(list(self.send_layout.splits))
         sources = receive[: self.receive_layout.numel].split(list(self.receive_layout.splits))
         return start_messages(
             {rank: regions[region] for rank, region in self._region_of.items()},
             {rank: source for rank, source in enumerate(sources) if source.numel()},
-            axes,
+            group,
         )
 
 
@@ -128,7 +132,7 @@ class BucketPieces:
 
 
 class Transfer:
-    """One bucket on its way. The methods are called in this order: pack, start_gather, unpack, and so on back.
+    """One bucket on its way. The methods are called in this order: pack, unpack, pack_updates, updates.
 
     Args:
         pieces: Of the bucket.
@@ -139,7 +143,7 @@ class Transfer:
     def __init__(self, pieces: BucketPieces, pool: BufferPool, slots: tuple[str, str]) -> None:
         self.pieces, self.slots = pieces, slots
         self.jobs, self.owned = pieces.jobs, pieces.owned
-        self._axes, self._pool = pieces.group.axes, pool
+        self.axes, self._pool = pieces.group.axes, pool
         self._owned = frozenset(pieces.owned)
         self._own_pieces: dict[MatrixJob, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -186,36 +190,26 @@ class Transfer:
             self._cached_send_views = views, by_job
         return self._cached_send_views[1]
 
-    def start_gather(self) -> Sequence[dist.Work]:
-        """Send the pieces to the owners. Collective over the exchange group; every rank of it must call it."""
-        leg = self.pieces.gather
-        return leg.start(self._buffer(leg, _SENT), self._buffer(leg, _RECEIVED), self._axes)
-
     def unpack(self, matrices: Sequence[Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns, in the order of ``owned``."""
         leg, parts = self.pieces.gather, self._parts(matrices)
         targets = [parts[job][box.start] for job, box in leg.received]
         sources = list(self._views(leg, _RECEIVED))
         for job, piece in self._own_pieces.items():
-            targets.append(parts[job][job.pieces.by_rank[self._axes.rank].start])
+            targets.append(parts[job][job.pieces.by_rank[self.axes.rank].start])
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
     def pack_updates(self, updates: Sequence[Tensor]) -> None:
         """Take the update of every owned matrix."""
-        leg, parts, me = self.pieces.scatter, self._parts(updates), self._axes.rank
+        leg, parts, me = self.pieces.scatter, self._parts(updates), self.axes.rank
         _copy(self._views(leg, _SENT), [parts[job][box.start] for job, box in leg.sent])
         self._own_pieces = {
             job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
             for job in self.owned
             if me in job.pieces.by_rank
         }
-
-    def start_scatter(self) -> Sequence[dist.Work]:
-        """Send the updates back. Collective over the exchange group; every rank of it must call it."""
-        leg = self.pieces.scatter
-        return leg.start(self._buffer(leg, _SENT), self._buffer(leg, _RECEIVED), self._axes)
 
     def updates(self) -> dict[MatrixJob, Tensor]:
         """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
@@ -228,6 +222,14 @@ class Transfer:
     def _parts(self, matrices: Sequence[Tensor]) -> dict[MatrixJob, dict[tuple[int, ...], Tensor]]:
         """What each rank holds of the owned matrices, by the start of its box."""
         return {job: job.pieces.views(whole, job.matrix.box) for job, whole in zip(self.owned, matrices, strict=True)}
+
+    def sent(self, leg: Leg) -> Tensor:
+        """The buffer that goes to the others."""
+        return self._buffer(leg, _SENT)
+
+    def received(self, leg: Leg) -> Tensor:
+        """The buffer that is filled by the others."""
+        return self._buffer(leg, _RECEIVED)
 
     def _buffer(self, leg: Leg, direction: str) -> Tensor:
         slot = self.slots[leg.name == "scatter"]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.compat.torch import local_shape_and_offset
+from lightning_muon.compat.torch import (
+    drop_unreduced_gradients_of,
+    fsdp_units_of,
+    has_unfinished_backward,
+    holds_all_of,
+    is_in_backward,
+    local_shape_and_offset,
+)
 from lightning_muon.params.logical import Box
+from lightning_muon.schedule.program import Facts, Op
+from lightning_muon.schedule.step import NOTHING_ADDED, AddedOps
 
 
 @dataclass(frozen=True)
@@ -33,10 +43,34 @@ AxisPlacement = Placement | OwnedBy | Decoupled
 _COPIES = Replicate | Decoupled
 
 
+def _no_facts(parameters: Collection[Tensor]) -> Facts:
+    """No op has a condition."""
+    del parameters
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPart:
+    """What is in the program of a step beside matrices and AdamW.
+
+    Attributes:
+        ops: The ops, with keys of their own.
+        actions: Kind of op -> runs one; returns the handles of the communication that it has started, if any.
+        facts: Parameters that take part in a step -> the conditions of these ops.
+    """
+
+    ops: AddedOps = NOTHING_ADDED
+    actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(
+        default_factory=dict[str, Callable[[Op], Sequence[Any]]]
+    )
+    facts: Callable[[Collection[Tensor]], Facts] = _no_facts
+
+
 class Layout(Protocol):
     """Where the parts of parameters and their gradients lie; what an optimizer asks, and what it tells.
 
-    A parameter is always named by the tensor that its module holds.
+    A parameter is always named by the tensor that its module holds. The methods that are not abstract do what is right
+    for gradients that no FSDP2 unit holds.
 
     Attributes:
         arrives_late: Whether gradients may still be on their way, so that an optimizer should not ask for all of them
@@ -84,6 +118,30 @@ class Layout(Protocol):
         """All parameters of :meth:`begin_step` are updated."""
         ...
 
+    def step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
+        """What a step of these parameters does beside updating them.
+
+        Args:
+            last_op: The name of the op that updates each parameter last.
+        """
+        del last_op
+        return StepPart()
+
+    def watch(self, parameters: Collection[Tensor]) -> None:
+        """A plan was made for these; what follows is asked about them. Local."""
+
+    def backward_has_failed(self) -> bool:
+        """Whether an exception has ended a backward pass, so that gradients are missing until it is reset; local."""
+        return False
+
+    def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
+        """Whether ``parameters`` are all that train of the models whose parameters are watched; local."""
+        del parameters
+        return False
+
+    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
+        """Gradients of these that no backward pass has reduced yet are not wanted any more; local."""
+
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Zeros laid out like the parameter: optimizer state."""
         ...
@@ -112,6 +170,24 @@ class TensorLayout(Layout):
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
         self.agreed: Collection[Tensor] | None = None
+        # One of each model.
+        self._fsdp_units: Sequence[FSDPModule] = ()
+
+    def watch(self, parameters: Collection[Tensor]) -> None:
+        """As in :class:`Layout`."""
+        self._fsdp_units = fsdp_units_of(parameters)
+
+    def backward_has_failed(self) -> bool:
+        """As in :class:`Layout`: FSDP2 is left in the middle of the pass."""
+        return not is_in_backward() and any(map(has_unfinished_backward, self._fsdp_units))
+
+    def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
+        """As in :class:`Layout`."""
+        return holds_all_of(self._fsdp_units, parameters)
+
+    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
+        """As in :class:`Layout`: FSDP2 keeps those of micro-batches at its whole weights."""
+        drop_unreduced_gradients_of(parameters)
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:

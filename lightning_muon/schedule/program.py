@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 COMPUTE = "compute"
@@ -101,17 +101,21 @@ def runs(op: Op, facts: Facts) -> bool:
 
 def branch(program: Program, facts: Facts) -> Program:
     """What of a program runs in a step of which these facts are known: ops without conditions."""
-    return {rank: _unconditional(op for op in ops if runs(op, facts)) for rank, ops in program.items()}
+    return without_absent({rank: [op for op in ops if runs(op, facts)] for rank, ops in program.items()})
 
 
-def _unconditional(ops: Iterable[Op]) -> list[Op]:
-    chosen = list(ops)
-    names = {op.name for op in chosen}
+def without_absent(program: Program) -> Program:
+    """Ops that have run: they depend on nothing that has not, and have no conditions."""
+    return {rank: _unconditional(ops) for rank, ops in program.items()}
+
+
+def _unconditional(ops: Sequence[Op]) -> list[Op]:
+    names = {op.name for op in ops}
     return [
         op
         if not op.when and not op.unless and names.issuperset(op.deps)
         else replace(op, deps=tuple(name for name in op.deps if name in names), when=(), unless=())
-        for op in chosen
+        for op in ops
     ]
 
 

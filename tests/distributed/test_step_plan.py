@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.groups import PrivateGroups
-from lightning_muon.optim import step_plan as binding_module
-from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, StepPlan, bind
+from lightning_muon.optim import step_plan as plan_module
+from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
+from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
@@ -43,7 +43,8 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", over
         look_ahead=2,
         overlap=overlap,  # type: ignore[arg-type]
     )
-    return bind(parameters, meshes, PrivateGroups(), options=options, settings="")
+    require_equal_parameters(parameters, meshes, "")
+    return make_step_plan(parameters, meshes, PrivateGroups(), options=options, make_part=TensorLayout(mesh).step_part)
 
 
 Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
@@ -52,7 +53,7 @@ Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
 def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
     mesh = init_device_mesh("cpu", mesh_shape)
     replicated = [Replicate()] * len(mesh_shape)
-    binding = _bind(
+    plan = _bind(
         distribute_tensor(torch.ones(13, 7), mesh, [*replicated[1:], Shard(0)]),
         distribute_tensor(torch.ones(1, 9), mesh, [*replicated[1:], Shard(0)]),
         distribute_tensor(torch.ones(4, 4), mesh, replicated),
@@ -67,7 +68,7 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
             [job.matrix.name for job in group.jobs],
             [list(job.pieces.held) for job in group.jobs],
         )
-        for group in binding.exchange_groups
+        for group in plan.exchange_groups
     ]
 
 
@@ -136,7 +137,7 @@ def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
         # Machines may have the same name; torchrun then tells them apart.
         mock.patch("socket.gethostname", return_value="localhost" if variable else host),
         mock.patch.dict(os.environ, {variable: host} if variable else {}),
-        mock.patch.object(binding_module, "machine_of", side_effect=machine_of) as asked,
+        mock.patch.object(plan_module, "machine_of", side_effect=machine_of) as asked,
     ):
         weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
         _bind(torch.ones(5, 5), weight, dedupe=dedupe, overlap="auto")
@@ -181,7 +182,7 @@ def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
     slow = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
     mesh = init_device_mesh("cpu", (2,))
     weights = [distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)]) for _ in range(40)]
-    with mock.patch.object(binding_module, "machine_of", return_value=slow):
+    with mock.patch.object(plan_module, "machine_of", return_value=slow):
         groups = _bind(torch.ones(5, 5), *weights, overlap=overlap).exchange_groups
     return [(group.sends_early, group.estimate is not None) for group in groups]
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, ExchangeGroup, bind
-from lightning_muon.optim.transfer import BucketPieces, Transfer
+from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
+from lightning_muon.optim.step_plan import ExchangeGroup, make_step_plan
+from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
@@ -42,7 +42,8 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) ->
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
     options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
-    (group,) = bind(parameters, meshes, PrivateGroups(), options=options, settings="").exchange_groups
+    part = TensorLayout(mesh).step_part
+    (group,) = make_step_plan(parameters, meshes, PrivateGroups(), options=options, make_part=part).exchange_groups
     return group, full
 
 
@@ -52,9 +53,9 @@ class _Wire:
     def __init__(self) -> None:
         self.sent: Counter[int] = Counter()
 
-    def all_to_all(self, send: Tensor, to: Any, *rest: Any) -> Any:
+    def all_to_all(self, *, to: Any, **rest: Any) -> Any:
         self.sent.update(dict(enumerate(to.splits)))
-        return self._all_to_all(send, to, *rest)
+        return self._all_to_all(to=to, **rest)
 
     def messages(self, send: dict[int, Tensor], *rest: Any) -> Any:
         self.sent.update({rank: tensor.numel() for rank, tensor in send.items()})
@@ -62,6 +63,10 @@ class _Wire:
 
     _all_to_all = staticmethod(transfer_module.start_all_to_all)
     _messages = staticmethod(transfer_module.start_messages)
+
+
+def _start(transfer: Transfer, leg: Leg) -> Any:
+    return leg.start(send=transfer.sent(leg), receive=transfer.received(leg), group=transfer.axes)
 
 
 def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: int) -> dict[str, Any]:
@@ -78,14 +83,14 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
             transfer = Transfer(BucketPieces(group, taken), pool, ("0", "0"))
             pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
-            for work in transfer.start_gather() if "gather" in kinds else ():
+            for work in _start(transfer, transfer.pieces.gather) if "gather" in kinds else ():
                 work.wait()
             matrices = [torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned]
             transfer.unpack(matrices)
             for job, matrix in zip(transfer.owned, matrices, strict=True):
                 is_right &= torch.equal(matrix, full[group.jobs.index(job)])
             transfer.pack_updates([2 * matrix for matrix in matrices])
-            for work in transfer.start_scatter() if "scatter" in kinds else ():
+            for work in _start(transfer, transfer.pieces.scatter) if "scatter" in kinds else ():
                 work.wait()
             updates = transfer.updates()
             for job, piece in zip(transfer.jobs, pieces, strict=True):

@@ -189,7 +189,7 @@ def _early_gathers_that_count(run: Callable[[Case], nn.Module], max_norm: float)
         with mock.patch.object(MatrixStep, "run", autospec=True, side_effect=MatrixStep.run) as step:
             found = whole_weights(run(replace(case, optimizer=replace(config, overlap="backward"))))
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    return [len(call.kwargs["valid_early"]) for call in step.call_args_list]
+    return [len(call.args[1].valid) for call in step.call_args_list]
 
 
 @pytest.mark.parametrize("run", [_lightning, _fabric, _accelerate])

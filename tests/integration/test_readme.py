@@ -43,7 +43,7 @@ def _train_plainly(seed: int) -> dict[str, torch.Tensor]:
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = _model(seed)
-    with mock.patch("lightning_muon.optim.dtypes.cpu_multiplies_bfloat16_fast", return_value=False):
+    with mock.patch("lightning_muon.optim.planned_optimizer.cpu_multiplies_bfloat16_fast", return_value=False):
         train(model, [batch.chunk(size)[rank] for batch in _batches(seed)])
     return full_state_dict(model)
 

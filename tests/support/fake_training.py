@@ -31,7 +31,9 @@ def quiet(agree: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(*args: Any, **options: Any) -> Any:
         agreed = agree(*args, **options)
-        return agreed if agreed is None or agreed.verdict is None else replace(agreed, verdict=lambda: None)
+        return (
+            agreed if agreed is None or agreed.deferred_check is None else replace(agreed, deferred_check=lambda: None)
+        )
 
     return wrapped
 

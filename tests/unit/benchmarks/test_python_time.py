@@ -39,7 +39,7 @@ def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
         bound = optimizer._bind()
         # 2 seconds of one core; a look at every matrix on every rank takes more than a minute.
         assert time.process_time() - begin < 10
-    (group,) = bound.binding.exchange_groups
+    (group,) = bound.plan.exchange_groups
     assert len(group.jobs) > 45_000
     assert list(group.plan.program) == [0]
 

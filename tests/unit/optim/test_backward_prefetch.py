@@ -22,9 +22,9 @@ def _bound(is_sharded: bool) -> tuple[nn.Module, ParallelMuon]:
     model = nn.Sequential(nn.Linear(13, 7, bias=False), nn.Linear(7, 20, bias=False), nn.Linear(20, 6), nn.Linear(6, 5))
     if is_sharded:
         fully_shard(model, mesh=mesh)
-        optimizer = ParallelMuon(model, lr=0.01, chunk_bytes=1, overlap="step", **FLOAT32)
+        optimizer = ParallelMuon(model, lr=0.01, chunk_bytes=1, overlap="backward", **FLOAT32)
     else:
-        optimizer = ParallelMuon(model, lr=0.01, chunk_bytes=1, overlap="step", mesh=mesh, **FLOAT32)
+        optimizer = ParallelMuon(model, lr=0.01, chunk_bytes=1, overlap="backward", mesh=mesh, **FLOAT32)
     for step in range(2):
         _gradients(model, step)
         optimizer.step()
@@ -42,8 +42,8 @@ def _gradients(model: nn.Module, step: int) -> dict[Tensor, Tensor]:
 
 def _early(optimizer: ParallelMuon) -> GatherPrefetch:
     assert optimizer._bound is not None
-    step = optimizer._bound.matrix_step
-    return GatherPrefetch(step, lambda: optimizer.state, lambda: True, step.gathered_buckets)
+    assert isinstance(optimizer._bound.early, GatherPrefetch)
+    return optimizer._bound.early
 
 
 def _buckets_of_sharded_weights() -> None:
@@ -67,13 +67,14 @@ def test_all_matrices_that_are_divided_may_go_early(gloo: ProcessPool) -> None:
     gloo.run(_buckets_of_sharded_weights, world_size=2)
 
 
-def _buckets_of_whole_weights() -> int:
+def _sends_whole_weights() -> bool:
     _, optimizer = _bound(is_sharded=False)
-    return len(_early(optimizer)._buckets)
+    assert optimizer._bound is not None
+    return optimizer._bound.early is not None
 
 
 def test_whole_weights_have_nothing_to_gather_early(gloo: ProcessPool) -> None:
-    assert gloo.run(_buckets_of_whole_weights, world_size=2) == [0, 0]
+    assert gloo.run(_sends_whole_weights, world_size=2) == [False, False]
 
 
 def _sent() -> None:

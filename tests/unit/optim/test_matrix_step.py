@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import matrix_step
+from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.optim.executor import HostExecutor, make_executor
-from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.meshes import group_by_mesh
-from lightning_muon.optim.step_plan import BoundParameter, bind
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
+from lightning_muon.optim.step_plan import make_step_plan
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.schedule.program import Op, branch
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
@@ -36,76 +39,104 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         look_ahead=2,
         overlap=overlap,  # type: ignore[arg-type]
     )
-    groups = bind(bound, meshes, PrivateGroups(), options=options, settings="").exchange_groups
+    plan = make_step_plan(bound, meshes, PrivateGroups(), options=options, make_part=TensorLayout().step_part)
     return MatrixStep(
-        groups,
-        options=options,
+        plan,
+        look_ahead=0 if overlap == "off" else 2,
         wire_dtype=torch.float32,
         compute_dtype=torch.float32,
-        layout=TensorLayout(),
-        device=parameters[0].device,
     )
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
-    return {parameter: {"momentum_buffer": torch.zeros_like(parameter)} for parameter in parameters}
+    return {
+        p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else init_adamw_state(p, TensorLayout())
+        for p in parameters
+    }
+
+
+@pytest.fixture
+def parameters() -> list[nn.Parameter]:
+    """Three matrices, each a bucket, and a vector."""
+    return [*(nn.Parameter(torch.ones(4, 4)) for _ in range(3)), nn.Parameter(torch.ones(4))]
+
+
+def _agreed(parameters: Sequence[Tensor], check: Callable[[], None] | None = None) -> AgreedGradients:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {p: torch.randn(p.shape, generator=generator) for p in parameters}
+    return AgreedGradients(gradients=gradients, deferred_check=check)
+
+
+class _Ran:
+    """A recorder: the names of the ops."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, op: Op) -> None:
+        self.names.append(op.name)
+
+    def ended(self, op: Op) -> None:
+        pass
 
 
 @torch.no_grad()
-def test_the_elementwise_work_is_done_once_while_matrices_travel_or_if_there_are_none() -> None:
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-    step, calls = _step(parameters), []
+@pytest.mark.parametrize("overlap", ["off", "step"])
+@pytest.mark.parametrize("taking_part", [(0, 1, 2, 3), (1, 3), (0, 1), (3,), ()], ids=str)
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_what_runs_is_the_branch_of_the_program(
+    parameters: list[nn.Parameter], overlap: str, taking_part: tuple[int, ...], is_deferred: bool
+) -> None:
+    step = _step(parameters, overlap)
+    step.executor.recorder = ran = _Ran()
+    step.run(_agreed([parameters[i] for i in taking_part], (lambda: None) if is_deferred else None), _state(parameters))
+    (expected,) = branch({0: list(step.plan.ops)}, step.facts).values()
+    assert ran.names == [op.name for op in expected]
+    assert sum("update" in name for name in ran.names) == len(set(taking_part) - {3})
+    assert ("check[]" in ran.names) is is_deferred
+    assert sum("adamw" in name for name in ran.names) == 1
+
+
+@torch.no_grad()
+def test_a_parameter_without_a_gradient_is_left_alone(parameters: list[nn.Parameter]) -> None:
     states = _state(parameters)
-    step.run({p: torch.randn(4, 4) for p in parameters}, states, adamw=lambda: calls.append("with matrices"))
-    step.run({}, states, adamw=lambda: calls.append("without"))
-    assert calls == ["with matrices", "without"]
+    _step(parameters).run(_agreed(parameters[1:2]), states)
+    moved = [not torch.equal(p, torch.ones_like(p)) for p in parameters]
+    assert moved == [False, True, False, False]
+    assert [bool(states[p]["momentum_buffer"].any()) for p in parameters[:3]] == moved[:3]
 
 
 @torch.no_grad()
-def test_a_matrix_without_a_gradient_is_left_alone() -> None:
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-    states = _state(parameters)
-    _step(parameters).run({parameters[1]: torch.randn(4, 4)}, states, adamw=lambda: None)
-    moved = [not torch.equal(p, torch.ones(4, 4)) for p in parameters]
-    assert moved == [False, True, False]
-    assert [bool(states[p]["momentum_buffer"].any()) for p in parameters] == moved
+def test_nothing_changes_before_the_deferred_check(parameters: list[nn.Parameter]) -> None:
+    states, found = _state(parameters), list[bool]()
 
+    def check() -> None:
+        weights = all(torch.equal(p, torch.ones_like(p)) for p in parameters)
+        found.append(weights and not any(states[p]["momentum_buffer"].any() for p in parameters[:3]))
 
-@torch.no_grad()
-def test_nothing_changes_before_the_verdict() -> None:
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-    states, calls = _state(parameters), []
-
-    def verdict() -> None:
-        unchanged = all(torch.equal(p, torch.ones(4, 4)) and not states[p]["momentum_buffer"].any() for p in parameters)
-        calls.append(("verdict", unchanged))
-
-    gradients = {p: torch.randn(4, 4) for p in parameters}
-    _step(parameters).run(gradients, states, adamw=lambda: calls.append(("adamw", True)), verdict=verdict)
-    assert calls == [("verdict", True), ("adamw", True)]
-
-    others = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    _step(parameters).run(_agreed(parameters, check), states)
+    assert found == [True]
+    others = [nn.Parameter(torch.ones_like(p)) for p in parameters]
     expected = _state(others)
-    _step(others).run(dict(zip(others, gradients.values(), strict=True)), expected, adamw=lambda: None)
+    _step(others).run(_agreed(others), expected)
     assert all(map(torch.equal, parameters, others))
-    for one, other in zip(parameters, others, strict=True):
+    for one, other in zip(parameters[:3], others, strict=False):
         assert torch.equal(states[one]["momentum_buffer"], expected[other]["momentum_buffer"])
 
 
 @torch.no_grad()
-def test_a_verdict_that_raises_gives_the_step_up_and_the_next_one_works() -> None:
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+def test_a_check_that_raises_gives_up_the_step_alone(parameters: list[nn.Parameter]) -> None:
     states, step = _state(parameters), _step(parameters)
-    gradients = {p: torch.randn(4, 4) for p in parameters}
 
     def refuse() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        step.run(gradients, states, adamw=lambda: pytest.fail("AdamW ran"), verdict=refuse)
-    assert not any(states[p]["momentum_buffer"].any() for p in parameters)
-    step.run(gradients, states, adamw=lambda: None)
-    assert all(states[p]["momentum_buffer"].any() for p in parameters)
+        step.run(_agreed(parameters, refuse), states)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in parameters)
+    assert not any(states[p]["momentum_buffer"].any() for p in parameters[:3])
+    step.run(_agreed(parameters), states)
+    assert all(states[p]["momentum_buffer"].any() for p in parameters[:3])
 
 
 @torch.no_grad()
@@ -113,10 +144,11 @@ def test_a_verdict_that_raises_gives_the_step_up_and_the_next_one_works() -> Non
 def test_matrices_of_equal_shape_give_the_same_bits_in_a_batch(shape: tuple[int, int]) -> None:
     together = [nn.Parameter(torch.ones(shape)) for _ in range(5)]
     gradients = [torch.randn(shape) for _ in together]
-    _step(together).run(dict(zip(together, gradients, strict=True)), _state(together), adamw=lambda: None)
+    found = AgreedGradients(gradients=dict(zip(together, gradients, strict=True)))
+    _step(together).run(found, _state(together))
     for parameter, gradient in zip(together, gradients, strict=True):
         alone = nn.Parameter(torch.ones(shape))
-        _step([alone]).run({alone: gradient}, _state([alone]), adamw=lambda: None)
+        _step([alone]).run(AgreedGradients(gradients={alone: gradient}), _state([alone]))
         assert torch.equal(alone, parameter)
 
 
@@ -143,6 +175,6 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
         with mock.patch.object(matrix_step, "make_executor", make):
             step = _step(parameters)
         for _ in range(3):
-            step.run(dict(zip(parameters, gradients, strict=True)), states, adamw=lambda: None)
+            step.run(AgreedGradients(gradients=dict(zip(parameters, gradients, strict=True))), states)
         results.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *results))

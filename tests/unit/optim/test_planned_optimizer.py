@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
 from lightning_muon.params.layout import TensorLayout
 
 KINDS: list[Any] = [ParallelMuon, FlexDeMo]
@@ -333,3 +334,9 @@ def test_parameters_between_other_elements_are_trained_alone(options: Any) -> No
             assert (wide[1][::2] == 1).all() and (wide[2][10:] == 1).all()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_auto_computes_in_bfloat16_where_the_cpu_has_instructions() -> None:
+    expected = torch.bfloat16 if cpu_multiplies_bfloat16_fast() else torch.float32
+    assert resolve_compute_dtype("auto", torch.device("cpu")) is expected
+    assert resolve_compute_dtype("auto", torch.device("meta")) is torch.float32

@@ -108,7 +108,7 @@ def test_a_change_before_the_check_is_refused(plan: MuonPlan) -> None:
 
 def test_adamw_that_runs_twice_is_refused(plan: MuonPlan) -> None:
     program = {
-        rank: [replace(op, unless=()) if op.name == "adamw[0]" else op for op in ops]
+        rank: [replace(op, when=()) if op.name == "adamw[0 after check]" else op for op in ops]
         for rank, ops in _program(plan).items()
     }
     with pytest.raises(ValueError, match="each must run once"):

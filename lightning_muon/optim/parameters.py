@@ -1,20 +1,191 @@
-"""Routes of the parameters of an optimizer, from its module if it has one, and its groups' ``algorithm``."""
+"""What an optimizer knows of its parameters: hyper-parameters, routes, and the meshes on which they live."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.optim.matrix_step import States
-from lightning_muon.optim.state import state_keys
-from lightning_muon.optim.step_plan import BoundParameter
+from lightning_muon.comm.agreement import fail_together
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
+from lightning_muon.config import check_hyperparameters
+from lightning_muon.params.layout import AxisPlacement, Layout
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
+
+States = dict[Tensor, dict[str, Any]]
+Gradients = dict[Tensor, Tensor]
+# Keys of the state of a parameter.
+ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
+MUON_STATE = frozenset({"momentum_buffer"})
+
+
+def state_keys(algorithm: str) -> frozenset[str]:
+    """What the state of a parameter on ``algorithm`` must have."""
+    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
+
+
+ParamGroup = dict[str, Any]
+# Hyper-parameters of a param group that must be equal on all ranks.
+COMPARED = (
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    *("betas", "adamw_eps", "algorithm"),
+)
+
+
+_VALUES = itemgetter(*COMPARED)
+
+
+class CheckedGroups:
+    """Checks hyper-parameters of param groups, which users, schedulers and loaded states change at any time."""
+
+    def __init__(self) -> None:
+        self._right: list[tuple[Any, ...]] = []
+
+    def check(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise ``ValueError`` for the first value that no step can be taken with; a few microseconds per group. Local.
+
+        Values that were right the last time are not looked at again, but for tensors, which may be filled with others.
+        Those on a device are not looked at, since the host would have to wait for it.
+        """
+        try:
+            values = list(map(_VALUES, groups))
+        except KeyError:
+            values = []
+        for number, group in enumerate(groups):
+            is_known = number < len(values) and number < len(self._right) and values[number] == self._right[number]
+            if not is_known or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values[number]):
+                check_group_(group)
+        self._right = list(map(_VALUES, groups))
+
+    def are_right(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether :meth:`check` raises nothing; local."""
+        try:
+            self.check(groups)
+        except Exception:  # What is no number may raise anything when it is compared.
+            return False
+        return True
+
+
+def check_group_(group: ParamGroup) -> None:
+    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range.
+
+    ``None`` becomes what it means, and lists, as some checkpoints bring them, become tuples.
+    """
+    missing = sorted(set(COMPARED) - group.keys())
+    if missing:
+        raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
+    if group["adjust_lr_fn"] is None:
+        group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    for key in ("betas", "ns_coefficients"):
+        if isinstance(group[key], list):
+            group[key] = tuple(group[key])
+    check_hyperparameters(group)
+
+
+def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
+    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
+
+    Raises:
+        ValueError: If a hyper-parameter is out of range, or a variant of AdamW that there is not.
+    """
+    groups = [dict(group) for group in saved]
+    for group, before in zip(groups, own, strict=False):
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise ValueError(
+                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
+                )
+        if "betas" in group and "eps" in group and "adamw_eps" not in group:
+            group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
+        group |= {key: before[key] for key in keys if key in before and key not in group}
+        check_group_(group)
+    return groups
+
+
+@dataclass(frozen=True, eq=False)
+class BoundParameter:
+    """A parameter, its param group, its route, and where it lives."""
+
+    tensor: torch.nn.Parameter
+    group: ParamGroup
+    route: Route
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """What the calling rank updates of it; shares memory."""
+        return self.layout.local(self.tensor)
+
+    @property
+    def mesh_and_placements(self) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        """As in :class:`~lightning_muon.params.layout.Layout`."""
+        return self.layout.mesh_and_placements(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshMembers:
+    """Parameters that live on one mesh (``None``: local tensors).
+
+    Attributes:
+        mesh: The mesh.
+        axes: The group over all axes of it.
+        host: The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
+        tensors: The parameters.
+    """
+
+    mesh: DeviceMesh | None
+    axes: AxisGroup
+    host: AxisGroup
+    tensors: tuple[Tensor, ...]
+
+
+def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
+    """Parameters by mesh, the smallest meshes first, so that what one mesh finds out reaches the larger ones.
+
+    Collective over meshes of several axes the first time; every rank of them must call it.
+
+    Args:
+        tensors: Parameters; they need not be known otherwise.
+        layout: Where they lie.
+    """
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
+    groups: list[MeshMembers] = []
+    for home, members in found.items():
+        axes = ALONE if home is None else axis_group(home, tuple(range(home.ndim)))
+        host = axes if home is None or home.device_type == "cpu" else host_group(axes)
+        groups.append(MeshMembers(home, axes, host, tuple(members)))
+    return tuple(sorted(groups, key=lambda group: group.axes.size))
+
+
+def fail_on_all_meshes(error: Exception | None, meshes: Sequence[MeshMembers]) -> None:
+    """Raise on every rank of every mesh that shares a rank with one where there is an ``error``.
+
+    Collective over ``meshes``; every rank of them must call it.
+    """
+    for members in meshes:
+        if members.axes.group is None:
+            continue
+        try:
+            fail_together(error, members.axes.group)
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
 
 
 class KnownRoutes:

@@ -1,4 +1,4 @@
-"""Routes of an optimizer's parameters: module first, then shape, then the group's own choice."""
+"""What an optimizer knows of its parameters: routes and meshes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.optim.routes import routes_of
+from lightning_muon.optim.parameters import fail_on_all_meshes, group_by_mesh, routes_of
+from lightning_muon.params.layout import TensorLayout
 
 NO_PATTERNS: dict[str, Any] = {"adamw_patterns": (), "muon_patterns": (), "fused": None}
 
@@ -42,3 +43,17 @@ def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
     bias = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"fc\.bias \(3,\) is in a group with algorithm='muon'"):
         routes_of([_group(bias, algorithm="muon", param_names=["fc.bias"])], None, **NO_PATTERNS)
+
+
+def test_local_tensors_are_alone() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    (members,) = group_by_mesh(tensors, TensorLayout())
+    assert members.axes.group is None
+    assert all(one is other for one, other in zip(members.tensors, tensors, strict=True))
+
+
+def test_without_other_ranks_an_error_is_just_raised() -> None:
+    meshes = group_by_mesh([torch.ones(2)], TensorLayout())
+    fail_on_all_meshes(None, meshes)
+    with pytest.raises(ValueError, match="wrong"):
+        fail_on_all_meshes(ValueError("wrong"), meshes)
