@@ -24,7 +24,7 @@ from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shape
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 # The only place where the host may wait for the device, once in a step.
-ALLOWED = {"event.synchronize @ comm/host_copy.py read"}
+ALLOWED = {"event.synchronize @ comm/collectives.py read"}
 NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
