@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +17,19 @@ from lightning_muon.checkpoint.loading import StateCheckpoint, load_alone
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.compat.fabric import set_no_backward_sync
-from lightning_muon.compat.lightning import LightningPackage, metadata_filename, start_process_group
-from lightning_muon.config import from_arguments, takes_options
-from lightning_muon.engine.conversion import OptimizerChoice
+from lightning_muon.compat.lightning import metadata_filename
+from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
-from lightning_muon.engine.mesh_sizes import Meshes, Size
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
-from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
+from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all, close_with
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.fabric.entry import Entry, unwrapped
-from lightning_muon.integrations.registry import STRATEGIES
-from lightning_muon.sharding.mode import BucketBytes
-from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.units import WrapPolicy
+from lightning_muon.integrations.strategy import MuonStrategy
 
 
 @takes_options(Options, ELSEWHERE)
-class FabricStrategy:
+class FabricStrategy(MuonStrategy):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one package of Fabric: launcher, process group and
@@ -49,59 +43,22 @@ class FabricStrategy:
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
-    package: ClassVar[LightningPackage]
     # Of the class beside it.
-    root_device: torch.device
-    accelerator: Any
     cluster_environment: Any
-    num_nodes: int
-    num_processes: int
-    world_size: int
-    global_rank: int
     broadcast: Callable[..., Any]
 
-    def __init__(
-        self,
-        replicate_size: Size = Options.replicate_size,
-        shard_size: Size = Options.shard_size,
-        optimizer: OptimizerChoice = Options.optimizer,
-        wrap_policy: WrapPolicy = Options.wrap_policy,
-        reshard_after_forward: bool = Options.reshard_after_forward,
-        *,
-        sharding: Sharding = Options.sharding,
-        context_size: int = Options.context_size,
-        tensor_size: int = Options.tensor_size,
-        loss_scaling: LossScaling = Options.loss_scaling,
-        clip_groups: ClipGroups = Options.clip_groups,
-        reshard_after_backward: bool = Options.reshard_after_backward,
-        bucket_bytes: BucketBytes = Options.bucket_bytes,
-        early_all_gather: bool = Options.early_all_gather,
-        data_parallel_size: Size = Options.data_parallel_size,
-        tensor_parallel_size: Size = Options.tensor_parallel_size,
-        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
-        process_group_backend: str | None = Options.process_group_backend,
-        timeout: timedelta = Options.timeout,
-        max_silence: timedelta | None = Options.max_silence,
-    ) -> None:
-        self.options = from_arguments(Options, locals())
+    def _begin(self, arguments: dict[str, Any]) -> None:
         self._engines: list[TrainingEngine] = []
-        self._meshes: Meshes | None = None
         self._tokens: TokenCount | None = None
         self._has_reported = False
-        super().__init__(
-            parallelize_fn=lambda module, _: module,
-            save_distributed_checkpoint=self.options.save_distributed_checkpoint,
-            process_group_backend=self.options.process_group_backend,
-            timeout=self.options.timeout,
-        )
+        super()._begin({"parallelize_fn": lambda module, _: module, **arguments})
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
         close_with(self, self._engines)
 
-    def __repr__(self) -> str:
-        """Also what a Trainer, or the Fabric of the other package, quotes when it refuses the strategy."""
-        names = " and ".join(map(repr, STRATEGIES))
-        return f"<{type(self).__name__} for Fabric; the names {names} find the right class for each package>"
+    @property
+    def _user(self) -> str:
+        return "Fabric"
 
     @property
     def precision(self) -> Any:
@@ -125,22 +82,10 @@ class FabricStrategy:
             raise RuntimeError("there is no device mesh before fabric.launch()")
         return self._meshes.user
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Replicas and shards have samples of their own; context and tensor ranks share them."""
-        if self._meshes is None:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
-
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
-        # An error here is the same on all ranks, and comes before any communication.
-        self.options.mesh_sizes.resolve(**layout)
         self.accelerator.setup_device(self.root_device)
-        start_process_group(self)
-        if self._meshes is None:  # fabric.launch may be called twice.
-            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
+        self._start_processes()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module. Collective over all ranks; every rank must call it."""

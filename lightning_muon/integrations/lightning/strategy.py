@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +14,15 @@ from torch import Tensor, nn
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
-    LightningPackage,
     apply_layer_sync,
     is_placeholder_optimizer,
     metadata_filename,
     set_device_mesh,
-    start_process_group,
 )
-from lightning_muon.config import from_arguments, takes_options
-from lightning_muon.engine.conversion import OptimizerChoice
+from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.mesh_sizes import Meshes, Size
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import ELSEWHERE, ClipGroups, LossScaling, Options
+from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import (
     TrainerCheckpoint,
@@ -39,23 +33,20 @@ from lightning_muon.integrations.lightning.precision_plugin import sharded_plugi
 from lightning_muon.integrations.lightning.trainer import (
     SigtermHandler,
     avoid_inference_mode,
-    before_weights_are_read,
+    check_run,
     has_default_optimizer,
     provide_default_optimizer,
-    reads_gradients,
     reads_weights_between_steps,
-    refuse_callbacks,
     remove_default_optimizer,
+    wait_before_callbacks,
 )
-from lightning_muon.integrations.registry import STRATEGIES
+from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
-from lightning_muon.sharding.mode import BucketBytes, ModeOptions
-from lightning_muon.sharding.modes import MODES, Sharding
-from lightning_muon.sharding.units import WrapPolicy
+from lightning_muon.sharding.mode import ModeOptions
 
 
 @takes_options(Options, ELSEWHERE)
-class TrainerStrategy:
+class TrainerStrategy(MuonStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one Lightning package: launcher, process group, and the
@@ -68,56 +59,17 @@ class TrainerStrategy:
         trainer.fit(model)
     """
 
-    package: ClassVar[LightningPackage]
     # Of the class beside it.
     lightning_module: Any
-    root_device: torch.device
-    accelerator: Any
     optimizers: list[torch.optim.Optimizer]
     broadcast: Callable[..., Any]
 
-    def __init__(
-        self,
-        replicate_size: Size = Options.replicate_size,
-        shard_size: Size = Options.shard_size,
-        optimizer: OptimizerChoice = Options.optimizer,
-        wrap_policy: WrapPolicy = Options.wrap_policy,
-        reshard_after_forward: bool = Options.reshard_after_forward,
-        *,
-        sharding: Sharding = Options.sharding,
-        context_size: int = Options.context_size,
-        tensor_size: int = Options.tensor_size,
-        loss_scaling: LossScaling = Options.loss_scaling,
-        clip_groups: ClipGroups = Options.clip_groups,
-        reshard_after_backward: bool = Options.reshard_after_backward,
-        bucket_bytes: BucketBytes = Options.bucket_bytes,
-        early_all_gather: bool = Options.early_all_gather,
-        data_parallel_size: Size = Options.data_parallel_size,
-        tensor_parallel_size: Size = Options.tensor_parallel_size,
-        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
-        process_group_backend: str | None = Options.process_group_backend,
-        timeout: timedelta = Options.timeout,
-        max_silence: timedelta | None = Options.max_silence,
-    ) -> None:
-        self.options = from_arguments(Options, locals())
-        self._meshes: Meshes | None = None
+    def _begin(self, arguments: dict[str, Any]) -> None:
         self._engine: TrainingEngine | None = None
         self._checkpoint: TrainerCheckpoint | None = None
         self._first_callback: Any = None
         self._sigterm = SigtermHandler()
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-
-    def __repr__(self) -> str:
-        """Also what a Trainer of the other package quotes when it refuses the strategy."""
-        names = " and ".join(repr(name) for name in STRATEGIES)
-        return (
-            f"<{type(self).__name__} for Trainers of {self.package.name}; the names {names} find the right class for "
-            "each package>"
-        )
+        super()._begin(arguments)
 
     # ---- before the first step
 
@@ -131,13 +83,6 @@ class TrainerStrategy:
         converted = None if plugin is None else sharded_plugin(plugin, self.package)
         super(TrainerStrategy, type(self)).precision_plugin.fset(self, converted)  # type: ignore[attr-defined]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Replicas and shards have samples of their own; context and tensor ranks share them."""
-        if self._meshes is None:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
-        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
-
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
         super().connect(model)  # type: ignore[misc]
@@ -145,20 +90,8 @@ class TrainerStrategy:
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
-        if MODES[self.options.sharding].shards_weights:
-            refuse_callbacks(self.lightning_module.trainer.callbacks, self.package)
-        if self.options.loss_scaling == "tokens" and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
-                "step; with manual optimization divide the loss by the number of tokens yourself"
-            )
-        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}  # type: ignore[attr-defined]
-        # An error here is the same on all ranks, and comes before any communication.
-        self.options.mesh_sizes.resolve(**layout)
-        start_process_group(self)
-        if self._meshes is None:  # A second run of the Trainer keeps its process groups.
-            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
-        set_device_mesh(self, self._meshes.user)
+        check_run(self.lightning_module, self.options, self.package)
+        set_device_mesh(self, self._start_processes().user)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
@@ -177,7 +110,9 @@ class TrainerStrategy:
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self.precision_plugin.engine = engine
-            self._adapt_callbacks(trainer, engine)
+            if engine.mode.parameters_arrive_late:
+                warn = self._rank_zero().rank_zero_warn
+                self._first_callback = wait_before_callbacks(trainer, self.package, self.finish_parameters, warn)
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _new_engine(self, trainer: Any) -> TrainingEngine:
@@ -188,11 +123,7 @@ class TrainerStrategy:
             mp_policy=mixed_precision_policy(self.precision_plugin.precision, module),
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
-            wait_for_parameters=(
-                self.options.config.overlap in ("step", "off")
-                or not module.automatic_optimization
-                or reads_weights_between_steps(trainer, self.package)
-            ),
+            wait_for_parameters=reads_weights_between_steps(trainer, self.options, self.package),
         )
         return TrainingEngine(
             module,
@@ -218,18 +149,6 @@ class TrainerStrategy:
             keep_given=False,
         )
 
-    def _adapt_callbacks(self, trainer: Any, engine: TrainingEngine) -> None:
-        if not engine.mode.parameters_arrive_late:
-            return
-        self._first_callback = before_weights_are_read(self.package, self.finish_parameters)
-        trainer.callbacks.insert(0, self._first_callback)
-        if readers := reads_gradients(trainer, self.package):
-            self._rank_zero().rank_zero_warn(
-                f"{', '.join(readers)}: with sharding={self.options.sharding!r} no rank has whole gradients, so "
-                "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
-                "needs gradients"
-            )
-
     # ---- steps
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -253,10 +172,10 @@ class TrainerStrategy:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
-        tokens = self._running_engine().tokens
-        if tokens is not None:
-            tokens.begin_micro_batch()
-        with self._around_user_step():
+        engine = self._running_engine()
+        if engine.tokens is not None:
+            engine.tokens.begin_micro_batch()
+        with self._sigterm.ignored_after_error(), engine.around_forward():
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if output is None:
             free_unsharded(self.lightning_module)
@@ -275,15 +194,10 @@ class TrainerStrategy:
         return self._evaluate(super().predict_step, *args, **kwargs)  # type: ignore[misc]
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._around_user_step():
+        with self._sigterm.ignored_after_error(), self._running_engine().around_forward():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
-
-    @contextmanager
-    def _around_user_step(self) -> Generator[None]:
-        with self._sigterm.ignored_after_error(), self._running_engine().around_forward():
-            yield
 
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
@@ -293,10 +207,8 @@ class TrainerStrategy:
         """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
         # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
         divided_by = self.lightning_module.trainer.accumulate_grad_batches
-        with (
-            self._sigterm.ignored_after_error(),
-            self._running_engine().around_backward(loss_divided_by=divided_by),
-        ):
+        around = self._running_engine().around_backward(loss_divided_by=divided_by)
+        with self._sigterm.ignored_after_error(), around:
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(
@@ -348,11 +260,7 @@ class TrainerStrategy:
         super().on_train_end()  # type: ignore[misc]
 
     def finish_parameters(self) -> None:
-        """Go on when every weight has its new value.
-
-        With ``sharding="zero2"`` weights of the last step may still be on their way; the forward of a module, and
-        ``state_dict``, wait by themselves.
-        """
+        """Wait for the weights of the last step; a forward pass, and ``state_dict``, wait by themselves. Local."""
         if self._engine is not None:
             self._engine.finish_parameters()
 
@@ -377,15 +285,10 @@ class TrainerStrategy:
 
     # ---- checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """The file is opened before it; see :class:`TrainerCheckpoint`."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning calls :meth:`load_optimizer_state_dict` after ``on_fit_start``."""
-        return True
+    # The file is opened before setup; see TrainerCheckpoint.
+    restore_checkpoint_after_setup = False
+    # Lightning calls load_optimizer_state_dict after on_fit_start.
+    lightning_restore_optimizer = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
@@ -429,9 +332,8 @@ class TrainerStrategy:
         """Load the weights once the model is sharded: now or in :meth:`setup`."""
         assert self._checkpoint is not None
         self._checkpoint.offer_weights(checkpoint.get("state_dict", {}), strict=strict)
-        engine = self._engine
-        if engine is not None and engine.is_sharded and engine.module is self.lightning_module:
-            self._checkpoint.load_pending_weights(engine)
+        if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
+            self._checkpoint.load_pending_weights(self._engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""

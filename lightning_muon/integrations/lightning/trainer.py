@@ -15,10 +15,12 @@ from torch import nn
 
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.config import MuonConfig
+from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.sharding.modes import MODES
 
 _AVERAGE_INSTEAD = (
     "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
@@ -33,6 +35,17 @@ _REFUSED = {
         "prune after the training, on the module that load_from_checkpoint returns",
     ),
 }
+
+
+def check_run(module: Any, options: Options, package: LightningPackage) -> None:
+    """Raise ``ValueError`` for a LightningModule, or callbacks of its Trainer, that do not go with the options."""
+    if MODES[options.sharding].shards_weights:
+        refuse_callbacks(module.trainer.callbacks, package)
+    if options.loss_scaling == "tokens" and not module.automatic_optimization:
+        raise ValueError(
+            "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
+            "step; with manual optimization divide the loss by the number of tokens yourself"
+        )
 
 
 def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> None:
@@ -57,12 +70,15 @@ _AT_ENDS = (
 _WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
-def reads_weights_between_steps(trainer: Any, package: LightningPackage) -> bool:
-    """Whether code runs between two steps that may read weights other than through ``state_dict``.
+def reads_weights_between_steps(trainer: Any, options: Options, package: LightningPackage) -> bool:
+    """Whether new weights must be there when an optimizer step returns.
 
-    The module and every callback count that override one of the hooks there. Lightning's own callbacks read none, but
-    for those that average weights.
+    So it is with manual optimization, and if code runs between two steps that may read weights other than through
+    ``state_dict``. The module and every callback count that override one of the hooks there. Lightning's own callbacks
+    read none, but for those that average weights.
     """
+    if options.config.overlap in ("step", "off") or not trainer.lightning_module.automatic_optimization:
+        return True
     known = package.module("callbacks")
     averaging = tuple(getattr(known, name) for name in _REFUSED if hasattr(known, name))
     suspects = [c for c in trainer.callbacks if isinstance(c, averaging) or _is_of_user(c, package)]
@@ -78,12 +94,16 @@ def reads_gradients(trainer: Any, package: LightningPackage) -> list[str]:
     return [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
 
 
-def before_weights_are_read(package: LightningPackage, finish: Callable[[], None]) -> Any:
-    """A callback for the head of the list: hooks at the ends of epochs and of the training find all new weights.
+def wait_before_callbacks(
+    trainer: Any, package: LightningPackage, finish: Callable[[], None], warn: Callable[[str], None]
+) -> Any:
+    """Let hooks at the ends of epochs and of the training find all new weights.
 
     Args:
+        trainer: Its list of callbacks gets another one at its head, which is returned.
         package: Of the Trainer.
         finish: Waits for the weights.
+        warn: Takes a warning of hooks that look for gradients, which no rank has.
     """
 
     def wait(_: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +111,15 @@ def before_weights_are_read(package: LightningPackage, finish: Callable[[], None
         finish()
 
     hooks = dict.fromkeys(_AT_ENDS, wait)
-    return type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
+    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
+    trainer.callbacks.insert(0, first)
+    if readers := reads_gradients(trainer, package):
+        sharding = trainer.strategy.options.sharding
+        warn(
+            f"{', '.join(readers)}: with sharding={sharding!r} no rank has whole gradients, so parameter.grad is None "
+            "there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook needs gradients"
+        )
+    return first
 
 
 def _is_of_user(callback: Any, package: LightningPackage) -> bool:

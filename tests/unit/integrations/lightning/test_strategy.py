@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from lightning_muon import MuonConfig, Options
-from lightning_muon.integrations.lightning import strategy
+from lightning_muon.integrations import strategy as shared
 from tests.integration.training import PACKAGES, strategy_class
 
 
@@ -47,7 +47,7 @@ def test_the_arguments_of_model_parallel_strategy_are_taken(cls: Any) -> None:
 def test_the_arguments_are_the_options(cls: Any) -> None:
     arguments = list(inspect.signature(cls).parameters.values())
     assert {a.name: a.default for a in arguments} == {f.name: f.default for f in fields(Options)}
-    assert get_type_hints(cls.__init__, vars(strategy))["optimizer"] == get_type_hints(Options)["optimizer"]
+    assert get_type_hints(cls.__init__, vars(shared))["optimizer"] == get_type_hints(Options)["optimizer"]
     given = {
         "replicate_size": 2,
         "clip_groups": "elementwise",

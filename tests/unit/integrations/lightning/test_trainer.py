@@ -1,4 +1,4 @@
-"""Refused callbacks; whole runs are in tests/integration/test_callbacks.py."""
+"""Callbacks and the default optimizer of a Trainer; whole runs are in tests/integration/test_callbacks.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from lightning_muon import Options
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.trainer import (
-    before_weights_are_read,
     reads_gradients,
     reads_weights_between_steps,
     refuse_callbacks,
+    wait_before_callbacks,
 )
 from tests.integration.training import PACKAGES
 
@@ -68,7 +69,7 @@ def test_code_of_the_user_between_steps_is_found(name: Any) -> None:
             """And here."""
 
     quiet = [pl.callbacks.ModelCheckpoint(), pl.callbacks.LearningRateMonitor(), pl.callbacks.ModelSummary()]
-    reads = lambda module, callbacks: reads_weights_between_steps(_Trainer(module, callbacks), package)  # noqa: E731
+    reads = lambda module, callbacks: reads_weights_between_steps(_Trainer(module, callbacks), Options(), package)  # noqa: E731
     assert not reads(Plain(), [*quiet, pl.Callback(), pl.callbacks.LambdaCallback(on_train_epoch_end=print)])
     assert reads(Hooked(), quiet) and reads(Stepping(), quiet) and reads(Plain(), [*quiet, Own()])
     assert reads(Plain(), [pl.callbacks.EMAWeightAveraging()]), "it averages in a hook between steps"
@@ -103,8 +104,9 @@ def test_hooks_that_look_for_gradients_are_named(name: Any) -> None:
 def test_the_first_callback_waits_at_the_ends(name: Any) -> None:
     pl = pytest.importorskip(name)
     calls: list[int] = []
-    callback = before_weights_are_read(LightningPackage(name), lambda: calls.append(1))
-    assert isinstance(callback, pl.Callback)
+    trainer = _Trainer(pl.LightningModule(), [])
+    callback = wait_before_callbacks(trainer, LightningPackage(name), lambda: calls.append(1), pytest.fail)
+    assert isinstance(callback, pl.Callback) and trainer.callbacks == [callback]
     callback.on_train_epoch_end(None, None)
     callback.on_validation_start(None, None)
     callback.on_train_batch_end(None, None, None, None, 0)

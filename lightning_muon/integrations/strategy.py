@@ -1,0 +1,96 @@
+"""What the strategies of Trainer and Fabric have in common: options, processes, the mesh, the samples of a rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_muon.compat.lightning import LightningPackage, start_process_group
+from lightning_muon.config import from_arguments
+from lightning_muon.engine.conversion import OptimizerChoice
+from lightning_muon.engine.mesh_sizes import Meshes, Size
+from lightning_muon.engine.options import ClipGroups, LossScaling, Options
+from lightning_muon.integrations.registry import STRATEGIES
+from lightning_muon.sharding.mode import BucketBytes
+from lightning_muon.sharding.modes import Sharding
+from lightning_muon.sharding.units import WrapPolicy
+
+
+class MuonStrategy:
+    """A strategy for one package of Lightning, whose ``ModelParallelStrategy`` is the class beside it."""
+
+    package: ClassVar[LightningPackage]
+    options: Options
+    # Of the class beside it.
+    root_device: torch.device
+    accelerator: Any
+    num_nodes: int
+    num_processes: int
+    world_size: int
+    global_rank: int
+
+    def __init__(
+        self,
+        replicate_size: Size = Options.replicate_size,
+        shard_size: Size = Options.shard_size,
+        optimizer: OptimizerChoice = Options.optimizer,
+        wrap_policy: WrapPolicy = Options.wrap_policy,
+        reshard_after_forward: bool = Options.reshard_after_forward,
+        *,
+        sharding: Sharding = Options.sharding,
+        context_size: int = Options.context_size,
+        tensor_size: int = Options.tensor_size,
+        loss_scaling: LossScaling = Options.loss_scaling,
+        clip_groups: ClipGroups = Options.clip_groups,
+        reshard_after_backward: bool = Options.reshard_after_backward,
+        bucket_bytes: BucketBytes = Options.bucket_bytes,
+        early_all_gather: bool = Options.early_all_gather,
+        data_parallel_size: Size = Options.data_parallel_size,
+        tensor_parallel_size: Size = Options.tensor_parallel_size,
+        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
+        process_group_backend: str | None = Options.process_group_backend,
+        timeout: timedelta = Options.timeout,
+        max_silence: timedelta | None = Options.max_silence,
+    ) -> None:
+        self.options = from_arguments(Options, locals())
+        self._meshes: Meshes | None = None
+        self._begin(
+            {
+                "save_distributed_checkpoint": save_distributed_checkpoint,
+                "process_group_backend": process_group_backend,
+                "timeout": timeout,
+            }
+        )
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        """The rest of the constructor; ``arguments`` are those that the class beside it has, too."""
+        super().__init__(**arguments)
+
+    def __repr__(self) -> str:
+        """Also what a Trainer, or a Fabric of the other package, quotes when it refuses the strategy."""
+        names = " and ".join(map(repr, STRATEGIES))
+        return f"<{type(self).__name__} for {self._user}; the names {names} find the right class for each package>"
+
+    @property
+    def _user(self) -> str:
+        """Who takes such a strategy."""
+        return f"Trainers of {self.package.name}"
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Replicas and shards have samples of their own; context and tensor ranks share them."""
+        if self._meshes is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
+
+    def _start_processes(self) -> Meshes:
+        """Start the process group and make the meshes. Collective over all ranks; every rank must call it."""
+        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
+        # An error here is the same on all ranks, and comes before any communication.
+        self.options.mesh_sizes.resolve(**layout)
+        start_process_group(self)
+        if self._meshes is None:  # A second run of the program keeps its process groups.
+            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
+        return self._meshes
