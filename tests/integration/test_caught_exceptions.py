@@ -174,9 +174,17 @@ def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True
     return fabric_loop.weights(model), watchdog is None or not watchdog._closed.is_set()
 
 
-@pytest.mark.parametrize("where", ["backward", "forward"])
 @pytest.mark.parametrize(
-    "options", [{}, {"loss_scaling": "tokens"}, {"sharding": "zero2"}, {"sharding": "ddp"}], ids=str
+    ("where", "options"),
+    [
+        ("backward", {}),
+        ("backward", {"loss_scaling": "tokens"}),
+        ("forward", {"loss_scaling": "tokens"}),
+        ("forward", {"sharding": "zero2"}),
+        ("backward", {"sharding": "zero2"}),
+        ("backward", {"sharding": "ddp"}),
+    ],
+    ids=str,
 )
 def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
     results = gloo.run(_skip_with_fabric, where, options, world_size=2)

@@ -67,8 +67,7 @@ def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dic
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}])
-@pytest.mark.parametrize("sizes", [{}, {"replicate_size": 2}])
+@pytest.mark.parametrize(("sizes", "options"), [({}, {}), ({"replicate_size": 2}, {"tied": True})])
 def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPool, sizes: Any, options: Any) -> None:
     outcomes = gloo.run(_train_from_meta, PACKAGES[0], sizes, **options)
     initial = outcomes[0]["initial"]

@@ -46,8 +46,7 @@ def _evaluate(package: str, directory: str, sharded: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("package", "sharded"), zip(PACKAGES, (True, False), strict=True))
 def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path, package: str, sharded: bool) -> None:
     outcomes = gloo.run(_evaluate, package, str(tmp_path), sharded, world_size=2)
     for outcome in outcomes:

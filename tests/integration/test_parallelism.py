@@ -62,18 +62,17 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("options", "num_data_ranks"),
+    ("options", "num_data_ranks", "tokens"),
     [
-        ({"context_size": 2}, 2),
-        ({"context_size": 2, "replicate_size": 2}, 2),
-        ({"context_size": 2, "sharding": "zero2"}, 2),
-        ({"tensor_size": 2}, 2),
-        ({"tensor_size": 2, "replicate_size": 2}, 2),
-        ({"tensor_size": 2, "context_size": 2}, 1),
+        ({"context_size": 2}, 2, True),
+        ({"context_size": 2, "replicate_size": 2}, 2, False),
+        ({"context_size": 2, "sharding": "zero2"}, 2, True),
+        ({"tensor_size": 2}, 2, False),
+        ({"tensor_size": 2, "replicate_size": 2}, 2, True),
+        ({"tensor_size": 2, "context_size": 2}, 1, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [False, True])
 def test_weights_are_those_of_one_process(
     gloo: ProcessPool, options: dict[str, Any], num_data_ranks: int, tokens: bool
 ) -> None:

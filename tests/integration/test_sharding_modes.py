@@ -36,7 +36,7 @@ def _run(
     tied: bool = False,
     **options: Any,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train for up to three epochs; with a directory, keep a checkpoint of each epoch."""
+    """Train for up to two epochs; with a directory, keep a checkpoint of each epoch."""
     pl = load(package)
     model = language_model(pl, network=lambda: Network(tied=tied), seed=1 if resume else 0)
     if directory:
@@ -45,7 +45,7 @@ def _run(
     chosen = strategy_class(package)(
         sharding=sharding, optimizer=EXACT, save_distributed_checkpoint=not single_file, **(strategy or {})
     )
-    fitter = trainer(pl, strategy=chosen, **({"max_epochs": 3} | options))
+    fitter = trainer(pl, strategy=chosen, **({"max_epochs": 2} | options))
     fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
     return model.losses, full_weights(model)
 
@@ -53,14 +53,11 @@ def _run(
 @pytest.mark.parametrize(
     ("sharding", "world_size", "options"),
     [
-        ("zero2", 4, {}),
         ("zero2", 2, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
         ("zero2", 4, {"strategy": {"replicate_size": 2}, "gradient_clip_val": 0.3, "tied": True}),
         ("zero2", 2, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         ("ddp", 4, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 4}),
-        ("ddp", 2, {"tied": True}),
         ("fsdp", 2, {"accumulate_grad_batches": 2, "strategy": {"reshard_after_backward": False}}),
-        ("fsdp", 4, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 4}),
     ],
     ids=str,
 )
@@ -80,9 +77,7 @@ def test_weights_are_those_of_one_process(
         ("zero2", 4, {"strategy": {"replicate_size": 2}}),
         ("zero2", 3, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
         ("zero2", 2, {"single_file": True}),
-        ("ddp", 2, {}),
         ("ddp", 2, {"single_file": True}),
-        ("none", 1, {}),
     ],
     ids=str,
 )
@@ -94,13 +89,13 @@ def test_a_resumed_run_is_bit_equal(
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
     assert Path(checkpoint).is_dir() != options.get("single_file", False)
     resumed = gloo.run(_run, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, **kind)[0]
-    assert resumed[0] == losses[len(losses) // 3 :]
+    assert resumed[0] == losses[len(losses) // 2 :]
     assert all(torch.equal(resumed[1][name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("single_file", [False, True])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("zero2", "fsdp"), ("fsdp", "zero2"), ("ddp", "zero2"), ("zero2", "ddp")]
+    ("saved", "loaded", "single_file"),
+    [("zero2", "fsdp", False), ("fsdp", "zero2", True), ("ddp", "zero2", False), ("zero2", "ddp", True)],
 )
 def test_a_checkpoint_goes_on_with_another_sharding_and_number_of_ranks(
     gloo: ProcessPool, tmp_path: Path, saved: str, loaded: str, single_file: bool
@@ -117,7 +112,7 @@ def test_a_checkpoint_goes_on_with_another_sharding_and_number_of_ranks(
         resume=f"{tmp_path}/first/epoch=0.ckpt",
         world_size=2,
     )[0]
-    assert resumed[0] == pytest.approx(losses[len(losses) // 3 :], abs=2e-5)
+    assert resumed[0] == pytest.approx(losses[len(losses) // 2 :], abs=2e-5)
     assert max_difference(resumed[1], weights) < 5e-5
 
 
