@@ -420,7 +420,7 @@ def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:
         raise ValueError(f"{type(optimizer).__name__} has optimizer state already, which cannot be taken over{advice}")
 
 
-_Planned = TypeVar("_Planned", bound=PlannedOptimizer)
+_Planned = TypeVar("_Planned", ParallelMuon, FlexDeMo)
 
 
 def _translated(

@@ -188,7 +188,7 @@ def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[Non
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
+        torch.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
         yield
 
 

@@ -200,7 +200,7 @@ class TrainingEngine:
         """
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward),
-            self.module.register_forward_hook(torch.compiler.disable(self._after_forward)),
+            self.module.register_forward_hook(torch.compiler.disable(self._after_forward)),  # type: ignore[arg-type]
         ]
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -63,7 +63,7 @@ class FabricStrategy(MuonStrategy):
     @property
     def precision(self) -> Any:
         """Fabric's precision plugin."""
-        return super().precision
+        return super().precision  # type: ignore[misc]
 
     @precision.setter
     def precision(self, plugin: Any) -> None:

@@ -76,7 +76,7 @@ class TrainerStrategy(MuonStrategy):
     @property
     def precision_plugin(self) -> Any:
         """Lightning's precision plugin, or its counterpart for shards."""
-        return super().precision_plugin
+        return super().precision_plugin  # type: ignore[misc]
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
