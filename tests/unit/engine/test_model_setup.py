@@ -1,11 +1,12 @@
-"""Materialization of plain tensors; with sharding in tests/integration/test_configure_model.py."""
+"""Memory for meta tensors, and precision policies; with sharding in tests/integration/test_configure_model.py."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta
+from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta, mixed_precision_policy
 
 
 class _Net(nn.Module):
@@ -65,3 +66,28 @@ def test_ties_between_calls_survive() -> None:
     assert has_meta_tensors(module)
     initialize_meta(module, torch.device("cpu"), replaced)
     assert module.head.weight is module.embedding.weight
+
+
+def test_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:
+    policy = mixed_precision_policy("bf16-mixed", nn.Linear(2, 2))
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+
+
+def test_batch_norms_are_gathered_in_float32() -> None:
+    assert mixed_precision_policy("bf16-mixed", nn.Sequential(nn.BatchNorm2d(3))).param_dtype is None
+
+
+def test_children_that_are_roots_do_not_cast_their_outputs() -> None:
+    module = nn.Linear(2, 2)
+    module.automatic_optimization = False  # type: ignore[assignment]
+    assert mixed_precision_policy("bf16-mixed", module).output_dtype is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_true_precisions_cast_nothing(precision: str) -> None:
+    policy = mixed_precision_policy(precision, nn.Linear(2, 2))
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)

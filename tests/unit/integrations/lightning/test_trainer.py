@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
-from lightning_muon import Options
+from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, ParallelMuon
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.trainer import (
+    has_default_optimizer,
+    provide_default_optimizer,
     reads_gradients,
     reads_weights_between_steps,
     refuse_callbacks,
+    remove_default_optimizer,
     wait_before_callbacks,
 )
 from tests.integration.training import PACKAGES
@@ -111,3 +117,43 @@ def test_the_first_callback_waits_at_the_ends(name: Any) -> None:
     callback.on_validation_start(None, None)
     callback.on_train_batch_end(None, None, None, None, 0)
     assert len(calls) == 2
+
+
+_PACKAGE = LightningPackage("lightning.pytorch")
+
+
+class _WithoutOptimizer(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.last = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5)
+
+
+class _WithOptimizer(_WithoutOptimizer):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_a_module_without_optimizer_gets_one_and_loses_it_again() -> None:
+    module = _WithoutOptimizer()
+    provide_default_optimizer(module, MuonConfig(lr=0.25), _PACKAGE)
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, ParallelMuon)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert has_default_optimizer(module)
+    remove_default_optimizer(module)
+    assert "configure_optimizers" not in vars(module) and not has_default_optimizer(module)
+
+
+def test_the_optimizer_of_the_user_is_not_replaced_by_the_default() -> None:
+    module = _WithOptimizer()
+    provide_default_optimizer(module, MuonConfig(), _PACKAGE)
+    assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
+    remove_default_optimizer(module)
+
+
+def test_the_config_decides_what_a_module_without_optimizer_gets() -> None:
+    module = _WithoutOptimizer()
+    provide_default_optimizer(module, FlexDeMoConfig(lr=0.25, base="muon"), _PACKAGE)
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, FlexDeMo) and optimizer.config.lr == 0.25
+    remove_default_optimizer(module)
