@@ -25,7 +25,7 @@ OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 class ReplacedParameters:
     """Names of the parameters that sharding replaces, for optimizers that were made too early.
 
-    Most training loops create the optimizer before the model is divided. Made before sharding; keeps no parameter alive
+    Most training loops create the optimizer before the model is sharded. Made before that; keeps no parameter alive
     that nothing else holds.
     """
 

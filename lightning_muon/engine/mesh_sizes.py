@@ -1,4 +1,4 @@
-"""How many replicas of how many shards, and how a sample is divided: from what the user asked for to device meshes."""
+"""How many replicas of how many shards, and which ranks share a sample: from the options to device meshes."""
 
 from __future__ import annotations
 

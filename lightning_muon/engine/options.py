@@ -48,8 +48,8 @@ class Options(ShardingOptions, MeshSizes):
             and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
             are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
             A mapping of its keys stands for a config.
-        sharding: ``"fsdp"``: parameters, gradients and state divided (FSDP2, hybrid). ``"zero2"``: whole weights,
-            divided gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
+        sharding: ``"fsdp"``: parameters, gradients and state sharded (FSDP2, hybrid). ``"zero2"``: whole weights,
+            sharded gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
         loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: the loss is a sum, and gradients
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.

@@ -186,7 +186,7 @@ class TrainingEngine:
         self._info(describe_optimizers(fresh))
         for message in optimizer_warnings(fresh, options.optimizer, is_default=is_default):
             self._warn(message)
-        return self.optimizers
+        return list(self.optimizers)
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Give optimizers the parameters that have taken the place of those from before :meth:`shard`; local."""
