@@ -37,20 +37,20 @@ class FlexDeMoConfig(OptimizerConfig):
         base: What applies the merged update: ``"sgd"``, ``"adamw"`` (its moments follow the update), or ``"muon"``
             (Newton-Schulz for matrices, without a second momentum; AdamW for the rest). Where nodes train by
             themselves (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
-        replicator: What the nodes send each other; see :mod:`lightning_muon.flexdemo.replicators`.
-        decay: Of the momentum that is not sent, per step.
+        replicator: Chooses what the nodes send each other; see :mod:`lightning_muon.flexdemo.replicators`.
+        decay: Factor on the residual, the part of the momentum that was not sent, in each step.
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
         merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
             by the number of all nodes (``"mean"``).
-        value_format: Of the values on the wire; what rounding loses stays in the momentum. Parameters that travel
+        value_format: Of the values on the wire; rounding errors stay in the residual. Parameters that travel
             dense have at least ``"bf16"``.
         dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
         delay: Apply an exchange so many steps after it began: 0 or 1.
-        overlap: ``"backward"``: each buffer is sent as soon as the gradients of its parameters are there. ``"step"``:
+        overlap: ``"backward"``: each bucket is sent as soon as the gradients of its parameters are there. ``"step"``:
             all in the optimizer step. ``"auto"``: ``"backward"``, since links between nodes are slow. The weights are
             the same, bit for bit.
         check_every: After so many steps all nodes compare their weights; 0 never.
-        chunk_bytes: Parameters (4 bytes for each element) that travel in one buffer.
+        chunk_bytes: Size of a bucket: parameters (4 bytes for each element) that travel in one message.
     """
 
     base: Base = "sgd"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
 from lightning_muon.params.layout import AxisPlacement, Decoupled, TensorLayout, local_tensor
 from lightning_muon.sharding.weights import mesh_device
@@ -29,20 +30,16 @@ class NodeLayout(TensorLayout):
         self._nodes = mesh
         self._in_order: Sequence[Sequence[Tensor]] = ()
 
+    @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
-        """As in :class:`Layout`.
-
-        Raises:
-            ValueError: If the parameter lies on another mesh.
-        """
         return self._nodes, (Decoupled(), *self._inside(parameter))
 
     def set_arrival_order(self, order: Sequence[Sequence[Tensor]]) -> None:
         """The parameters in the order in which their updates arrive, those together that arrive together."""
         self._in_order = order
 
+    @override
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """As in :class:`Layout`."""
         wanted = set(parameters)
         groups = [[tensor for tensor in group if tensor in wanted] for group in self._in_order]
         known = {tensor for group in groups for tensor in group}

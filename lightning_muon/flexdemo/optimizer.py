@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import axis_group, host_group
@@ -45,17 +46,17 @@ _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 @takes_options(FlexDeMoConfig, REMOVED)
 class FlexDeMo(PlannedOptimizer):
-    """SGD, AdamW or Muon on momenta of which the nodes send each other only what moves fast.
+    """SGD, AdamW or Muon on momenta of which the nodes send each other only a few components.
 
-    With the gradient ``g``, the mean over the ranks of one node, every rank keeps for its shard the part of the
-    momentum that was not sent yet, its residual: ``residual <- decay * residual + g``, of which the replicator
-    takes components, for example the largest cosine coefficients of each 64 x 64 block; what is sent leaves the
-    residual; the merged components of all nodes, turned back, are the update that the base optimizer gets. Weights
-    stay equal on all nodes, bit for bit.
+    Every rank keeps for its shard a residual, the part of the momentum that was not sent yet. With the gradient ``g``,
+    the mean over the ranks of one node, a step computes ``residual <- decay * residual + g``. The replicator chooses
+    components of the residual, for example the largest cosine coefficients of each 64 x 64 block. They are sent to the
+    other nodes and subtracted from the residual. The average of what all nodes sent, transformed back, is the update
+    that the base optimizer applies. Weights stay equal on all nodes, bit for bit.
 
     Parameters are sharded inside of a node only (``fully_shard(module, mesh=mesh["shard"])``), and all nodes begin
     with equal weights. ``step()``, ``state_dict()`` and ``load_state_dict()`` are collective over ``mesh``; every rank
-    must call them. With one node nothing travels, and all of the gradient is the update.
+    must call them. With one node nothing is sent, and the update is the gradient.
 
     Example::
 
@@ -140,8 +141,8 @@ class FlexDeMo(PlannedOptimizer):
             self._existing_state.clear()  # That of a process alone.
         self._layout = self._own_layout()
 
+    @override
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
-        """As in :class:`~lightning_muon.ParallelMuon`, for a model that is sharded inside of a node."""
         if layout is not None:
             raise ValueError(
                 "FlexDeMo takes gradients that FSDP2 has averaged inside of a node; set sharding='fsdp', and "
@@ -152,7 +153,7 @@ class FlexDeMo(PlannedOptimizer):
 
     @property
     def has_momentum(self) -> bool:
-        """Not where nodes exchange their momenta."""
+        """Whether matrices keep a moving average of their gradients; not where nodes exchange their momenta."""
         return self.config.has_inner_momentum
 
     @property
@@ -175,10 +176,10 @@ class FlexDeMo(PlannedOptimizer):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Inside, parameters are equal on all nodes also where nodes train by themselves for a while; local.
+        """Inside, parameters are equal on all nodes: with DiLoCo they are those of the last average; local.
 
-        With DiLoCo they are those of the last average: what is to be saved or evaluated as the model. FSDP2 gathers
-        weights anew if the optimizer knows the module; else call ``reshard()`` on the model before and after.
+        They are the model that should be saved or evaluated. FSDP2 gathers weights anew if the optimizer knows the
+        module; else call ``reshard()`` on the model before and after.
         """
         with self._sync.common_weights(self._trained()):
             self._weights_have_changed()
@@ -198,7 +199,7 @@ class FlexDeMo(PlannedOptimizer):
         return head if config.base == "sgd" else f"{head}\n{super().summary()}"
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; what is on its way is waited for."""
+        """As in torch; waits for the exchanges that are on their way."""
         self._require_mesh()
         self._sync.finish_in_flight(self._existing_state)
         packed = super().state_dict()
@@ -207,7 +208,7 @@ class FlexDeMo(PlannedOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. What differs from node to node may come from another number of nodes; see the docs."""
+        """As in torch; the state may be that of another number of nodes (see docs/flexdemo.md)."""
         sync = self._sync
         self._abandon()
         # torch would round it to the dtype of the parameter.
@@ -234,7 +235,7 @@ class FlexDeMo(PlannedOptimizer):
             free_unsharded(self._module)
 
     def _abandon(self) -> None:
-        """Receive all that is on its way, so that it is not taken for something later, and forget the plan.
+        """Receive what is on its way, so that no later exchange gets it by mistake, and forget the plan.
 
         Collective over all ranks of all nodes; every rank must call it.
         """
@@ -252,12 +253,11 @@ class FlexDeMo(PlannedOptimizer):
         self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As in torch, with what this class adds."""
         self._sync.finish_in_flight(self._existing_state)
         return super().__getstate__() | {"config": self.config, "_checked": None, "_early_exchanges": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As in torch, which also loads a state by this."""
+        # torch's load_state_dict() calls this, too, with a state that has no config.
         if "config" in state:
             state = state | {"_sync": make_sync(state["config"], state["_mesh"])}
         super().__setstate__(state)
@@ -334,7 +334,7 @@ class FlexDeMo(PlannedOptimizer):
         return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; most options of FlexDeMo are the same for all groups."""
+        """As in torch; most options of FlexDeMo cannot differ between groups."""
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
             raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
         super().add_param_group(param_group)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 # Values that share a scale: the scale then costs 16 / 256 = 1/16 bit for each value of a long block.
 SCALED_TOGETHER = 256
@@ -44,20 +45,20 @@ class FloatFormat(ValueFormat):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
+    @override
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """``itemsize`` for each value."""
         return self.dtype.itemsize * num_blocks * num_sent
 
+    @override
     def pack(self, values: Tensor) -> Tensor:
-        """Rounded to nearest."""
         return as_bytes(values.to(self.dtype))
 
+    @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        """Exact."""
         return from_bytes(buffer, self.dtype).to(torch.float32).view(num_blocks, num_sent)
 
+    @override
     def rounded(self, values: Tensor) -> Tensor:
-        """The same without the detour over bytes."""
         return values.to(self.dtype).to(torch.float32)
 
 
@@ -67,10 +68,11 @@ class Int8Format(ValueFormat):
     The error of a value is at most half a scale, and for the largest of a row a whole one, since the scale is rounded.
     """
 
+    @override
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """One for each value, and the scales."""
         return num_blocks * (num_sent + _SCALE_BYTES * _num_rows(num_sent))
 
+    @override
     def pack(self, values: Tensor) -> Tensor:
         """First all scales, then all values."""
         scales = (_in_rows(values).abs().amax(2) / 127).to(torch.bfloat16)
@@ -79,8 +81,8 @@ class Int8Format(ValueFormat):
         integers = quotients.nan_to_num_(0.0, 127.0, -127.0).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([as_bytes(scales), as_bytes(integers)])
 
+    @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        """The product of the integers and the scales, in float32."""
         scales, integers = _split(buffer, num_blocks, num_sent)
         return from_bytes(integers, torch.int8).view(num_blocks, num_sent) * _of_values(scales, num_sent)
 
@@ -91,10 +93,11 @@ class SignFormat(ValueFormat):
     Of all numbers the mean is the scale with the least squared error.
     """
 
+    @override
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """One for eight values (of any blocks), and the scales."""
         return num_blocks * _SCALE_BYTES * _num_rows(num_sent) + -(-num_blocks * num_sent // 8)
 
+    @override
     def pack(self, values: Tensor) -> Tensor:
         """First all scales, then all signs."""
         num_sent = values.size(1)
@@ -103,8 +106,8 @@ class SignFormat(ValueFormat):
         scales = (_in_rows(values).abs().sum(2) / in_row).to(torch.bfloat16)
         return torch.cat([as_bytes(scales), _pack_bits((values >= 0).reshape(-1))])
 
+    @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        """The scales with the signs."""
         scales, packed = _split(buffer, num_blocks, num_sent)
         signs = _unpack_bits(packed, num_blocks * num_sent).view(num_blocks, num_sent)
         return signs.to(torch.float32).mul_(2).sub_(1).mul_(_of_values(scales, num_sent))

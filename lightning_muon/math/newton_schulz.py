@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from lightning_muon.config import AdjustLr
 
 Quintic = tuple[float, float, float]
 
@@ -21,7 +24,7 @@ _LEAST_PANELED = {"cpu": 512, "cuda": 4096}
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py); below 24 a batched product may add in another
 # order than a single one, and on a CPU what a matrix is batched with does not change its update. CUDA: chosen, since
 # launches dominate below 1024; not measured. There the bits may depend on the batch, so that ranks which repeat a
-# matrix must repeat its batch (optim/homes.py).
+# matrix must repeat its batch.
 _BATCHED = {"cpu": (32, 256), "cuda": (1, 1024)}
 
 
@@ -144,3 +147,18 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: flo
     """``beta * bias + alpha * left @ right`` for a matrix and for a batch of them."""
     product = torch.addmm if bias.ndim == 2 else torch.baddbmm
     product(bias, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr) -> float:
+    """Factor on the learning rate of a ``rows x cols`` matrix.
+
+    ``original``: ``sqrt(max(1, rows / cols))``, so that the update has the spectral norm of a change of the outputs
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+    ``match_rms_adamw``: ``0.2 * sqrt(max(rows, cols))``, so that the update has the root mean square of AdamW's
+    (Liu et al. 2025, arXiv:2502.16982, equation 4).
+    """
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / cols))
+    if adjust_lr_fn != "match_rms_adamw":
+        raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
+    return 0.2 * math.sqrt(max(rows, cols))

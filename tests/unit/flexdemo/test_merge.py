@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.flexdemo.merge import merge
+from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.flexdemo.replicator import Components
 from tests.support.atomics import NoAtomics
 
