@@ -36,8 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import MuonConfig, ParallelMuon
-from lightning_muon.math.newton_schulz import lr_scale
-from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize
+from lightning_muon.math.newton_schulz import lr_scale, newton_schulz_flops, orthogonalize
 from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
 from lightning_muon.schedule.assign import longest_first
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool
-from lightning_muon.math.newton_schulz import lr_scale
-from lightning_muon.math.newton_schulz import orthogonalize, worth_batching
+from lightning_muon.math.newton_schulz import lr_scale, orthogonalize, worth_batching
 from lightning_muon.optim.elementwise import adamw_step_, add_scaled_, number
 from lightning_muon.optim.executor import make_executor
 from lightning_muon.optim.parameters import Gradients, ParamGroup, States
