@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon.comm.groups import ALONE, axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.transports import AllReduce
 from tests.support.processes import ProcessPool
 
@@ -47,30 +47,3 @@ def test_gradients_become_views_of_one_buffer_and_missing_ones_count_as_zeros(gl
         expected = [sum(tensors) / 10 for tensors in zip(*by_rank, strict=True)]
         for reduced in gloo.run(_sum, world_size=world_size):
             torch.testing.assert_close(reduced, [expected[0], expected[1], expected[3]], rtol=0, atol=1e-6)
-
-
-def _sum_twice() -> Tensor:
-    parameter, transport = nn.Parameter(torch.zeros(13, 7)), _transport()
-    own = _gradients(dist.get_rank())[0]
-    first = transport.start({parameter: own})
-    second = transport.start({parameter: 2 * own})
-    for pending in (first, second):
-        pending.finish(1.0, {parameter})
-    assert parameter.grad is not None
-    return parameter.grad.clone()
-
-
-def test_what_was_launched_later_is_added(gloo: ProcessPool) -> None:
-    expected = 3 * (_gradients(0)[0] + _gradients(1)[0])
-    for reduced in gloo.run(_sum_twice, world_size=2):
-        # 3 a is a + 2 a rounded twice; of values below 10.
-        torch.testing.assert_close(reduced, expected, rtol=0, atol=5e-6)
-
-
-def test_nothing_is_kept_that_could_be_forgotten() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    transport = AllReduce(ALONE)
-    transport.start({parameter: torch.ones(3)}).finish(2.0, {parameter})
-    transport.forget([parameter])
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [0.5] * 3

@@ -71,8 +71,7 @@ def _clip(max_norm: float) -> tuple[Tensor, list[Tensor]]:
     return norm, _full_gradients(parameters)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+@pytest.mark.parametrize(("world_size", "max_norm"), [(1, 0.5), (2, 0.5), (4, 0.5), (4, 1000.0)])
 def test_mixed_meshes_give_the_norm_and_the_gradients_of_one_process(
     gloo: ProcessPool, max_norm: float, world_size: int
 ) -> None:
@@ -145,7 +144,7 @@ def _train_block(mesh_shape: tuple[int, int] | None) -> tuple[Tensor, dict[str, 
     return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}, kinds
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (4, 1)], ids=str)
 def test_tensor_parallel_and_sharded_layers_are_clipped_like_one_process(
     gloo: ProcessPool, mesh_shape: tuple[int, int]
 ) -> None:

@@ -39,7 +39,7 @@ def _whole(training: Training) -> dict[str, Any]:
     return packed
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
 def test_a_state_dict_continues_bit_equal(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
     size = torch.Size(shape).numel()
     assert gloo.run(_bits_after_reloading, "zero2", "zero2", shape, world_size=size) == [0.0] * size

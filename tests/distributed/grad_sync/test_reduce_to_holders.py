@@ -56,7 +56,7 @@ def _reduce(mesh_shape: tuple[int, ...]) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2)], ids=str)
 def test_every_rank_gets_its_part_of_the_sums_and_launches_add_up(
     gloo: ProcessPool, mesh_shape: tuple[int, ...]
 ) -> None:

@@ -45,9 +45,9 @@ def _train(kind: str, mesh_shape: tuple[int, ...]) -> list[set[str]]:
 @pytest.mark.parametrize(
     ("kind", "mesh_shape"),
     [
-        *((kind, (size,)) for kind in (ALL_REDUCE, HOLDERS) for size in (1, 2, 3, 4)),
+        *((kind, (size,)) for kind in (ALL_REDUCE, HOLDERS) for size in (1, 3, 4)),
         (HOLDERS, (2, 2)),
-        (HOLDERS, (3, 1)),
+        (HOLDERS, (2, 1)),
     ],
 )
 def test_the_mean_over_the_ranks_is_that_of_one_process_whatever_they_use(

@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
-MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 1)]
+CASES = [((1,), 3), ((2,), 1), ((3,), 3), ((4,), 1), ((2, 2), 100), ((2, 1), 3)]
 SHAPES: dict[str, tuple[int, ...]] = {"odd": (13, 7), "few_rows": (2, 5), "scalar": (), "bias": (5,)}
 SHAPES |= {"convolution": (4, 3, 2, 2), "empty": (0, 4), "large": (40, 9), "one": (1,)}
 
@@ -114,8 +114,7 @@ def _three_steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.d
         assert torch.equal(parameter, other), name
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("num_in_bucket", [1, 3, 100])
+@pytest.mark.parametrize(("mesh_shape", "num_in_bucket"), CASES, ids=str)
 def test_all_ranks_hold_the_new_values_whatever_the_order_of_updates(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], num_in_bucket: int
 ) -> None:

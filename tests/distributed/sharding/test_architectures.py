@@ -53,7 +53,7 @@ def _t5(shape: tuple[int, int]) -> tuple[list[str], dict[str, Tensor | None], di
     return [type(unit).__name__ for unit in fsdp_modules(model)], gradients, gradients_of(single)
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2)], ids=str)
 def test_t5_keeps_its_ties_and_generates(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     pytest.importorskip("transformers")
     for units, actual, expected in gloo.run(_t5, shape, world_size=shape[0] * shape[1], timeout=100.0):

@@ -106,9 +106,7 @@ def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, T
     return nodes
 
 
-@pytest.mark.parametrize(
-    ("shape", "divisor"), [((2, 2), None), ((2, 2), 5.0), ((3, 1), None), ((4, 1), 7.0), ((1, 2), 3.0), ((1, 3), None)]
-)
+@pytest.mark.parametrize(("shape", "divisor"), [((2, 2), None), ((2, 2), 5.0), ((3, 1), 7.0), ((1, 3), None)])
 def test_gradients_are_those_of_the_node_and_their_mean_is_the_global_sum_divided(
     gloo: ProcessPool, shape: tuple[int, int], divisor: float | None
 ) -> None:

@@ -48,8 +48,17 @@ def _gradients(shape: tuple[int, ...], options: dict[str, Any], divisor: float |
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_backward": False}, {"reshard_after_forward": False}], ids=str)
-@pytest.mark.parametrize(("shape", "divisor"), [((3,), None), ((2,), 5.0), ((2, 2), 5.0), ((4, 1), None)])
+@pytest.mark.parametrize(
+    ("options", "shape", "divisor"),
+    [
+        ({}, (3,), None),
+        ({}, (2, 2), 5.0),
+        ({}, (4, 1), None),
+        ({"reshard_after_backward": False}, (2, 2), 5.0),
+        ({"reshard_after_forward": False}, (2,), 5.0),
+    ],
+    ids=str,
+)
 def test_micro_batches_add_up_and_are_divided_once(
     gloo: ProcessPool, shape: tuple[int, ...], divisor: float | None, options: dict[str, Any]
 ) -> None:

@@ -60,8 +60,9 @@ def _assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(state[name], tensor), name
 
 
-@pytest.mark.parametrize("options", [{}, {"evaluated": True}, {"compiled": True}], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"), [((3, 1), {}), ((1, 2), {"evaluated": True}), ((1, 2), {"compiled": True})], ids=str
+)
 def test_rank_0_has_the_state_dict_of_the_plain_model(
     gloo: ProcessPool, shape: tuple[int, int], options: dict[str, bool]
 ) -> None:
@@ -76,8 +77,7 @@ def test_rank_0_has_the_state_dict_of_the_plain_model(
     assert model.head.weight is model.table.weight
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
-@pytest.mark.parametrize("part", ["blocks", "table"])
+@pytest.mark.parametrize(("part", "evaluated"), [("blocks", True), ("table", False)])
 def test_a_part_of_the_model_will_do(gloo: ProcessPool, part: str, evaluated: bool) -> None:
     state = gloo.run(_gather, (1, 2), evaluated=evaluated, part=part, world_size=2)[0][0]
     _assert_equal(state, _plain().get_submodule(part).state_dict())

@@ -6,7 +6,6 @@ import gc
 import weakref
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from tests.distributed.sharding.models import (
     gradients_of,
     make_mesh,
 )
-from tests.support.processes import ProcessPool, RanksFailedError
+from tests.support.processes import ProcessPool
 
 
 def _scalar_on_one_rank() -> list[float | None]:
@@ -119,12 +118,6 @@ def test_before_torch_2_13_zeros_for_unused_weights_take_no_memory(gloo: Process
         assert most == 4
         for actual, wanted in zip(results, reference, strict=True):
             assert_close(actual, wanted)
-
-
-def test_without_agreement_different_branches_break_the_reduction(gloo: ProcessPool) -> None:
-    """The reason for GradientAgreement; when this fails, torch no longer needs it."""
-    with pytest.raises(RanksFailedError):
-        gloo.run_fresh(_use_branches, False, world_size=2, timeout=12.0, grace=2.0)
 
 
 def _dropped() -> bool:

@@ -37,9 +37,11 @@ RUNS = {
 }
 # fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_gradients.py.
 CASES = [
-    (mode, shape, name) for mode in ("zero2", "ddp") for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in RUNS
-] + [
-    ("fsdp", shape, name) for shape in ((1,), (2,), (3,), (4,), (2, 2)) for name in ("plain", "accumulated", "clipped")
+    *(("zero2", shape, name) for shape in ((1,), (2,), (4,), (2, 2)) for name in ("plain", list(RUNS)[-1])),
+    *(("ddp", shape, name) for shape in ((1,), (2, 2)) for name in ("plain", list(RUNS)[-1])),
+    *((mode, (3,), name) for mode in ("zero2", "ddp") for name in RUNS),
+    *(("fsdp", shape, name) for shape in ((3,), (2, 2)) for name in ("plain", "accumulated", "clipped")),
+    *(("fsdp", shape, "clipped") for shape in ((1,), (4,))),
 ]
 
 
@@ -120,8 +122,9 @@ def _lose(net: OddNet, optimizer: ParallelMuon, how: str) -> None:
         optimizer.state.pop(net.scale)
 
 
-@pytest.mark.parametrize("how", ["all", "keys", "some"])
-@pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
+@pytest.mark.parametrize(
+    ("mode", "how"), [("fsdp", "all"), ("fsdp", "keys"), ("fsdp", "some"), ("zero2", "some"), ("ddp", "some")]
+)
 def test_state_that_is_lost_on_any_rank_begins_with_zeros_on_all(gloo: ProcessPool, mode: str, how: str) -> None:
     """Also that of 0-d parameters, of which each rank has a copy."""
     expected = _lose_alone(how)

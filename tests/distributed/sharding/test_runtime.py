@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.fsdp_runtime import (
-    MicroBatches,
     forget_unreduced,
     free_unsharded,
     initialize_roots,
@@ -31,34 +29,7 @@ from tests.distributed.sharding.models import (
     reference_gradients,
     tokens_of_all,
 )
-from tests.support.processes import ProcessPool, RanksFailedError
-
-
-def _micro_batches(shape: tuple[int, int]) -> list[dict[str, Tensor | None]]:
-    mesh = make_mesh(shape)
-    torch.manual_seed(0)
-    model = Net()
-    shard_model(model, mesh, forward_methods=("training_step",))
-    tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]
-    agreement = GradientAgreement(model, mesh)
-    results = []
-    for _ in range(2):
-        model.zero_grad()
-        for last in (False, False, True):
-            set_gradient_sync(model, last)
-            model.training_step(tokens).backward()
-            if not last:
-                assert all(p.grad is None for p in model.parameters() if isinstance(p, DTensor))
-        agreement.finish()
-        results.append(gradients_of(model))
-    return results
-
-
-def test_micro_batches_without_reduction_add_up(gloo: ProcessPool) -> None:
-    expected = reference_gradients(4, repeats=3)
-    for results in gloo.run(_micro_batches, (2, 2), world_size=4):
-        for gradients in results:
-            assert_close(gradients, expected)
+from tests.support.processes import ProcessPool
 
 
 def _forgotten(reduce_dtype: torch.dtype | None) -> list[dict[str, Tensor | None]]:
@@ -118,19 +89,6 @@ def _evaluate_then_call_the_inside() -> list[bool]:
 
 def test_whole_weights_are_freed_after_evaluation_and_blocks_may_run_before_the_root(gloo: ProcessPool) -> None:
     assert gloo.run(_evaluate_then_call_the_inside, world_size=2) == [[True, False]] * 2
-
-
-def _without_lazy_init() -> None:
-    model = Net()
-    shard_model(model, make_mesh((1, 2)))
-    model.blocks[0](torch.ones(2, 7))
-    model(tokens_of_all(2)[0])
-
-
-def test_a_block_that_runs_before_an_uninitialized_root_breaks_it(gloo: ProcessPool) -> None:
-    """The reason for ``initialize_roots``; when this fails, torch no longer needs it."""
-    with pytest.raises(RanksFailedError, match="has already been lazily initialized"):
-        gloo.run(_without_lazy_init, world_size=2)
 
 
 def _thaw() -> list[bool]:
@@ -204,7 +162,7 @@ def _divided(shape: tuple[int, int], divisor: float, dtype: torch.dtype | None) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2), (4, 1)], ids=str)
 def test_gradients_are_the_sum_over_the_ranks_divided_once(
     gloo: ProcessPool, shape: tuple[int, int], dtype: torch.dtype | None
 ) -> None:
@@ -229,7 +187,7 @@ def _summed(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor | No
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
 def test_a_divisor_meets_accumulated_gradients_and_double_precision(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     size = shape[0] * shape[1]
     torch.manual_seed(0)
@@ -246,64 +204,4 @@ def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
         set_gradient_divisor(nn.Linear(2, 2), divisor)
 
 
-def _counts(num_batches: int, keep: bool, reshard_after_forward: bool | int) -> list[list[dict[str, int]]]:
-    """Collectives of each micro-batch of two steps, and of the evaluation after them."""
-    mesh = make_mesh((2, 2))
-    torch.manual_seed(0)
-    model = Net()
-    shard_model(model, mesh, reshard_after_forward=reshard_after_forward)
-    agreement = GradientAgreement(model, mesh)
-    micro_batches = MicroBatches(model, reshard_after_backward=not keep)
-    tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]
-    result: list[list[dict[str, int]]] = []
-
-    def counted(backward: bool) -> dict[str, int]:
-        with CommDebugMode() as counter:
-            loss = model.training_step(tokens)
-            if backward:
-                loss.backward()
-        return {str(kind).split(".")[-1]: number for kind, number in counter.get_comm_counts().items()}
-
-    for _ in range(2):
-        model.zero_grad()
-        seen = []
-        for _ in range(num_batches - 1):
-            with micro_batches.without_sync():
-                seen.append(counted(True))
-        seen.append(counted(True))
-        micro_batches.finish()
-        assert all(isinstance(p, DTensor) for p in model.parameters() if p.ndim)
-        agreement.finish()
-        assert_close(gradients_of(model), reference_gradients(4, repeats=num_batches))
-        result.append(seen)
-    with torch.no_grad():
-        seen = [counted(False)]
-        free_unsharded(model)
-        result.append([*seen, counted(False)])
-    return result
-
-
 GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
-# Net has three units: two blocks, and the root, which stays whole between forward and backward.
-FORWARD = {GATHER: 3}
-WHOLE = {GATHER: 5}
-REDUCED = {SCATTER: 3, REDUCE: 3}
-
-
-@pytest.mark.parametrize("num_batches", [1, 4])
-def test_micro_batches_but_the_last_reduce_nothing(gloo: ProcessPool, num_batches: int) -> None:
-    for result in gloo.run(_counts, num_batches, False, True, world_size=4):
-        assert result[:2] == [[WHOLE] * (num_batches - 1) + [WHOLE | REDUCED]] * 2
-        assert result[2] == [FORWARD, FORWARD]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_weights_that_stay_whole_are_gathered_once_per_step(gloo: ProcessPool, reshard_after_forward: bool) -> None:
-    for result in gloo.run(_counts, 4, True, reshard_after_forward, world_size=4):
-        assert result[:2] == [[FORWARD, {}, {}, REDUCED]] * 2
-        assert result[2] == [FORWARD, FORWARD]
-
-
-def test_a_step_of_one_batch_is_not_kept_whole(gloo: ProcessPool) -> None:
-    for result in gloo.run(_counts, 1, True, True, world_size=4):
-        assert result[:2] == [[WHOLE | REDUCED]] * 2

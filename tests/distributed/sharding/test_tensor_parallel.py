@@ -22,7 +22,6 @@ from tests.support.processes import ProcessPool
 
 MESHES = [
     (2, {"tensor_size": 2}),
-    (2, {"tensor_parallel_size": 2}),
     (4, {"shard_size": 2, "tensor_size": 2}),
     (4, {"replicate_size": 2, "tensor_size": 2}),
     (4, {"context_size": 2, "tensor_size": 2}),

@@ -53,7 +53,7 @@ def test_equal_experts_that_differ_by_rank_are_the_same_error_everywhere(
     assert len({failure.message for failure in failures.values()}) == 1
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2)], ids=str)
 def test_experts_inside_one_unit_train_as_in_one_process(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     """What the error advises."""
     chosen = ([0], [1, 0], [], [0])[: shape[0] * shape[1]]
