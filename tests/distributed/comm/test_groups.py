@@ -1,13 +1,15 @@
-"""Process groups: their names, who makes them, and who gets them next."""
+"""Process groups over axes of a mesh, private ones, and those along nodes."""
 
 from __future__ import annotations
 
 import datetime
 import gc
+import os
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import FlexDeMo, Full, ParallelMuon
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_messages
-from lightning_muon.comm.groups import AxisGroup, PrivateGroups, axis_group, backends, host_group, require_backend
+from lightning_muon.comm.groups import (
+    ALONE,
+    AxisGroup,
+    PrivateGroups,
+    axis_group,
+    backends,
+    host_group,
+    make_hops,
+    nodes_of,
+    require_backend,
+)
 from lightning_muon.sharding.shard_model import shard_model
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool
@@ -216,3 +228,99 @@ def test_offloading_needs_a_backend_for_the_host(gloo: ProcessPool, prepare: Cal
     gloo.expect_error_on_all_ranks(
         prepare, "cuda:gloo", match=r"CPUOffloadPolicy.*process_group_backend='cpu:gloo,cuda:gloo'", world_size=2
     )
+
+
+def _sum_over(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, tuple[tuple[int, ...], ...]]:
+    mesh = init_device_mesh("cpu", shape)
+    found = axis_group(mesh, axes)
+    total = torch.tensor(dist.get_rank())
+    if found.group is not None:
+        dist.all_reduce(total, group=found.group)
+    assert found.coordinates[found.rank] == tuple(mesh.get_coordinate())  # type: ignore[arg-type]
+    return int(total), found.size, found.coordinates
+
+
+@pytest.mark.parametrize(
+    ("axes", "sums"), [((0,), [2, 4, 2, 4]), ((1,), [1, 1, 5, 5]), ((0, 1), [6] * 4)], ids=["rows", "columns", "all"]
+)
+def test_a_group_spans_its_axes_only(gloo: ProcessPool, axes: tuple[int, ...], sums: list[int]) -> None:
+    assert [total for total, _, _ in gloo.run(_sum_over, (2, 2), axes)] == sums
+
+
+def test_an_axis_of_one_rank_needs_no_group(gloo: ProcessPool) -> None:
+    results = gloo.run(_sum_over, (2, 1), (1,), world_size=2)
+    assert [(total, size) for total, size, _ in results] == [(0, 1), (1, 1)]
+
+
+def _seconds_until_a_collective_gives_up() -> float:
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
+    (group,) = PrivateGroups().of([axis_group(init_device_mesh("cpu", (2,)), (0,))])
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=group.group)
+    return time.monotonic() - begin
+
+
+def test_own_groups_wait_no_longer_than_the_default_group(gloo: ProcessPool) -> None:
+    assert gloo.run_fresh(_seconds_until_a_collective_gives_up, world_size=2)[0] < 30.0
+
+
+def _sum_over_half() -> int:
+    """A mesh that is only a part of the world, in another order than the ranks."""
+    even, odd = (DeviceMesh("cpu", [[last], [first]]) for first, last in ((0, 2), (1, 3)))
+    other = even if dist.get_rank() in (0, 2) else odd
+    found = axis_group(other, (0, 1))
+    values = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(values, torch.tensor([dist.get_rank()]), group=found.group)
+    assert [int(other.mesh[coordinate]) for coordinate in found.coordinates] == [int(value) for value in values]
+    return int(sum(values))
+
+
+def test_a_mesh_on_a_part_of_the_world_has_its_own_group(gloo: ProcessPool) -> None:
+    assert gloo.run(_sum_over_half) == [2, 4, 2, 4]
+
+
+def _private_groups() -> tuple[bool, bool, bool]:
+    axes = axis_group(init_device_mesh("cpu", (dist.get_world_size(),)), (0,))
+    mine, others = PrivateGroups(), PrivateGroups()
+    first, second = mine.of([axes, axes])
+    (other,) = others.of([axes])
+    again, _ = mine.of([axes, axes])
+    groups = [axes.group, first.group, second.group, other.group]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    return len(set(groups)) == 4, again.group is first.group, first.coordinates == axes.coordinates
+
+
+def test_every_optimizer_has_groups_of_its_own_and_keeps_them(gloo: ProcessPool) -> None:
+    assert gloo.run(_private_groups, world_size=2) == [(True, True, True)] * 2
+
+
+def _nodes() -> tuple[list[int], list[int]]:
+    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
+    with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() % 2}"):
+        by_name = nodes_of(group)
+    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() // 2)):
+        return by_name, nodes_of(group)
+
+
+def test_host_names_and_the_agents_of_torchrun_tell_nodes_apart_on_all_ranks(gloo: ProcessPool) -> None:
+    assert gloo.run(_nodes) == [([0, 1, 0, 1], [0, 0, 2, 2])] * 4
+    assert nodes_of(ALONE) == [0]
+
+
+def _hops() -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
+    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
+    hops = make_hops(group, [[0, 2], [1, 3]])
+    again = make_hops(group, [[0, 2], [1, 3]])
+    assert all(one.group.group is not other.group.group for one, other in zip(hops, again, strict=True))
+    assert all(hop.group.group is not None and hop.group.rank == hop.group.group.rank() for hop in hops)
+    return [(dist.get_process_group_ranks(hop.group.group), hop.parts) for hop in hops]
+
+
+def test_a_rank_adds_up_inside_its_node_what_the_ranks_of_its_place_hold_and_then_its_own(gloo: ProcessPool) -> None:
+    first, second, *_ = gloo.run(_hops)
+    # What stays on the node comes last.
+    assert first == [([0, 2], ((1, 0), (3, 2))), ([0, 1], ((0,), (1,)))]
+    assert second == [([1, 3], ((0, 1), (2, 3))), ([0, 1], ((0,), (1,)))]

@@ -1,4 +1,4 @@
-"""Every mode gives the weights of one process with the whole batch."""
+"""Every mode trains like one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import (
     OddNet,
     Run,
@@ -35,7 +37,7 @@ RUNS = {
     "clipped": Run(max_norm=0.3),
     "branches that differ by rank": Run(branch_of=branch_by_rank, accumulate=2, max_norm=0.5),
 }
-# fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_gradients.py.
+# fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_fsdp.py.
 CASES = [
     *(("zero2", shape, name) for shape in ((1,), (2,), (4,), (2, 2)) for name in ("plain", list(RUNS)[-1])),
     *(("ddp", shape, name) for shape in ((1,), (2, 2)) for name in ("plain", list(RUNS)[-1])),
@@ -157,3 +159,32 @@ def _train_with_a_default_device(mode: str) -> bool:
 @pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
 def test_the_default_device_does_not_matter(gloo: ProcessPool, mode: str) -> None:
     assert gloo.run(_train_with_a_default_device, mode, world_size=2, timeout=30) == [True, True]
+
+
+def _gradients(name: str, divisor: float | None) -> dict[str, Tensor | None]:
+    net = model()
+    mode = make_mode(name, mesh_of((dist.get_world_size(),)), ModeOptions(bucket_bytes=600))
+    mode.prepare(net)
+    mode.attach(net, [torch.optim.SGD(net.parameters(), lr=0.1)])
+    mode.set_gradient_divisor(divisor)
+    loss(net, Run(), 0, 0, dist.get_rank()).backward()
+    mode.finish_gradients()
+    mode.close()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "size"), [("ddp", 3), ("none", 1)])
+@pytest.mark.parametrize("divisor", [None, 7.0])
+def test_any_optimizer_finds_the_sum_divided_as_it_was_asked(
+    gloo: ProcessPool, name: str, size: int, divisor: float | None
+) -> None:
+    net = model()
+    for rank in range(size):
+        (loss(net, Run(), 0, 0, rank) / (divisor or size)).backward()
+    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for found in gloo.run(_gradients, name, divisor, world_size=size):
+        for key, gradient in expected.items():
+            if gradient is None:
+                assert found[key] is None, "what nobody has computed would still decay the weight"
+            else:
+                torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Rates that are fitted to measured durations."""
+"""Measured cost models, and measured steps beside predicted ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.monitor.calibrate import calibrate, fit_compute, fit_line, fit_steps, sample_matrices
+from lightning_muon.monitor.calibrate import (
+    Comparison,
+    calibrate,
+    compare,
+    fit_compute,
+    fit_line,
+    fit_steps,
+    make_optimizer,
+    matrix_shapes,
+    sample_matrices,
+)
 from lightning_muon.monitor.timeline import Recording
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, TRANSFER, UPDATE, Op
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, simulate
 from tests.support.processes import ProcessPool
 
@@ -93,3 +107,90 @@ def test_nothing_to_measure_and_uneven_replicas_are_refused() -> None:
         calibrate([], num_ranks=2)
     with pytest.raises(ValueError, match="3 ranks cannot be divided into 2 replicas"):
         calibrate([(4, 4)], num_ranks=3, num_replicas=2)
+
+
+MODEL = ModelShapes(
+    name="small",
+    source="",
+    parameters=(
+        *(ParameterShape(name=f"w{i}", shape=(48, 32), kind="matrix") for i in range(5)),
+        ParameterShape(name="qkv", shape=(60, 20), kind="matrix", splits=(20, 20, 20)),
+        ParameterShape(name="experts", shape=(2, 8, 4), kind="stack"),
+        ParameterShape(name="bias", shape=(48,), kind="elementwise"),
+        ParameterShape(name="frozen", shape=(48, 48), kind="matrix", frozen=True),
+    ),
+)
+
+
+def test_every_logical_matrix_that_is_trained_counts() -> None:
+    assert matrix_shapes(MODEL) == [(48, 32)] * 5 + [(20, 20)] * 3 + [(8, 4)] * 2
+
+
+def _compare() -> list[Comparison]:
+    options = [{"overlap": "off", "chunk_bytes": 4096}, {"overlap": "step", "chunk_bytes": 4096}]
+    return compare(MODEL, num_replicas=1, num_steps=2, options=options)
+
+
+def test_the_same_ops_are_measured_and_predicted(gloo: ProcessPool) -> None:
+    for comparison in gloo.run(_compare, world_size=2)[0]:
+        measured, predicted = comparison.recording.timeline, comparison.predicted
+        assert len(comparison.measured_seconds) == 2
+        assert comparison.measured == min(comparison.measured_seconds) == measured.makespan
+        assert comparison.ratio == pytest.approx(predicted.makespan / measured.makespan)
+        assert comparison.ratio > 0
+        for rank in (0, 1):
+            names = [span.op.name for span in measured.spans[rank]]
+            assert names == [span.op.name for span in predicted.spans[rank]]
+
+
+MIXED = ModelShapes(
+    name="mixed",
+    source="",
+    parameters=(
+        ParameterShape(name="a", shape=(5, 3), kind="matrix"),
+        ParameterShape(name="qkv", shape=(6, 2), kind="matrix", splits=(2, 2, 2)),
+        ParameterShape(name="experts", shape=(3, 4, 2), kind="stack", shard_dim=1),
+        ParameterShape(name="norm", shape=(3,), kind="elementwise"),
+        ParameterShape(name="frozen", shape=(9, 9), kind="matrix", frozen=True),
+    ),
+)
+
+
+def _make(num_replicas: int) -> dict[str, object]:
+    optimizer = make_optimizer(MIXED, num_replicas=num_replicas)
+    muon, adamw = optimizer.param_groups
+    before = [parameter.full_tensor().clone() for parameter in muon["params"]]
+    optimizer.step()
+    return {
+        "names": [route.name for route in optimizer.routes],
+        "algorithms": [route.algorithm for route in optimizer.routes],
+        "splits": optimizer.routes[1].splits,
+        "shapes": [tuple(parameter.shape) for parameter in (*muon["params"], *adamw["params"])],
+        "placements": [parameter.placements for parameter in muon["params"]],
+        "weights": before,
+        "moved": [not torch.equal(b, p.full_tensor()) for b, p in zip(before, muon["params"], strict=True)],
+    }
+
+
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
+def test_the_weights_have_the_shapes_and_placements_asked_for(
+    gloo: ProcessPool, world_size: int, num_replicas: int
+) -> None:
+    results = gloo.run(_make, num_replicas, world_size=world_size)
+    first = results[0]
+    assert first["names"] == ["a", "qkv", "experts", "norm"]
+    assert first["algorithms"] == ["muon", "muon", "muon", "adamw"]
+    assert first["splits"] == (2, 2, 2)
+    assert first["shapes"] == [(5, 3), (6, 2), (3, 4, 2), (3,)]
+    assert first["placements"] == [(Replicate(), Shard(0)), (Replicate(), Shard(0)), (Replicate(), Shard(1))]
+    assert all(first["moved"])
+    for result in results:
+        assert all(map(torch.equal, result["weights"], first["weights"])), "replicas hold equal weights"
+
+
+def _uneven() -> None:
+    make_optimizer(MIXED, num_replicas=dist.get_world_size() + 1)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_uneven, match="2 ranks cannot be divided into 3 replicas", world_size=2)

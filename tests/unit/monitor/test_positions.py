@@ -1,10 +1,14 @@
-"""What the positions of ranks prove, and what they do not."""
+"""What positions of ranks prove, and whether a process is gone."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.monitor.positions import Position, find_mismatch, waiting_place
+from lightning_muon.monitor.positions import Position, ProcessIdentity, _state_and_start, find_mismatch, waiting_place
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 
 A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
@@ -130,3 +134,32 @@ def test_a_group_that_is_being_made_has_no_name_to_wait_in(monkeypatch: pytest.M
         assert waiting_place(7) == (dist.group.WORLD.group_name, id(Frame))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_running_process_is_not_gone_and_travels_as_text() -> None:
+    own = ProcessIdentity.current()
+    assert own.pid == os.getpid()
+    assert own.is_on_this_host and not own.is_gone()
+    assert ProcessIdentity.from_text(own.to_text()) == own
+
+
+def test_a_killed_process_is_gone_before_its_parent_has_looked() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    identity = replace(ProcessIdentity.current(), pid=child.pid, start=_state_and_start(child.pid)[1])
+    os.kill(child.pid, signal.SIGSTOP)
+    assert not identity.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert identity.is_gone()
+    child.wait()
+    assert identity.is_gone()
+
+
+def test_another_process_of_the_same_number_is_another_one() -> None:
+    assert replace(ProcessIdentity.current(), start="1").is_gone()
+
+
+def test_processes_of_other_hosts_cannot_be_seen() -> None:
+    assert not replace(ProcessIdentity.current(), host="another/pid:[1]").is_on_this_host
+    assert not ProcessIdentity("", 7, "").is_on_this_host
+    assert ProcessIdentity.from_text(ProcessIdentity("", 7, "").to_text()) == ProcessIdentity("", 7, "")

@@ -1,8 +1,16 @@
-import pytest
+"""The modes by name, what optimizers they take, and the mode of a single process."""
 
-from lightning_muon import ParallelMuonStrategy
-from lightning_muon.sharding.mode import ShardingMode
-from lightning_muon.sharding.modes import MODES, SingleProcess, check_mode
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_muon import ParallelMuon, ParallelMuonStrategy
+from lightning_muon.params.layout import TensorLayout
+from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.modes import MODES, SingleProcess, check_mode, make_mode
+from tests.support.processes import ProcessPool
 
 
 def test_every_mode_has_the_name_that_users_call_it() -> None:
@@ -29,3 +37,55 @@ def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
     check_mode("zero2")
     with pytest.raises(ValueError, match=r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'"):
         check_mode("zero3")
+
+
+def test_only_optimizers_that_can_be_attached_are() -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    ours, theirs = ParallelMuon(net[0].parameters()), torch.optim.SGD(net[1].parameters(), momentum=0.9)
+    assert isinstance(ours, Attachable) and not isinstance(theirs, Attachable)
+    attach_optimizers(net, [ours, theirs], TensorLayout())
+    assert [route.name for route in ours.routes] == ["0.weight", "0.bias"]
+    assert len(ours.state) == 2 and not theirs.state
+
+
+def _gradient(divisor: float | None) -> float:
+    net = nn.Linear(1, 1, bias=False)
+    mode = make_mode("none", init_device_mesh("cpu", (1,)), ModeOptions())
+    mode.prepare(net)
+    mode.attach(net, [torch.optim.SGD(net.parameters())])
+    mode.set_gradient_divisor(divisor)
+    with mode.no_sync():
+        net(torch.ones(1, 1)).sum().backward()
+    net(torch.ones(1, 1)).sum().backward()
+    mode.finish_gradients()
+    mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
+    assert net.weight.grad is not None
+    return net.weight.grad.item()
+
+
+def test_one_process_divides_by_what_it_is_told(gloo: ProcessPool) -> None:
+    assert gloo.run(_gradient, None, world_size=1) == [2.0]
+    assert gloo.run(_gradient, 8.0, world_size=1) == [0.25]
+
+
+def _added() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    mode = make_mode("none", init_device_mesh("cpu", (1,)), ModeOptions())
+    mode.attach(net, [])
+    mode.set_gradient_divisor(3.0)
+    for _ in range(2):
+        net(torch.ones(1, 1)).sum().backward()
+        mode.finish_gradients()
+
+
+def test_a_pass_that_adds_to_divided_gradients_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_added, world_size=1, match="zero_grad")
+
+
+def _two() -> None:
+    make_mode("none", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions()).prepare(nn.Linear(1, 1))
+
+
+def test_several_ranks_are_an_error(gloo: ProcessPool) -> None:
+    gloo.run(_two, world_size=1)
+    gloo.expect_error_on_all_ranks(_two, world_size=2, match="there are 2 data-parallel ranks")

@@ -1,17 +1,26 @@
-"""Whole weights of sharded models, compared with the state dict of the plain ones: exactly, for nothing is computed."""
+"""Weights of all ranks: equal at the start, whole on demand."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_muon
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import full_state_dict
-from tests.distributed.sharding.models import Net, make_mesh, tokens_of_all
+from lightning_muon.sharding.weights import full_state_dict, names_of, replicate_model
+from tests.distributed.sharding.models import (
+    Net,
+    full,
+    make_mesh,
+    tokens_of_all,
+)
+from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
 
@@ -98,3 +107,87 @@ def _plain_in_a_group() -> list[str]:
 
 def test_a_plain_module_of_several_ranks_gives_it_on_rank_0(gloo: ProcessPool) -> None:
     assert gloo.run(_plain_in_a_group, world_size=2) == [["weight", "bias"], []]
+
+
+def _replicas_of_user_shards() -> Tensor:
+    mesh = make_mesh((2, 2))
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    fully_shard(model[0], mesh=mesh)
+    shard_model(model, mesh)
+    return model[0].weight.to_local().clone()
+
+
+def test_replicas_of_user_shards_become_equal(gloo: ProcessPool) -> None:
+    shards = gloo.run(_replicas_of_user_shards, world_size=4)
+    assert torch.equal(shards[0], shards[2])
+    assert torch.equal(shards[1], shards[3])
+    assert not torch.equal(shards[0], shards[1][: shards[0].shape[0]])
+
+
+def _unusual() -> dict[str, Any]:
+    mesh = make_mesh((1, 2))
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(5), nn.Flatten())
+    model.register_buffer("phase", torch.rand(3).to(torch.complex64))
+    model.register_buffer("mask", torch.rand(5) > 0.5)
+    shard_model(model, mesh)
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_strided_weights_and_buffers_of_any_dtype_are_broadcast(gloo: ProcessPool) -> None:
+    first, second = gloo.run(_unusual, world_size=2)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _replicated() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(3))
+    net[1].running_mean.normal_()
+    replicate_model(net, mesh_of((1, dist.get_world_size())), "ddp")
+    assert all(parameter.is_contiguous() for parameter in net.parameters())
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_weights_and_buffers_are_those_of_the_first_rank(gloo: ProcessPool) -> None:
+    first, *others = gloo.run(_replicated, world_size=3)
+    torch.manual_seed(0)
+    assert torch.equal(first["0.weight"], nn.Conv2d(2, 3, 2).weight)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def _sharded_already() -> None:
+    mesh = mesh_of((dist.get_world_size(),))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net[1], mesh=mesh)
+    replicate_model(net, mesh, "ddp")
+
+
+def test_weights_that_are_shards_already_are_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_sharded_already, world_size=2, match=r"1\.weight \(4, 4\) is a DTensor already")
+
+
+def _different() -> None:
+    net = nn.Linear(4, 4 + dist.get_rank())
+    replicate_model(net, mesh_of((dist.get_world_size(),)), "ddp")
+
+
+def test_different_models_are_the_same_error_everywhere(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_different, world_size=2, exception=RuntimeError, match="the model Linear")
+
+
+def _on_meta() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(2, 2)
+    replicate_model(net, mesh_of((dist.get_world_size(),)), "ddp")
+
+
+def test_weights_without_memory_are_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_on_meta, world_size=2, match=r"weight \(2, 2\) is on the meta device")
+
+
+def test_a_tied_parameter_has_one_name() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    assert list(names_of(net)) == ["0.weight", "0.bias", "1.bias"]
