@@ -187,7 +187,7 @@ def record_timeline(contender: Contender, batches: Sequence[Tensor], path: str) 
     contender.wait()
     dist.barrier()
     spans: list[tuple[str, str, float, float]] = []
-    returns, stop = contender.mode._running.all_gather, threading.Event()
+    returns, stop = contender.mode._all_gather, threading.Event()
     wire = Wire()
     watcher = threading.Thread(target=watch, args=(wire, returns, spans, stop))
     watcher.start()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import new_group, world_timeout
@@ -32,14 +33,14 @@ class Launched(dist.Work):
         """Whether :meth:`wait` would not wait; ``False`` if that is not known."""
         return self._work.is_completed()
 
+    @override
     def wait(self) -> bool:  # type: ignore[override]
-        """As in torch."""
         result = self._work.wait()
         self._in_flight.pop(self, None)
         return result
 
+    @override
     def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
-        """As in torch."""
         return self._work.get_future()
 
 
@@ -99,6 +100,10 @@ class MadeGroups:
     )
     # Names must not come back: a store keeps the addresses that the ranks of the first group have left there.
     counts: Counter[tuple[Ranks, str]] = field(default_factory=Counter[tuple[Ranks, str]])
+    axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = field(
+        default_factory=dict[tuple[DeviceMesh, tuple[int, ...]], "AxisGroup"]
+    )
+    world: dist.ProcessGroup | None = None
 
     def share(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
         """The group of ``ranks`` that everybody may use where all ranks do the same in the same order.
@@ -262,7 +267,7 @@ def _group_of(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and ranks == tuple(range(world.size())) and backend == dist.get_backend(world):
         return world
-    return _made().groups.share(ranks, backend)
+    return _made().share(ranks, backend)
 
 
 class PrivateGroups:
@@ -294,7 +299,7 @@ class PrivateGroups:
                 key = ranks, ordinals[ranks]
                 ordinals[ranks] += 1
                 if key not in self._leases:
-                    self._leases[key] = _made().groups.lease(group.group)
+                    self._leases[key] = _made().lease(group.group)
                 lease = self._leases[key]
                 group = replace(group, group=lease.private.group, lease=lease)
             result.append(group)
@@ -327,27 +332,17 @@ def host_group(group: AxisGroup) -> AxisGroup:
     if group.group is None:
         return group
     ranks = tuple(dist.get_process_group_ranks(group.group))
-    return replace(group, group=_made().groups.share(ranks, "gloo"), lease=None)
+    return replace(group, group=_made().share(ranks, "gloo"), lease=None)
 
 
-@dataclass
-class _Made:
-    """Groups that were made or found in one world."""
-
-    world: dist.ProcessGroup | None = None
-    groups: MadeGroups = field(default_factory=MadeGroups)
-    axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = field(default_factory=dict)
+_CURRENT = MadeGroups()
 
 
-_CURRENT = _Made()
-
-
-def _made() -> _Made:
+def _made() -> MadeGroups:
     """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
     if _CURRENT.world is not dist.group.WORLD:
         _CURRENT.world = dist.group.WORLD
-        _CURRENT.groups = MadeGroups()
-        _CURRENT.axis_groups.clear()
+        _CURRENT.shared, _CURRENT.private, _CURRENT.counts, _CURRENT.axis_groups = {}, {}, Counter(), {}
     return _CURRENT
 
 

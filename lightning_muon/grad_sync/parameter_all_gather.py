@@ -74,9 +74,9 @@ class ParameterAllGather:
     def __init__(
         self,
         shard_map: ShardMap,
-        buckets: Sequence[Sequence[nn.Parameter]],
+        buckets: Sequence[Sequence[Tensor]],
         hops: Sequence[Hop],
-        units: Mapping[nn.Module, Collection[nn.Parameter]],
+        units: Mapping[nn.Module, Collection[Tensor]],
     ) -> None:
         self._shard_map, self._hops = shard_map, hops[::-1]
         self._known = {parameter for bucket in buckets for parameter in bucket}
@@ -85,7 +85,7 @@ class ParameterAllGather:
             parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
         }
         _check_buckets(self._buckets, len(self._bucket_of))
-        self._to_leave: dict[int, list[nn.Parameter]] = {}
+        self._to_leave: dict[int, list[Tensor]] = {}
         self._not_updated: set[Tensor] = set()
         self._is_disturbed = False
         self._travelling: dict[int, _Travelling] = {}
@@ -196,7 +196,7 @@ class ParameterAllGather:
         if self._sides[device].is_asynchronous:
             travelling.go_on()
 
-    def _register_hooks(self, units: Mapping[nn.Module, Collection[nn.Parameter]]) -> list[RemovableHandle]:
+    def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> list[RemovableHandle]:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}
         everything = {module: None for unit in units for module in unit.modules()}
         for unit, parameters in units.items():
@@ -278,7 +278,7 @@ class _Travelling:
         side: For what lies between two hops.
     """
 
-    def __init__(self, members: list[nn.Parameter], trip: _Trip, side: SideStream) -> None:
+    def __init__(self, members: list[Tensor], trip: _Trip, side: SideStream) -> None:
         self._members, self._to_go, self._side = members, list(trip.hops), side
         self._pieces = trip.parts.cut(parameter.detach().view(-1) for parameter in members)
         self._event: torch.cuda.Event | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.collectives import parts, start_all_to_all
@@ -28,8 +29,6 @@ from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
 
 class ShardedLayout(Layout):
     """Tells an optimizer to update the calling rank's parts only, and sends them to the other ranks.
-
-    See :class:`~lightning_muon.params.layout.Layout` for the methods.
 
     Args:
         shard_map: Who updates what.
@@ -59,54 +58,58 @@ class ShardedLayout(Layout):
         self.agreed = self._reducer.present if is_known else None
         self.arrives_late = self._shard_map.mesh.size() > 1
 
+    @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
-        """As in ``Layout``."""
         return self._shard_map.mesh, self._shard_map.placements(parameter)
 
+    @override
     def local(self, parameter: Tensor) -> Tensor:
-        """As in ``Layout``."""
         return self._shard_map.local(parameter)
 
+    @override
     def has_gradient(self, parameter: Tensor) -> bool:
-        """As in ``Layout``; the same on all ranks."""
         return self._reducer.is_present(parameter)
 
+    @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """As in ``Layout``."""
         return self._gradients.reduced(parameter)
 
+    @override
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """As in ``Layout``."""
         self._reducer.forget(parameters)
 
+    @override
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """As in ``Layout``; waits for what the last step has sent. A step can be given up until its first update."""
+        """Wait for what the last step has sent. A step can be given up until its first update."""
         self._updating = parameters
         self.agreed = None
         self._all_gather.begin(parameters)
 
+    @override
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """As in ``Layout``: by buckets."""
         wanted = set(parameters)
         batches = [[p for p in bucket.parameters if p in wanted] for bucket in self._reducer.buckets]
         return [batch for batch in batches if batch]
 
+    @override
     def updated(self, parameters: Collection[Tensor]) -> None:
-        """As in ``Layout``."""
         self._all_gather.updated(parameters)
 
+    @override
     def end_step(self) -> None:
-        """As in ``Layout``; the gradients are used up. Collective over the shard axis; every rank must call it."""
+        """Use up the gradients. Collective over the shard axis; every rank must call it."""
         self._all_gather.finish_updates()
         self.forget(self._updating)
 
+    @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        """As in ``Layout``: a DTensor where rows are divided, a plain tensor on its owner, empty elsewhere."""
+        """A DTensor where rows are sharded, a plain tensor on its owner, empty elsewhere."""
         local = torch.zeros_like(self.local(parameter))
         return self._as_rows(parameter, local) if self._has_rows(parameter) else local
 
+    @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """As in ``Layout``. Collective over the shard axis; every rank must call it."""
+        """States as a checkpoint has them. Collective over the shard axis; every rank must call it."""
         result = [state for _, state in states]
         owned = self._owned(states)
         rows = to_rows([states[index][1] for index in owned], [states[index][0] for index in owned], self._shard_map)
@@ -114,11 +117,13 @@ class ShardedLayout(Layout):
             result[index] = state
         return result
 
+    @override
     def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """As in ``Layout``. Collective over the shard axis; every rank must call it."""
+        """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it."""
         result = [self._part_of_whole(parameter, state) for parameter, state in states]
-        owned = [index for index in self._owned(states) if isinstance(result[index], DTensor)]
-        parts = to_owners([result[index] for index in owned], [states[index][0] for index in owned], self._shard_map)
+        rows = {index: each for index in self._owned(states) if isinstance(each := result[index], DTensor)}
+        owned = list(rows)
+        parts = to_owners(list(rows.values()), [states[index][0] for index in owned], self._shard_map)
         for index, state in zip(owned, parts, strict=True):
             result[index] = state
         return result
@@ -141,7 +146,7 @@ class ShardedLayout(Layout):
         return DTensor.from_local(
             local,
             self._shard_map.mesh,
-            self._shard_map.placements(parameter),
+            _row_placements(parameter, self._shard_map),
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),

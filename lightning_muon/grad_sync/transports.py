@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, Hop, PrivateGroups, make_hops
@@ -18,7 +19,7 @@ from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
 
-class Pending(Protocol):
+class Pending(ABC):
     """Gradients on their way."""
 
     def advance(self, *, wait: bool = False) -> bool:
@@ -30,34 +31,36 @@ class Pending(Protocol):
         Returns:
             Whether all communications have been started.
         """
-        ...
+        del wait
+        return True
 
+    @abstractmethod
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
-        ...
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """How gradients are summed over the ranks, and where the sums go."""
 
+    @abstractmethod
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
 
         Collective over all ranks that hold the parameters, in the same order of calls.
         """
-        ...
 
     def resends(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
-        ...
+        del parameter
+        return False
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is just such a sum, with nothing added or changed since."""
-        ...
+        del parameter
+        return False
 
-    def forget(self, parameters: Collection[Tensor]) -> None:
-        """Drop the sums."""
-        ...
+    def forget(self, parameters: Collection[Tensor]) -> None:  # noqa: B027 - zero_grad drops what is in p.grad
+        """Drop the sums of these parameters that are kept elsewhere than in ``p.grad``; local."""
 
 
 @dataclass
@@ -97,10 +100,11 @@ class Results:
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether ``parameter.grad`` is a result, with nothing added or changed since."""
-        return self.holds(parameter) and self._kept[parameter][1] == version(parameter.grad)
+        gradient = parameter.grad
+        return gradient is not None and self.holds(parameter) and self._kept[parameter][1] == version(gradient)
 
 
-class AllReduce:
+class AllReduce(Transport):
     """One all-reduce for each bucket; afterwards ``p.grad`` is a view of its buffer on every rank.
 
     Collective over ``group`` to construct; every rank must do so.
@@ -113,28 +117,23 @@ class AllReduce:
         (self._group,) = PrivateGroups().of([group])
         self._results = Results()
 
+    @override
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Sum:
-        """As in :class:`~lightning_muon.grad_sync.transports.Transport`.
-
-        Collective over the private group; every rank must call it.
-        """
+        """Begin the sum. Collective over the private group; every rank must call it."""
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
         return _Sum(self._results, tuple(gradients), buffer, work)
 
+    @override
     def resends(self, parameter: Tensor) -> bool:
-        """As in ``Transport``: backward adds in place to the sum that ``zero_grad`` has not dropped."""
         return self._results.holds(parameter)
 
+    @override
     def is_untouched(self, parameter: Tensor) -> bool:
-        """As in ``Transport``."""
         return self._results.is_untouched(parameter)
 
-    def forget(self, parameters: Collection[Tensor]) -> None:
-        """Nothing to drop: ``zero_grad`` does it."""
 
-
-class _Sum:
+class _Sum(Pending):
     """A buffer that is being summed."""
 
     def __init__(
@@ -146,10 +145,7 @@ class _Sum:
     ) -> None:
         self._results, self._parameters, self._buffer, self._work = results, parameters, buffer, work
 
-    def advance(self, *, wait: bool = False) -> bool:
-        """Nothing follows the all-reduce."""
-        return True
-
+    @override
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Set ``p.grad`` of the parameters in ``present``, or add to what an earlier launch has set."""
         if self._work is not None:
@@ -164,7 +160,7 @@ class _Sum:
                 self._results.keep(parameter)
 
 
-class ReduceScatterToOwners:
+class ReduceScatterToOwners(Transport):
     """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
 
     The shares of all ranks are added in their order; with ``grid`` those of each node, and then these sums in the order
@@ -188,11 +184,9 @@ class ReduceScatterToOwners:
         self._unread: dict[Tensor, list[_Parts]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
 
+    @override
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Parts:
-        """As in :class:`~lightning_muon.grad_sync.transports.Transport`.
-
-        Collective over the private groups; every rank must call it.
-        """
+        """Begin the sum. Collective over the private groups; every rank must call it."""
         parameters = tuple(gradients)
         packing = self._packings.get(parameters[0])
         if packing is None or not packing.parts.are_of(parameters):
@@ -216,16 +210,8 @@ class ReduceScatterToOwners:
         self._unread.pop(parameter, None)
         return self._reduced.get(parameter)
 
-    def resends(self, parameter: Tensor) -> bool:
-        """As in ``Transport``: sums are kept apart from ``p.grad``."""
-        return False
-
-    def is_untouched(self, parameter: Tensor) -> bool:
-        """As in ``Transport``: ``p.grad`` is never a sum."""
-        return False
-
+    @override
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """Drop the sums of these parameters; local."""
         for parameter in parameters:
             self.reduced(parameter)
             self._reduced.pop(parameter, None)
@@ -282,7 +268,7 @@ class _Packing:
 
 
 @dataclass(eq=False)
-class _Parts:
+class _Parts(Pending):
     """One bucket on its way; see :class:`~lightning_muon.grad_sync.transports.Pending`."""
 
     transport: ReduceScatterToOwners
@@ -292,11 +278,13 @@ class _Parts:
     divisor: float = 1.0
     present: Collection[Tensor] = ()
 
+    @override
     def advance(self, *, wait: bool = False) -> bool:
         """Add up and start the sum over the replicas; collective over the replicas, in the same order on all."""
         assert self.sum is not None
         return self.sum.advance(wait=wait)
 
+    @override
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
         self.divisor, self.present = divisor, present

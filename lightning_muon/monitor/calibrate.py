@@ -240,6 +240,7 @@ def _axes(num_replicas: int) -> list[AxisGroup | None]:
     for members in (rows, columns):
         if len(members[0]) > 1:
             group, _ = dist.new_subgroups_by_enumeration(members)
+            assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
             found.append(AxisGroup(group, dist.get_rank(group), tuple((i,) for i in range(len(members[0])))))
     return found
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -88,7 +89,7 @@ class Watchdog:
         """Watch from now on. Without a process group of several ranks nothing is watched; local."""
         if self._thread is not None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        store = default_store()
+        store: Any = default_store()
         self._ports, self._timeout = _store_ports(store), store.timeout.total_seconds()
         # A connection of its own: the main thread may wait in the store.
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
@@ -413,7 +414,7 @@ def _is_of_communication(error: BaseException) -> bool:
     return os.path.join("torch", "distributed") in name or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 
-def _store_ports(store: dist.Store) -> set[int]:
+def _store_ports(store: Any) -> set[int]:
     """The port at which this process may serve the store to the others."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -100,11 +100,9 @@ class Layout(Protocol):
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """These gradients are not wanted any more; local."""
-        ...
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """These parameters, the same on all ranks, will be updated."""
-        ...
 
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """These parameters in the order in which their gradients arrive, those together that arrive together."""
@@ -112,11 +110,9 @@ class Layout(Protocol):
 
     def updated(self, parameters: Collection[Tensor]) -> None:
         """The local parts of these have their new values."""
-        ...
 
     def end_step(self) -> None:
         """All parameters of :meth:`begin_step` are updated."""
-        ...
 
     def step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
         """What a step of these parameters does beside updating them.

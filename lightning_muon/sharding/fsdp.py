@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
+from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.comm.step_agreement import StepAgreement
@@ -298,8 +299,8 @@ class Fsdp(ShardingMode):
         self._num_nodes = mesh.size() // self._reduced_over.size()
         self._is_deferred = False
 
+    @override
     def prepare(self, module: nn.Module) -> None:
-        """As in :class:`ShardingMode`."""
         options = self.options
         shard_model(
             module,
@@ -320,8 +321,8 @@ class Fsdp(ShardingMode):
             self._order = FsdpCallLog(module, self._reduced_over)
             self._recovery = Recovery(module, self._reduced_over, self._order)
 
+    @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """As in :class:`ShardingMode`."""
         self._module = module
         self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self.watch(module)
@@ -333,30 +334,30 @@ class Fsdp(ShardingMode):
         self._is_deferred = all(isinstance(optimizer, Attachable) for optimizer in optimizers)
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """As in :class:`ShardingMode`."""
         return self._micro_batches.without_sync()
 
+    @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        """As in :class:`ShardingMode`; of nodes their number goes off, because the mean over them divides as well."""
         if divisor is not None:
-            divisor /= self._num_nodes
+            divisor /= self._num_nodes  # The average over nodes supplies that factor.
         if divisor != self._divisor:
             set_gradient_divisor(self._module, divisor)
             self._divisor = divisor
 
+    @override
     def backward_failed(self) -> None:
-        """As in :class:`ShardingMode`."""
         if self._recovery is not None:
             self._recovery.failed(in_backward=True)
 
+    @override
     def forward_failed(self) -> None:
-        """As in :class:`ShardingMode`."""
         if self._recovery is not None:
             self._recovery.failed(in_backward=False)
 
+    @override
     def finish_gradients(self) -> None:
-        """As in :class:`ShardingMode`."""
         assert self._agreement is not None and self._recovery is not None, "attach comes first"
         self._recovery.resume()
         self._micro_batches.finish()
@@ -384,13 +385,13 @@ class Fsdp(ShardingMode):
             self._recovery.resume()
             self._order.compare(self._everyone, self._host)
 
+    @override
     def end_step(self) -> None:
-        """As in :class:`ShardingMode`."""
         if self.options.early_all_gather and self.mesh.device_type == "cuda":
             let_gathers_start(self._module)
 
+    @override
     def close(self) -> None:
-        """As in :class:`ShardingMode`."""
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None

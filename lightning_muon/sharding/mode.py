@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing_extensions import override
 
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.grad_sync.reducer import GradientReducer
+from lightning_muon.grad_sync.transports import Transport
 from lightning_muon.params.layout import Layout, TensorLayout
 from lightning_muon.params.routing import Route
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.units import WrapPolicy
+from lightning_muon.sharding.weights import replicate_model
 
 BucketBytes = int | Literal["auto"]
 
@@ -193,6 +198,55 @@ class ShardingMode(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove all hooks; the model stays as it is. Local."""
+
+
+class ReplicatedWeights(ShardingMode):
+    """Whole weights on every rank, and gradients that a reducer sums while backward runs."""
+
+    shards_weights = False
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._attached_reducer: GradientReducer | None = None
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        assert self._attached_reducer is not None, "attach comes first"
+        return self._attached_reducer
+
+    @override
+    def prepare(self, module: nn.Module) -> None:
+        replicate_model(module, self.mesh, self.name)
+
+    def _watch_gradients(
+        self, named: Mapping[str, Tensor], transport: Transport, everyone: AxisGroup, bucket_bytes: int
+    ) -> GradientReducer:
+        """Sum gradients from now on. Collective over ``everyone``; every rank must call it."""
+        names = {parameter: name for name, parameter in named.items()}
+        self._attached_reducer = GradientReducer(
+            list(named.values()), transport, everyone, names=names, bucket_bytes=bucket_bytes
+        )
+        return self._attached_reducer
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._reducer.no_sync()
+
+    @override
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+
+    @override
+    def backward_failed(self) -> None:
+        if self._attached_reducer is not None:
+            self._attached_reducer.give_up()
+
+    @override
+    def close(self) -> None:
+        self._end_watch()
+        if self._attached_reducer is not None:
+            self._attached_reducer.close()
+            self._attached_reducer = None
 
 
 @runtime_checkable

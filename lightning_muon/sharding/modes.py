@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.grad_sync.transports import AllReduce, Results
 from lightning_muon.params.layout import TensorLayout
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode, attach_optimizers
-from lightning_muon.sharding.weights import names_of, replicate_model
+from lightning_muon.sharding.mode import ModeOptions, ReplicatedWeights, ShardingMode, attach_optimizers
+from lightning_muon.sharding.weights import names_of
 from lightning_muon.sharding.zero2 import Zero2
 
 
@@ -76,62 +77,28 @@ class SingleProcess(ShardingMode):
         self._end_watch()
 
 
-class Ddp(ShardingMode):
+class Ddp(ReplicatedWeights):
     """Replicas; a ParallelMuon still orthogonalizes each matrix on one rank only."""
 
     name = "ddp"
-    shards_weights = False
     takes = frozenset({"bucket_bytes"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
-        self._reducer: GradientReducer | None = None
         self._layout = TensorLayout(mesh)
 
-    def prepare(self, module: nn.Module) -> None:
-        """As in :class:`ShardingMode`."""
-        replicate_model(module, self.mesh, self.name)
-
+    @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """As in :class:`ShardingMode`."""
         everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
-        named = names_of(module)
-        self._reducer = GradientReducer(
-            list(named.values()),
-            AllReduce(everyone),
-            everyone,
-            names={parameter: name for name, parameter in named.items()},
-            bucket_bytes=BUCKET_BYTES if self.options.bucket_bytes == "auto" else self.options.bucket_bytes,
-        )
-        attach_optimizers(module, optimizers, self._layout, step=self._reducer.step)
+        chosen = self.options.bucket_bytes
+        bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
+        reducer = self._watch_gradients(names_of(module), AllReduce(everyone), everyone, bucket_bytes)
+        attach_optimizers(module, optimizers, self._layout, step=reducer.step)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """As in :class:`ShardingMode`."""
-        assert self._reducer is not None, "attach comes first"
-        return self._reducer.no_sync()
-
-    def set_gradient_divisor(self, divisor: float | None) -> None:
-        """As in :class:`ShardingMode`."""
-        assert self._reducer is not None, "attach comes first"
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
-
-    def backward_failed(self) -> None:
-        """As in :class:`ShardingMode`."""
-        if self._reducer is not None:
-            self._reducer.give_up()
-
+    @override
     def finish_gradients(self) -> None:
-        """As in :class:`ShardingMode`."""
-        assert self._reducer is not None, "attach comes first"
         self._layout.agreed = self._reducer.finish()
         self._note_step()
-
-    def close(self) -> None:
-        """As in :class:`ShardingMode`."""
-        self._end_watch()
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
 
 
 Sharding = Literal["fsdp", "zero2", "ddp", "none"]

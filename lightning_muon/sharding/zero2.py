@@ -9,17 +9,16 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (stage 2); he
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, make_hops, nodes_of
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer, num_bytes
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES, num_bytes
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
@@ -29,39 +28,26 @@ from lightning_muon.params.logical import logical_matrices
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import Grid, ShardExchange, choose_exchange, node_grid
-from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.mode import Attachable, ModeOptions, ReplicatedWeights, attach_optimizers
 from lightning_muon.sharding.units import find_units
-from lightning_muon.sharding.weights import names_of, replicate_model
+from lightning_muon.sharding.weights import names_of
 
 
-@dataclass(frozen=True, eq=False)
-class _Running:
-    """What a training has beside the mode itself; ``root_parameters`` belong to no unit of the model."""
-
-    reducer: GradientReducer
-    all_gather: ParameterAllGather
-    layout: ShardedLayout
-    root_parameters: Sequence[Tensor]
-
-
-class Zero2(ShardingMode):
-    """Divides the last axis of the mesh; replicas, the other axis, sum their parts once more."""
+class Zero2(ReplicatedWeights):
+    """Shards over the last axis of the mesh; replicas, the other axis, sum their parts once more."""
 
     name = "zero2"
-    shards_weights = False
     parameters_arrive_late = True
     takes = frozenset({"bucket_bytes", "wrap_policy"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
-        self._running: _Running | None = None
+        self._layout: ShardedLayout | None = None
+        self._all_gather: ParameterAllGather | None = None
+        self._root_parameters: Sequence[Tensor] = ()
 
-    def prepare(self, module: nn.Module) -> None:
-        """As in :class:`ShardingMode`."""
-        replicate_model(module, self.mesh, self.name)
-
+    @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """As in :class:`ShardingMode`."""
         used = [optimizer for optimizer in optimizers if any(group["params"] for group in optimizer.param_groups)]
         for optimizer in used:
             if not isinstance(optimizer, Attachable):
@@ -76,22 +62,16 @@ class Zero2(ShardingMode):
         everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
         exchange, grid = self._choose_exchange(everyone, parameters)
         gradients = ReduceScatterToOwners(shard_map, grid)
-        reducer = GradientReducer(
-            parameters,
-            gradients,
-            everyone,
-            names={parameter: name for name, parameter in named.items()},
-            bucket_bytes=exchange.bucket_bytes,
-        )
+        reducer = self._watch_gradients(named, gradients, everyone, exchange.bucket_bytes)
         units = units_of(module, find_units(module, self.options.wrap_policy))
+        self._root_parameters = units[module]
         # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
         buckets = sorted(
             (bucket.parameters for bucket in reducer.buckets), key=lambda b: not matrices.keys().isdisjoint(b)
         )
-        all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
-        layout = ShardedLayout(shard_map, reducer, gradients, all_gather)
-        self._running = _Running(reducer, all_gather, layout, units[module])
-        attach_optimizers(module, used, layout, step=reducer.step)
+        self._all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
+        self._layout = ShardedLayout(shard_map, reducer, gradients, self._all_gather)
+        attach_optimizers(module, used, self._layout, step=reducer.step)
 
     def _choose_exchange(self, everyone: AxisGroup, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
         """How gradients and values travel, equal on all ranks, and the grid of this rank's replica.
@@ -115,58 +95,47 @@ class Zero2(ShardingMode):
         return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
 
     @property
+    @override
     def layout(self) -> Layout:
-        """As in :class:`ShardingMode`."""
-        assert self._running is not None, "attach comes first"
-        return self._running.layout
+        return self._attached_layout
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """As in :class:`ShardingMode`."""
-        assert self._running is not None, "attach comes first"
-        return self._running.reducer.no_sync()
+    @property
+    def _attached_layout(self) -> ShardedLayout:
+        assert self._layout is not None, "attach comes first"
+        return self._layout
 
-    def set_gradient_divisor(self, divisor: float | None) -> None:
-        """As in :class:`ShardingMode`."""
-        assert self._running is not None, "attach comes first"
-        self._running.reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
-
-    def backward_failed(self) -> None:
-        """As in :class:`ShardingMode`."""
-        if self._running is not None:
-            self._running.reducer.give_up()
-
+    @override
     def finish_gradients(self) -> None:
-        """As in :class:`ShardingMode`."""
-        assert self._running is not None, "attach comes first"
-        self._running.layout.finish_gradients()
+        self._attached_layout.finish_gradients()
         self._note_step()
 
+    @override
     def begin_forward(self) -> None:
-        """As in :class:`ShardingMode`: what belongs to no unit has no forward that waits for it."""
-        if self._running is not None:
-            self._running.all_gather.wait(self._running.root_parameters)
+        # What belongs to no unit has no forward that waits for it.
+        if self._all_gather is not None:
+            self._all_gather.wait(self._root_parameters)
 
+    @override
     def end_step(self) -> None:
-        """As in :class:`ShardingMode`."""
         if self.options.wait_for_parameters:
             self.finish_parameters()
 
+    @override
     def finish_parameters(self) -> None:
-        """As in :class:`ShardingMode`."""
-        if self._running is not None:
-            self._running.all_gather.wait_all()
+        if self._all_gather is not None:
+            self._all_gather.wait_all()
 
+    @override
     def close(self) -> None:
-        """As in :class:`ShardingMode`; takes the values that still arrive.
+        """Remove all hooks; takes the values that still arrive.
 
         Raises:
             RuntimeError: If they do not arrive, because other ranks are gone.
         """
-        self._end_watch()
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.reducer.close()
-            running.all_gather.close()
+        super().close()
+        all_gather, self._all_gather, self._layout = self._all_gather, None, None
+        if all_gather is not None:
+            all_gather.close()
 
 
 def _whole_matrices(optimizers: Sequence[Attachable]) -> Iterator[tuple[Tensor, int]]:
