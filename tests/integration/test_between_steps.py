@@ -223,7 +223,7 @@ def _warned(package: str) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_a_hook_that_looks_for_gradients_where_there_are_none_is_warned_of(gloo: ProcessPool) -> None:
+def test_hooks_that_look_for_gradients_are_warned_of(gloo: ProcessPool) -> None:
     messages = gloo.run(_warned, PACKAGES[0], world_size=2)[0]
     assert any("LanguageModel.on_before_optimizer_step" in message for message in messages)
 

@@ -70,7 +70,7 @@ def _monitor(package: str, strategy: str, directory: str) -> tuple[dict[str, lis
     return monitor.lrs, [str(w.message) for w in caught if "lr_scheduler" in str(w.message)]
 
 
-def test_learning_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, tmp_path: Path) -> None:
     lrs, warnings = gloo.run(_monitor, PACKAGES[0], "parallel_muon", str(tmp_path), world_size=2)[0]
     plain, _ = gloo.run(_monitor, PACKAGES[0], "auto", str(tmp_path), world_size=1)[0]
     assert list(lrs) == ["lr-ParallelMuon/body", "lr-ParallelMuon/head"]

@@ -82,7 +82,7 @@ def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPoo
     assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
 
 
-def test_a_model_that_the_user_sharded_on_meta_is_initialized_as_a_whole(gloo: ProcessPool) -> None:
+def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None:
     outcomes = gloo.run(_train_from_meta, PACKAGES[0], {"data_parallel_size": 4}, shard=True)
     up = outcomes[0]["initial"]["network.blocks.0.up.weight"]
     assert torch.isfinite(up).all()

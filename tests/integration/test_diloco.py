@@ -182,7 +182,7 @@ def _freezing(package: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return model.own, callback.before
 
 
-def test_what_was_frozen_since_the_last_average_is_averaged_once_more(gloo: ProcessPool) -> None:
+def test_what_was_frozen_since_the_average_is_averaged_again(gloo: ProcessPool) -> None:
     (own, before), (own_too, before_too) = gloo.run(_freezing, PACKAGES[0], world_size=2)
     assert not _equal(before, before_too), "it was trained before"
     assert _equal(own, own_too)

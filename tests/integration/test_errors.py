@@ -96,7 +96,7 @@ def _adamw(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("configure", [None, _adamw])
-def test_a_model_without_matrices_is_an_error_that_lists_the_parameters(gloo: ProcessPool, configure: Any) -> None:
+def test_a_model_without_matrices_lists_its_parameters(gloo: ProcessPool, configure: Any) -> None:
     failures = gloo.expect_error_on_all_ranks(
         _fit, PACKAGES[0], network=_Lookup, configure=configure, world_size=2, match="embedding.weight"
     )

@@ -200,7 +200,7 @@ def _generate(package: str) -> tuple[list[int], list[list[int]]]:
     return model.lengths, kinds
 
 
-def test_a_transformer_generates_as_many_tokens_as_each_rank_wants(gloo: ProcessPool) -> None:
+def test_each_rank_generates_as_many_tokens_as_it_wants(gloo: ProcessPool) -> None:
     outcomes = gloo.run(_generate, PACKAGES[0], world_size=2)
     assert max(outcomes[0][0]) <= 4
     assert max(outcomes[1][0]) <= 6

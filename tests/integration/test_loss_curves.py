@@ -79,7 +79,7 @@ def test_a_trainer_follows_the_plain_loop(gloo: ProcessPool, world_size: int, si
 
 
 @pytest.mark.parametrize("sizes", [{"shard_size": 1}, {"replicate_size": 2}, {"data_parallel_size": 4}])
-def test_every_mesh_follows_the_plain_loop_with_accumulation_and_clipping(gloo: ProcessPool, sizes: Any) -> None:
+def test_every_mesh_follows_the_plain_loop(gloo: ProcessPool, sizes: Any) -> None:
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
     losses, weights, val = gloo.run(_fit, PACKAGES[0], sizes, world_size=4, **options)[0]
     single = gloo.run(_fit, PACKAGES[0], world_size=1, **options)[0]

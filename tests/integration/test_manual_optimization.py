@@ -172,7 +172,7 @@ def _parameter_on_the_module(package: str) -> None:
     trainer(pl).fit(model, loader())
 
 
-def test_a_parameter_outside_of_the_children_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+def test_a_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_parameter_on_the_module, PACKAGES[0], world_size=2, match="scale")
 
 

@@ -106,7 +106,7 @@ def _from_meta(package: str, directory: str, resume: str | None) -> dict[str, Te
     return full_weights(model)
 
 
-def test_a_tensor_parallel_model_may_begin_on_the_meta_device_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_a_tensor_parallel_model_starts_on_meta_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     weights = gloo.run(_from_meta, PACKAGES[0], str(tmp_path / "first"), None, world_size=4)[0]
     up = weights["network.blocks.0.up.weight"]
     assert up.isfinite().all()

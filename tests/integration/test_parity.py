@@ -193,7 +193,7 @@ def _early_gathers_that_count(run: Callable[[Case], nn.Module], max_norm: float)
 
 
 @pytest.mark.parametrize("run", [_lightning, _fabric, _accelerate])
-def test_clipping_leaves_early_gathers_valid_where_it_does_not_act(gloo: ProcessPool, run: Any) -> None:
+def test_early_gathers_stay_valid_where_clipping_does_not_act(gloo: ProcessPool, run: Any) -> None:
     for acts, does_not_act in zip(
         gloo.run(_early_gathers_that_count, run, _ACTS, world_size=2),
         gloo.run(_early_gathers_that_count, run, _DOES_NOT_ACT, world_size=2),

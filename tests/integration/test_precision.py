@@ -149,7 +149,7 @@ def _batch_norm(package: str, directory: str) -> tuple[Tensor, Tensor, float]:
     return model.network.norm.running_mean, weights.get("network.norm.running_mean", torch.zeros(8)), val
 
 
-def test_batch_norms_keep_float32_and_end_with_the_statistics_of_rank_0(gloo: ProcessPool, tmp_path: Any) -> None:
+def test_batch_norms_keep_float32_and_end_as_on_rank_0(gloo: ProcessPool, tmp_path: Any) -> None:
     outcomes = gloo.run(_batch_norm, PACKAGES[0], str(tmp_path), world_size=2)
     assert outcomes[0][0].dtype == torch.float32
     assert torch.equal(outcomes[0][0], outcomes[1][0])

@@ -74,7 +74,7 @@ def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> N
     assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
-def test_the_plain_loop_with_flexdemo_and_a_replicator_of_ones_own_run(tmp_path: Path) -> None:
+def test_the_plain_loop_with_a_replicator_of_ones_own_runs(tmp_path: Path) -> None:
     page = "docs/flexdemo.md"
     loop = _block("init_process_group", page)
     ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")

@@ -97,7 +97,7 @@ def test_a_resumed_run_is_bit_equal(
     ("saved", "loaded", "single_file"),
     [("zero2", "fsdp", False), ("fsdp", "zero2", True), ("ddp", "zero2", False), ("zero2", "ddp", True)],
 )
-def test_a_checkpoint_goes_on_with_another_sharding_and_number_of_ranks(
+def test_a_checkpoint_goes_on_with_another_sharding(
     gloo: ProcessPool, tmp_path: Path, saved: str, loaded: str, single_file: bool
 ) -> None:
     losses, weights = gloo.run(

@@ -52,7 +52,7 @@ def _counts(sharding: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
-def test_micro_batches_inside_of_no_backward_sync_send_no_gradients(gloo: ProcessPool, sharding: str) -> None:
+def test_micro_batches_without_sync_send_no_gradients(gloo: ProcessPool, sharding: str) -> None:
     for first, last in gloo.run(_counts, sharding, world_size=2):
         sent = {name for name, count in first.items() if count}
         # FSDP2 gathers weights for each forward pass.
@@ -201,7 +201,7 @@ def _log_before_steps(runner: Any, model: Any, optimizer: Any, rows: range) -> N
 
 
 @pytest.mark.parametrize("kind", ["fabric", "accelerate"])
-def test_a_forward_between_backward_and_step_leaves_no_old_weights(gloo: ProcessPool, kind: str) -> None:
+def test_a_forward_before_the_step_leaves_no_old_weights(gloo: ProcessPool, kind: str) -> None:
     expected = reference(accumulate=1)
     assert max_difference(gloo.run(_forward_before_step, kind, world_size=2)[0], expected) <= 1e-6
 
@@ -277,7 +277,7 @@ def _one_rank_runs_another_unit() -> None:
         optimizer.step()
 
 
-def test_ranks_that_run_different_units_get_an_error_with_their_names(gloo: ProcessPool) -> None:
+def test_ranks_that_run_different_units_are_named(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
         _one_rank_runs_another_unit,
         exception=RuntimeError,

@@ -188,7 +188,7 @@ def _rates(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -
 
 
 @pytest.mark.parametrize("kind", _SCHEDULERS)
-def test_a_scheduler_acts_on_the_new_optimizer_as_it_did_on_the_old(kind: str) -> None:
+def test_a_scheduler_acts_on_the_new_optimizer(kind: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = _model()
         groups = [{"params": model[:3].parameters(), "lr": 0.01}, {"params": model[3:].parameters(), "lr": 0.02}]
@@ -241,7 +241,7 @@ def test_flexdemo_takes_learning_rates_of_sgd_and_warns_of_signs() -> None:
 @pytest.mark.parametrize(
     ("config", "momentum"), [({}, (0.0, False)), ({"replicator": DiLoCo(period=2)}, (0.8, True))], ids=str
 )
-def test_flexdemo_takes_the_momentum_of_torch_muon_only_inside_of_nodes(
+def test_flexdemo_takes_momentum_of_muon_only_inside_of_nodes(
     config: dict[str, Any], momentum: tuple[float, bool]
 ) -> None:
     model = _model()
@@ -377,7 +377,7 @@ def _replace(module: nn.Module) -> None:
             setattr(child, name, nn.Parameter(parameter.detach().clone()))
 
 
-def test_an_optimizer_that_was_made_too_early_follows_its_parameters() -> None:
+def test_an_optimizer_made_too_early_follows_its_parameters() -> None:
     module = _Module()
     optimizer = torch.optim.AdamW([{"params": module.last.parameters()}, {"params": [module.embedding.weight]}])
     replaced = ReplacedParameters(module)
@@ -417,7 +417,7 @@ def test_parameters_that_stay_can_be_moved_afterwards() -> None:
     assert weakref.getweakrefcount(module.first.weight) == 0
 
 
-def test_under_flexdemo_every_optimizer_becomes_one_and_schedulers_follow() -> None:
+def test_every_optimizer_becomes_a_flexdemo_with_its_scheduler() -> None:
     module = _Module()
     muon = torch.optim.Muon([module.first.weight])
     adamw = torch.optim.AdamW(module.embedding.parameters())
@@ -438,7 +438,7 @@ def test_a_flexdemo_where_nothing_is_left_to_exchange_is_an_error() -> None:
             _choose(module, FlexDeMo(module.parameters()), choice=choice)
 
 
-def test_a_flexdemo_without_matrices_for_muon_is_an_error_that_says_how_to_go_on() -> None:
+def test_muon_inside_of_flexdemo_needs_matrices() -> None:
     module = _Module()
     with pytest.raises(ValueError, match=r"(?s)embedding.weight.*FlexDeMoConfig\(base='adamw'\)"):
         _choose(module, torch.optim.AdamW(module.embedding.parameters()), choice=FlexDeMoConfig(base="muon"))
@@ -464,7 +464,7 @@ def _replaced() -> tuple[nn.Linear, torch.optim.AdamW, ParallelMuon, OptimizerPr
     return module, given, used, OptimizerProxy(given, used)
 
 
-def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_other() -> None:
+def test_a_scheduler_of_the_given_optimizer_sets_rates() -> None:
     torch.manual_seed(0)
     module = nn.Linear(5, 3)
     given = torch.optim.AdamW(module.parameters(), lr=0.5)

@@ -58,7 +58,7 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def test_a_step_gathers_weights_and_keeps_batch_signature_and_identity(gloo: ProcessPool) -> None:
+def test_a_step_gathers_weights_and_keeps_its_signature(gloo: ProcessPool) -> None:
     facts = gloo.run(_facts, world_size=2)[0]
     assert facts == {
         "once": True,

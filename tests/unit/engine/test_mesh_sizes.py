@@ -137,7 +137,7 @@ def test_tensor_ranks_are_neighbours_and_see_the_same_samples(
         assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
 
 
-def test_weights_are_sharded_over_context_ranks_too_but_samples_are_shared(gloo: ProcessPool) -> None:
+def test_context_ranks_shard_weights_and_share_samples(gloo: ProcessPool) -> None:
     for rank, found in enumerate(gloo.run(_meshes, context_size=2)):
         assert found["user"] == (("replicate", "shard", "context"), [TWO_BY_TWO])
         assert found["data"] == (("shard",), [0, 1, 2, 3])

@@ -161,7 +161,7 @@ def test_python_takes_the_forms_of_a_file() -> None:
     assert from_class == Options(optimizer=FlexDeMoConfig(base="adamw")) and from_class.has_nodes
 
 
-def test_a_wrong_keyword_names_the_nearest_one_wherever_it_is_given() -> None:
+def test_a_wrong_keyword_names_the_nearest_one() -> None:
     calls = [Options, ParallelMuonStrategy]
     calls.append(importlib.import_module("lightning_muon.integrations.fabric").ParallelMuonFabricStrategy)
     for call in calls:

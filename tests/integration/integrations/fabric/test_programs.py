@@ -101,7 +101,7 @@ loop.run_steps(fabric, model, optimizer, steps=range(2, 4))
 """
 
 
-def test_an_exception_in_the_loop_of_a_rank_is_the_last_error_of_all() -> None:
+def test_an_exception_of_a_rank_is_the_last_error_of_all() -> None:
     """It is rank 0, whose process serves the store; only a process that really ends knows of such an exception."""
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     common = program_environment() | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.integration.integrations.fabric.loop import (
     own_rows,
     reference,
     run_steps,
+    summed_loss,
     weights,
 )
 from tests.integration.training import EXACT, Network, full_weights, loss_of, max_difference
@@ -365,3 +367,78 @@ def _collectives() -> tuple[float, Any, int]:
 
 def test_the_collectives_of_fabric_work(gloo: ProcessPool) -> None:
     assert gloo.run(_collectives, world_size=2) == [(1.0, [1], 5)] * 2
+
+
+def _train_from_meta(sharding: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after ``setup``, and after a training that starts from the weights in ``file``."""
+    fabric = launch(sharding=sharding)
+    with fabric.init_module(empty_init=True):
+        model: Any = network(seed=dist.get_rank())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model, optimizer = fabric.setup(model, adamw(model))
+    initial = weights(model)
+    fabric.load_raw(file, model)
+    run_steps(fabric, model, optimizer)
+    result = weights(model)
+    fabric.strategy.teardown()
+    return initial, result
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
+def test_empty_modules_are_initialized_and_load_weights(gloo: ProcessPool, sharding: str, tmp_path: Path) -> None:
+    plain = network().state_dict()
+    torch.save(plain, tmp_path / "raw.pt")
+    initial, trained = gloo.run(_train_from_meta, sharding, str(tmp_path / "raw.pt"), world_size=2)[0]
+    for name, weight in plain.items():
+        # Of the size that reset_parameters gives them.
+        assert 0.5 < (initial[name].norm() + 0.1) / (weight.norm() + 0.1) < 2.0, name
+    assert max_difference(trained, reference()) <= 1e-6
+
+
+def _masked(step: int, index: int) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks; row r keeps r % 4 + index targets."""
+    tokens, targets = micro_batch(step, index)
+    for row, labels in enumerate(targets):
+        labels[row % 4 + index :] = -100
+    return tokens, targets
+
+
+def _train_on_tokens(sharding: str, *, silent: bool = False) -> dict[str, Tensor]:
+    fabric = launch(sharding=sharding, loss_scaling="tokens")
+    model: Any = network()
+    model, optimizer = fabric.setup(model, adamw(model))
+    for step in range(3):
+        for index in range(2):
+            tokens, targets = own_rows(fabric, _masked(step, index))
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                loss = summed_loss(model(tokens), targets)
+                if not (silent and fabric.global_rank == 1 and index == 0):
+                    fabric.strategy.report_tokens((targets != -100).sum())
+                fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
+def test_gradients_are_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
+    module = network()
+    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    for step in range(3):
+        module.zero_grad()
+        batches = [_masked(step, index) for index in range(2)]
+        num_tokens = sum(int((targets != -100).sum()) for _, targets in batches)
+        for tokens, targets in batches:
+            (summed_loss(module(tokens), targets) / num_tokens).backward()
+        optimizer.step()
+    expected = dict(module.state_dict())
+    for sharding in ("fsdp", "zero2"):
+        assert max_difference(gloo.run(_train_on_tokens, sharding, world_size=2)[0], expected) <= 1e-6
+
+
+def test_a_rank_that_reports_no_tokens_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    failures = gloo.expect_error_on_all_ranks(
+        _train_on_tokens, "fsdp", silent=True, match="rank 1 reported no tokens in micro-batch 1 of 2", world_size=2
+    )
+    assert "fabric.strategy.report_tokens(n)" in failures[0].traceback

@@ -21,7 +21,7 @@ def _plugin(name: Any, kind: str, *args: Any) -> Any:
 @pytest.mark.parametrize(
     "args", [("Precision",), ("HalfPrecision", "bf16-true"), ("MixedPrecision", "bf16-mixed", "cpu")]
 )
-def test_a_supported_plugin_keeps_its_class_and_learns_to_clip_shards(name: str, args: Any) -> None:
+def test_a_supported_plugin_learns_to_clip_shards(name: str, args: Any) -> None:
     plugin = _plugin(name, *args)
     original = getattr(LightningPackage(name).module("plugins.precision"), args[0])  # type: ignore[arg-type]
     assert isinstance(plugin, original)
