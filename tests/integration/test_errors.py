@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_muon import MuonConfig, NonFiniteGradientError, ParallelMuon
+from lightning_muon import MuonConfig, NonFiniteGradientError
 from tests.integration.training import PACKAGES, Network, language_model, load, loader, strategy_class, trainer
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -103,31 +103,6 @@ def test_a_model_without_matrices_lists_its_parameters(gloo: ProcessPool, config
     assert "optimizer='keep'" in failures[0].message
 
 
-def _other_width_on_rank_1() -> nn.Module:
-    return Network(num_blocks=2 if dist.get_rank() == 0 else 3)
-
-
-def test_different_models_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _fit,
-        PACKAGES[0],
-        network=_other_width_on_rank_1,
-        world_size=3,
-        exception=RuntimeError,
-        match="differs between ranks",
-    )
-
-
-def _negative_rate(module: nn.Module) -> Any:
-    return ParallelMuon(module.parameters(), lr=-1.0)
-
-
-def test_a_negative_learning_rate_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _fit, PACKAGES[0], configure=_negative_rate, world_size=2, match="lr must be finite and >= 0"
-    )
-
-
 def _with_nan(package: str, **kwargs: Any) -> None:
     pl = load(package)
     model = language_model(pl)
@@ -165,30 +140,3 @@ def test_the_strategy_of_the_other_package_is_explained(gloo: ProcessPool) -> No
         world_size=1,
         match="Trainers of lightning.pytorch; the names 'parallel_muon' and 'flexdemo' find",
     )
-
-
-def _unused_on_one_rank(package: str) -> list[float]:
-    pl = load(package)
-
-    class Branching(Network):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branch = nn.Linear(16, 16)
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.embedding(tokens)
-            if dist.get_rank() == 0:
-                x = x + self.branch(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    model = language_model(pl, network=Branching)
-    trainer(pl).fit(model, loader())
-    return model.losses
-
-
-def test_a_parameter_that_one_rank_uses_does_not_hang(gloo: ProcessPool) -> None:
-    losses = gloo.run(_unused_on_one_rank, PACKAGES[0], world_size=2)
-    assert losses[0] == losses[1]
-    assert losses[0][-1] < losses[0][0]
