@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lightning_muon.checkpoint.nodes import expect_saved_nodes, share_whole
@@ -34,81 +36,85 @@ class Checkpoint:
 
     Args:
         path: Directory of shards or single file, the same on all ranks.
-        metadata_name: File that marks a directory of shards and holds all but tensors.
-        weights_only: As in ``torch.load``.
+        content: All that is in the single file, or what is beside the shards.
+        is_sharded: Whether there are shards.
+
+    Attributes:
+        advice: What to do if the weights do not fit.
     """
 
-    otherwise = "LightningModule.strict_loading = False loads what fits"  # What to do if the weights do not.
+    advice = "strict=False loads what fits"
 
-    def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
-        self.path = path
-        self.is_sharded = (path / metadata_name).is_file()
-        self.weights: Mapping[str, Any] = {}
-        self.strict = True
-        options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
-        if self.is_sharded:
-            self.content: dict[str, Any] = torch.load(path / metadata_name, **options)
-            num_optimizers = _count_optimizers(path)
-            if num_optimizers:  # Lightning asks whether the key is there; the states follow later.
-                self.content["optimizer_states"] = [{} for _ in range(num_optimizers)]
-        elif path.is_file():
-            self.content = torch.load(path, mmap=True, **options)
-        else:
-            raise FileNotFoundError(
-                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank "
-                f"must see"
-            )
+    def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
+        self.path, self.content, self.is_sharded = path, content, is_sharded
 
-    def load_weights(self, module: nn.Module, key: str = "state_dict") -> None:
-        """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
-        if self.is_sharded:
+    @classmethod
+    def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> Self:
+        """Read everything but shards. Collective over all ranks; every rank must call it.
+
+        Args:
+            path: The same on all ranks.
+            metadata_name: File that marks a directory of shards and holds all but tensors.
+            weights_only: As in ``torch.load``.
+
+        Raises:
+            FileNotFoundError: On all ranks, if any of them sees no checkpoint.
+        """
+
+        def read() -> Self:
+            content, is_sharded = _read(path, metadata_name, weights_only)
+            return cls(path, content, is_sharded=is_sharded)
+
+        return together(read)
+
+    def load_weights(self, module: nn.Module, key: str, *, strict: bool, whole: Mapping[str, Any] | None) -> None:
+        """Fill parameters and buffers. Collective over all ranks; every rank must call it.
+
+        Args:
+            module: To fill, in its final form.
+            key: Of the weights among the shards.
+            strict: Whether the names must be those of the module.
+            whole: The weights in a single file.
+        """
+        if whole is None:
             weights = {key: get_model_state_dict(module)}
-            planner = DefaultLoadPlanner(allow_partial_load=not self.strict)
+            planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
-                dcp.load(weights, checkpoint_id=self.path, planner=planner)
-            except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+                load(weights, checkpoint_id=self.path, planner=planner)
+            except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
                 raise RuntimeError(
-                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.otherwise}. ({problem})"
+                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.advice}. ({problem})"
                 ) from problem
-            set_model_state_dict(module, weights[key], options=StateDictOptions(strict=self.strict))
+            set_model_state_dict(module, weights[key], options=StateDictOptions(strict=strict))
             return
-        weights = {clean_name(name): value for name, value in self.weights.items()}
-        missing, unexpected = _compare_keys(module, weights)
-        if self.strict and (missing or unexpected):
+        weights = {clean_name(name): value for name, value in whole.items()}
+        own = {clean_name(name) for name in module.state_dict()}
+        missing, unexpected = sorted(own - weights.keys()), sorted(weights.keys() - own)
+        if strict and (missing or unexpected):
             raise RuntimeError(
                 f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
-                f"{unexpected[:8] or 'nothing'}; {self.otherwise}"
+                f"{unexpected[:8] or 'nothing'}; {self.advice}"
             )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_model_state_dict(module, {key: weights[key] for key in weights if key not in unexpected}, options=options)
+        set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
-    def load_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
-        """Fill the state of the ``index``-th optimizer. Collective over all ranks; every rank must call it."""
-        self._load_state(
-            f"optimizer_{index}",
-            module,
-            optimizer,
-            whole=lambda: self.content["optimizer_states"][index],
-            instead="load them into the model and train without resuming (Trainer.fit without ckpt_path)",
-        )
-
-    def _load_state(
+    def load_optimizer(
         self,
-        key: str,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        key: str,
         *,
         whole: Callable[[], Mapping[str, Any]],
-        instead: str,
+        advice: str,
     ) -> None:
         """Fill the state of an optimizer. Collective over all ranks; every rank must call it.
 
         Args:
-            key: In a directory of shards.
             module: Holds the parameters.
             optimizer: To fill.
-            whole: The state in a single file.
-            instead: How to go on with the weights alone.
+            key: Of the state among the shards.
+            whole: Returns the state in a single file.
+            advice: How to go on with the weights alone.
         """
         error: Exception | None = None
         try:
@@ -116,54 +122,29 @@ class Checkpoint:
                 self._load_shards(module, optimizer, key)
             else:
                 _load_whole(whole(), module, optimizer)
-        except (KeyError, ValueError, RuntimeError, dcp.CheckpointException) as problem:
+        except (KeyError, ValueError, RuntimeError, CheckpointException) as problem:
             error = RuntimeError(
                 f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
                 "optimizer, other options, other param groups or another model. To go on with the weights alone, "
-                f"{instead}. ({type(problem).__name__}: {problem})"
+                f"{advice}. ({type(problem).__name__}: {problem})"
             )
             error.__cause__ = problem
         fail_together(error, None)
 
-    def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
-        state = {key: get_optimizer_state_dict(module, optimizer)}
-        saved = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
-        _check_shards(saved, state[key], key)
-        share_among_nodes = expect_saved_nodes(
-            state[key]["state"],
-            lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size,
-            _rules(optimizer),
-        )
-        # Keys of the groups may be new, for example those of a scheduler that was added since.
-        dcp.load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        share_among_nodes()
-        set_optimizer_state_dict(module, optimizer, state[key])
+    def load_module_at(self, key: str, module: nn.Module, *, strict: bool) -> None:
+        """Fill a module from what a program has saved under ``key``. Collective; every rank must call it."""
+        self.load_weights(module, key, strict=strict, whole=None if self.is_sharded else self.content[key])
 
-
-class StateCheckpoint(Checkpoint):
-    """A checkpoint that is being read, whose keys are those of the program that saved it."""
-
-    otherwise = "strict=False loads what fits"
-
-    def __init__(self, path: Path, *, metadata_name: str, weights_only: bool | None) -> None:
-        super().__init__(path, metadata_name=metadata_name, weights_only=weights_only)
-        self._keys_of_shards: set[str] = set()
-        if self.is_sharded:
-            # Made up by the base class, where the checkpoint is that of a Trainer.
-            self.content.pop("optimizer_states", None)
-            places = dcp.FileSystemReader(path).read_metadata().planner_data or {}
-            self._keys_of_shards = {place[0] for place in places.values()}
-
-    @classmethod
-    def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> StateCheckpoint:
-        """Read all but tensors. Collective over all ranks; every rank must call it."""
-        return together(lambda: cls(path, metadata_name=metadata_name, weights_only=weights_only))
+    def load_optimizer_at(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fill an optimizer from what a program has saved under ``key``. Collective; every rank must call it."""
+        advice = f"load without {key!r}"
+        self.load_optimizer(module, optimizer, key, whole=lambda: self.content[key], advice=advice)
 
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names. Collective over all ranks; every rank must call it.
 
         Args:
-            state: Modules and optimizers to fill, and what else is asked for.
+            state: Modules and optimizers to fill, and what else is asked for, by the keys of the program.
             target: Gets what is neither module nor optimizer, unless it can load it itself, as schedulers can.
             strict: Whether what is asked for must be there, and weights fit exactly.
 
@@ -173,10 +154,10 @@ class StateCheckpoint(Checkpoint):
         absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
             if key not in absent:
-                self.load_module(key, module, strict=strict)
+                self.load_module_at(key, module, strict=strict)
         for key, (module, optimizer) in state.optimizers.items():
             if key not in absent:
-                self.load_state_of(key, module, optimizer)
+                self.load_optimizer_at(key, module, optimizer)
         for key, value in state.rest.items():
             if key in absent:
                 continue
@@ -186,47 +167,70 @@ class StateCheckpoint(Checkpoint):
                 target[key] = self.content.pop(key)
         return {key: value for key, value in self.content.items() if key not in state.modules | state.optimizers}
 
-    def load_module(self, key: str, module: nn.Module, *, strict: bool) -> None:
-        """Fill parameters and buffers. Collective over all ranks; every rank must call it."""
-        self.strict = strict
-        if not self.is_sharded:
-            self.weights = self.content[key]
-        self.load_weights(module, key)
+    def load_alone(self, state: State, *, strict: bool) -> None:
+        """Fill the one module or optimizer of ``state`` from a file that is its state dict.
 
-    def load_state_of(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill the state of an optimizer. Collective over all ranks; every rank must call it."""
-        self._load_state(key, module, optimizer, whole=lambda: self.content[key], instead=f"load without {key!r}")
+        Collective over all ranks; every rank must call it.
+        """
+        if self.is_sharded:
+            raise ValueError(
+                f"{self.path} is a directory of shards, which are found by their keys only: "
+                "fabric.load(path, {'model': model}), with the keys of fabric.save"
+            )
+        self.content = {"": self.content}
+        self.load(state, {}, strict=strict)
+
+    def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
+        state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}
+        saved: Any = FileSystemReader(self.path).read_metadata().state_dict_metadata
+        _check_shards(saved, state[key], key)
+        share_among_nodes = expect_saved_nodes(
+            state[key]["state"],
+            lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size,
+            _rules(optimizer),
+        )
+        # Keys of the groups may be new, for example those of a scheduler that was added since.
+        load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        share_among_nodes()
+        set_optimizer_state_dict(module, optimizer, state[key])
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
         """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
-        divided = state.modules.keys() | state.optimizers.keys()
-        there = self._keys_of_shards if self.is_sharded else self.content.keys()
-        absent = {key for key in divided if key not in there} | (state.rest.keys() - self.content.keys())
+        sharded: set[str] = set()
+        if self.is_sharded:
+            places = FileSystemReader(self.path).read_metadata().planner_data or {}
+            sharded = {place[0] for place in places.values()}
+        wanted = state.modules.keys() | state.optimizers.keys()
+        there = sharded if self.is_sharded else self.content.keys()
+        absent = {key for key in wanted if key not in there} | (state.rest.keys() - self.content.keys())
         if not absent:
             return absent
-        saved = sorted(map(str, self._keys_of_shards | self.content.keys()))
+        saved = sorted(map(str, sharded | self.content.keys()))
         message = f"{self.path} has no {', '.join(sorted(map(repr, absent)))}; it has {saved}"
         if strict:
             raise KeyError(f"{message}, and strict=False loads what is there")
-        if absent == divided | state.rest.keys():
+        if absent == wanted | state.rest.keys():
             raise KeyError(f"{message}, and so nothing that could be loaded")
         if dist.get_rank() == 0:
             warnings.warn(f"{message}. What is not there stays as it is, because of strict=False.", stacklevel=2)
         return absent
 
 
-def load_alone(checkpoint: StateCheckpoint, state: State, *, strict: bool) -> None:
-    """Fill the one module or optimizer of ``state`` from a file that is its state dict.
+def count_optimizers(path: Path) -> int:
+    """How many states of optimizers a Trainer has saved among the shards in ``path``."""
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})
 
-    Collective over all ranks; every rank must call it.
-    """
-    if checkpoint.is_sharded:
-        raise ValueError(
-            f"{checkpoint.path} is a directory of shards, which are found by their keys only: "
-            "fabric.load(path, {'model': model}), with the keys of fabric.save"
-        )
-    checkpoint.content = {"": checkpoint.content}
-    checkpoint.load(state, {}, strict=strict)
+
+def _read(path: Path, metadata_name: str, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
+    """What is in a checkpoint beside its shards, and whether it has some."""
+    if (path / metadata_name).is_file():
+        return torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only), True
+    if path.is_file():
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only), False
+    raise FileNotFoundError(
+        f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must see"
+    )
 
 
 def _load_whole(saved: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -299,13 +303,3 @@ def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Rule]:
 def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
     """What the optimizer would save; nothing if it creates state at its first step."""
     return get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}  # type: ignore[return-value]
-
-
-def _compare_keys(module: nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    own = {clean_name(name) for name in module.state_dict()}
-    return sorted(own - weights.keys()), sorted(weights.keys() - own)
-
-
-def _count_optimizers(path: Path) -> int:
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})

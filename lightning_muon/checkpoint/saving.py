@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -130,8 +131,8 @@ def write_checkpoint(
 def write_shards(content: Mapping[str, Any], directory: Path) -> None:
     """Write what each rank has. Collective over all ranks; every rank must call it."""
     try:
-        dcp.save(dict(content), checkpoint_id=directory)
-    except dcp.CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+        dcp_save(dict(content), checkpoint_id=directory)
+    except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
 
 

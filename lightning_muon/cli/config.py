@@ -55,8 +55,9 @@ def config_file(arguments: argparse.Namespace) -> str:
 
     with_nodes = arguments.optimizer == "flexdemo"
     asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
-    optimizer = {"optimizer": FlexDeMoConfig()} if with_nodes else {}
-    options = Options(sharding=arguments.sharding, **asked, **optimizer)
+    options = Options(
+        sharding=arguments.sharding, optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer, **asked
+    )
     machines, processes = arguments.num_machines, _num_processes(arguments)
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate divides models only where they have several shards, and only on accelerators.

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_muon.checkpoint.staging import last_written
 
@@ -96,7 +98,7 @@ def _load_metadata(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
 
 
 def _load_weights(directory: Path) -> dict[str, Any]:
-    reader = dcp.FileSystemReader(directory)
+    reader = FileSystemReader(directory)
     try:
         index = reader.read_metadata()
         # Key in the directory -> path in the nested dict that was saved: ("state_dict", name of the weight, ...).
@@ -108,8 +110,8 @@ def _load_weights(directory: Path) -> dict[str, Any]:
             flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            dcp.load(flat, storage_reader=reader, no_dist=True)
-    except (dcp.CheckpointException, OSError, EOFError, pickle.UnpicklingError) as problem:
+            load(flat, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as problem:
         raise RuntimeError(
             f"the shards in {directory} cannot be read; the directory must have the files of all ranks, complete "
             f"({type(problem).__name__}: {problem})"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
+import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from wrapt import register_post_import_hook
 
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.engine.parsing import read_yaml
 
-RUNNER = "lightning_muon.cli.run_script"
+RUNNER = "lightning_muon.cli.launch"
 _HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]
 
 Starts an unchanged script of Accelerate, or of the transformers Trainer, in which accelerate.Accelerator is
@@ -66,7 +72,7 @@ def split_config(path: str | None) -> Generator[str | None]:
         FileNotFoundError: If there is no such file.
     """
     content = {} if path is None else read_yaml(path)
-    if SECTION not in content:
+    if path is None or SECTION not in content:
         yield path
         return
     from lightning_muon.integrations.accelerate.settings import CONFIG_VARIABLE
@@ -134,3 +140,52 @@ def _write(path: Path, content: Any) -> None:
     import yaml  # Comes with accelerate.
 
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def run_script(words: Sequence[str] | None = None) -> None:
+    """Run ``[-m] SCRIPT [arguments]`` as ``python`` itself would.
+
+    Args:
+        words: In place of those of the process.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    is_module = words[:1] == ["-m"]
+    if is_module:
+        words = words[1:]
+    if not words:
+        raise SystemExit("usage: python -m lightning_muon.cli.launch [-m] SCRIPT [arguments of SCRIPT]")
+    replace_accelerator()
+    sys.argv[:] = words
+    if is_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    # In place of the current directory, which `python -m` has put there.
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def replace_accelerator() -> None:
+    """Let ``from accelerate import Accelerator`` give our class from now on, and Trainers of transformers have it, too.
+
+    Neither package is imported for that. For programs that a launcher of ours starts.
+    """
+    register_post_import_hook(_replace_class, "accelerate")
+    register_post_import_hook(_replace_in_trainer, "transformers.trainer")
+
+
+def _replace_class(package: ModuleType) -> None:
+    ours = _classes().Accelerator
+    package.Accelerator = ours  # type: ignore[attr-defined]
+    package.accelerator.Accelerator = ours  # type: ignore[attr-defined]
+
+
+def _replace_in_trainer(module: ModuleType) -> None:
+    module.Accelerator = _classes().TrainerAccelerator  # type: ignore[attr-defined]
+
+
+def _classes() -> ModuleType:
+    return importlib.import_module("lightning_muon.integrations.accelerate.accelerator")
+
+
+if __name__ == "__main__":
+    run_script()

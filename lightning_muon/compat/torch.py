@@ -25,7 +25,7 @@ def cpu_multiplies_bfloat16_fast() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def default_store() -> dist.Store:
+def default_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """Key-value store of the default process group.
 
     Uses ``torch.distributed.distributed_c10d._get_default_store`` (2.11 to 2.13).
@@ -142,7 +142,8 @@ def collective_counts() -> dict[str, int]:
     counts: dict[str, int] = {}
     for group in process_groups():
         try:
-            counts[group.group_name] = int(group._get_sequence_number_for_group())
+            counted: Any = group
+            counts[group.group_name] = int(counted._get_sequence_number_for_group())
         except RuntimeError:
             continue
     return counts
@@ -280,7 +281,8 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     state = root._get_fsdp_state()
     if state._device.type != "cpu":
         torch.accelerator.synchronize(state._device)
-    context, communication = state._state_ctx, state._comm_ctx
+    context = state._state_ctx
+    communication: Any = state._comm_ctx
     communication.all_gather_state = None
     if hasattr(communication, "reduce_scatter_states"):
         communication.reduce_scatter_states.clear()

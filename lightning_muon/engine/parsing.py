@@ -137,6 +137,6 @@ def _converted(kind: type[Any], values: Mapping[str, Any], *, skip: set[str]) ->
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, skip=skip, fail_untyped=False)
+    parser.add_class_arguments(kind, skip=set[str | int](skip), fail_untyped=False)
     parsed = parser.instantiate(parser.parse_object(dict(values)))
     return {key: parsed[key] for key in values}

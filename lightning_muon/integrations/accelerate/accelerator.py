@@ -1,34 +1,79 @@
-"""An Accelerator that divides models, adopts optimizers and saves states as the strategies of this package do."""
+"""``lightning_muon.accelerate.Accelerator``, and ``prepare``, which makes a stock Accelerator one of ours."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.compat.accelerate import add_optimizer, is_prepared
+from lightning_muon.compat.accelerate import add_optimizer, is_prepared, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, close_all, close_with
-from lightning_muon.integrations.accelerate.optimizer import ShardedOptimizer
-from lightning_muon.integrations.accelerate.preparation import describe, make_meshes, shard
-from lightning_muon.integrations.accelerate.settings import check_state, read_options
-from lightning_muon.integrations.accelerate.states import SavesStates
+from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
+from lightning_muon.integrations.accelerate.settings import (
+    check_state,
+    describe,
+    make_meshes,
+    read_options,
+    shard,
+    sharding_of,
+)
 
 _log = get_logger(__name__)
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
 
-class MuonAccelerator(SavesStates):
+class ShardedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a sharded model.
+
+    Args:
+        optimizer: One of those that ``engine`` steps.
+        engine: The model, and what its gradients go through.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: TrainingEngine) -> None:
+        # Its state is on the device of its parameters already.
+        super().__init__(optimizer, device_placement=False)
+        self._engine = engine
+        self._was_skipped = False
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether a NaN or Inf in a gradient has made all ranks skip the last step; schedulers then wait."""
+        return self._was_skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
+        # torch's tools for state dicts step optimizers that have no state yet, without any backward pass.
+        has_gradients = closure is not None or self._engine.has_run
+        if not (self.gradient_state.sync_gradients and has_gradients):
+            return super().step(closure)
+
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            del optimizer
+            return AcceleratedOptimizer.step(self, closure)
+
+        before = self._engine.skipped_steps(self.optimizer)
+        result = self._engine.step(self.optimizer, step, closure)
+        self._was_skipped = self._engine.skipped_steps(self.optimizer) > before
+        return result
+
+
+class MuonAccelerator:
     """The part that this package adds to an ``accelerate.Accelerator``, the class beside it.
 
     Everything that is not said here is as in Accelerate: launcher, process group, data loaders, metrics, trackers.
@@ -50,6 +95,7 @@ class MuonAccelerator(SavesStates):
     sync_gradients: bool
     gradient_accumulation_steps: int
     even_batches: bool
+    step: int
     _meshes: Meshes | None = None
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
@@ -117,8 +163,8 @@ class MuonAccelerator(SavesStates):
             values, placements = map(list, zip(*others, strict=True))
             prepared = super().prepare(*values, device_placement=placements)  # type: ignore[misc]
             ready |= zip(map(id, values), prepared if len(values) > 1 else [prepared], strict=True)
-        result = tuple(ready[id(value)] for value in args)
-        return result if len(result) > 1 else result[0]
+        result = [ready[id(value)] for value in args]
+        return tuple(result) if len(result) > 1 else result[0]
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -204,6 +250,49 @@ class MuonAccelerator(SavesStates):
         elif not engine.is_accumulating and self.sync_gradients:
             engine.clip_parameters_by_value(_listed(parameters), clip_value)
 
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """As in Accelerate; what it returns, too. Collective over all ranks; every rank must call it.
+
+        Weights and states of optimizers are written as Accelerate does it for FSDP2: directories with the shards of
+        each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or ``save_distributed_checkpoint=False``) a file
+        for each. Where every rank has whole weights, hooks get them, and the model is written unless rank 0 has taken
+        them.
+        """
+        stock = partial(super().save_state, output_dir, safe_serialization, **kwargs)  # type: ignore[misc]
+        return stock() if self._engine is None else save_state(self, self._engine, stock)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """As in Accelerate; the number of ranks, and what divides the model, may have changed since.
+
+        Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
+        Collective over all ranks; every rank must call it.
+        """
+        stock = partial(super().load_state, input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+        if self._engine is None:
+            stock()
+        else:
+            load_state(self, self._engine, stock, input_dir)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole weights on the CPU on rank 0, an empty dict elsewhere; as in Accelerate where weights are whole anyway.
+
+        Collective over all ranks; every rank must call it.
+        """
+        engine = self._engine
+        if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:  # type: ignore[attr-defined]
+            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
+        prepare_for_reading(engine)
+        if not engine.mode.shards_weights:
+            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
+        return engine.weights_to_save(whole=True)
+
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate; hooks on the model are removed, it stays divided."""
         close_all(self._engines)
@@ -245,6 +334,101 @@ class MuonAccelerator(SavesStates):
         for optimizer in result:
             add_optimizer(self, optimizer)
         return result
+
+
+class Accelerator(MuonAccelerator, accelerate.Accelerator):
+    """An ``accelerate.Accelerator`` that divides the model with this package, and trains it with ParallelMuon.
+
+    Mesh and precision are those of the accelerate config (``fsdp_version: 2``, ``parallelism_config``,
+    ``mixed_precision``); see :class:`~lightning_muon.integrations.accelerate.accelerator.MuonAccelerator` for what else
+    it takes.
+
+    Example::
+
+        accelerator = lightning_muon.accelerate.Accelerator(options={"optimizer": {"momentum": 0.9}})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # becomes a ParallelMuon
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+
+class TrainerAccelerator(Accelerator):
+    """That of a ``transformers.Trainer``, which saves and loads with functions of its own."""
+
+    def use_options(self, options: Options, error: Exception | None = None) -> None:
+        """As in the base class; refuses a division of which the Trainer knows nothing."""
+        kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
+        if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
+            what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
+            error = error or ValueError(
+                f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not everything "
+                f"with {what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp in the section "
+                "lightning_muon"
+            )
+        super().use_options(options, error)
+
+
+def class_over(base: type[Any]) -> type[Any]:
+    """A class that does what ours does on top of ``base``, an Accelerator or a subclass of it."""
+    if issubclass(base, MuonAccelerator):
+        return base
+    if base is accelerate.Accelerator:
+        return Accelerator
+    return type(base.__name__, (MuonAccelerator, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def prepare(
+    accelerator: Any, *args: Any, options: OptionsLike = None, device_placement: list[bool | None] | None = None
+) -> Any:
+    """As ``accelerator.prepare(*args)`` of our Accelerator, for one that was made by ``accelerate.Accelerator(...)``.
+
+    The Accelerator becomes one of ours: ``backward``, ``no_sync``, ``clip_grad_norm_``, ``save_state`` and so on do
+    what :class:`Accelerator` says. Collective over all ranks; every rank must call it.
+
+    Example::
+
+        model, optimizer = lightning_muon.accelerate.prepare(accelerator, model, optimizer)
+
+    Args:
+        accelerator: One that has prepared no model yet, or one of ours.
+        *args: A model, its optimizers, schedulers, data loaders.
+        options: As in :class:`Accelerator`.
+        device_placement: As in ``accelerate.Accelerator.prepare``.
+
+    Raises:
+        ValueError: If the Accelerator has prepared a model in its own way, or has options already.
+    """
+    if not isinstance(accelerator, MuonAccelerator):
+        _convert(accelerator, options)
+    elif options is not None:
+        raise ValueError("options were given to prepare, but the Accelerator has its own already; give them to one")
+    return accelerator.prepare(*args, device_placement=device_placement)
+
+
+def _convert(accelerator: Any, options: OptionsLike) -> None:
+    if prepared_models(accelerator):
+        raise ValueError(
+            f"this {type(accelerator).__name__} has prepared a model already; call lightning_muon.accelerate.prepare "
+            "in place of accelerator.prepare"
+        )
+    error: Exception | None = None
+    read = Options()
+    try:
+        read = read_options(options)
+        if read.process_group_backend is not None or read.timeout != Options.timeout:
+            raise ValueError(
+                "process_group_backend and timeout come too late for an Accelerator that has its process group; give "
+                "an InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
+            )
+    except Exception as problem:  # Another rank may see another file; use_options tells it.
+        error = problem
+    accelerator.__class__ = class_over(type(accelerator))
+    accelerator.use_options(read, error)
 
 
 def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> list[Any]:

@@ -1,26 +1,33 @@
-"""What Accelerate was told about a run, in the words of this package: mesh, precision, units. No communication."""
+"""What Accelerate was told about a run, in the words of this package: options, meshes, precision, units, the model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.comm.agreement import together
+from lightning_muon.engine.forward_methods import register_steps
+from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.units import WrapPolicy
 
+_log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"
 _OTHER_NAMES = {"replicate_size": "dp_replicate_size", "shard_size": "dp_shard_size"}
 
@@ -161,6 +168,60 @@ def launched_layout(num_processes: int) -> dict[str, int]:
     return {"num_nodes": num_processes // on_this_node, "num_processes": on_this_node}
 
 
+def describe(options: Options) -> list[tuple[str, str]]:
+    """Lines that are equal on all ranks if their options are."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in values.items()]
+
+
+def make_meshes(state: Any, options: Options) -> Meshes:
+    """The meshes of a run. Collective over all ranks; every rank must call it.
+
+    A program that runs in one process without a launcher gets a process group of one.
+
+    Raises:
+        ValueError: If the sizes do not fit each other, or the number of ranks.
+    """
+    sizes, layout = mesh_sizes(state, options), launched_layout(state.num_processes)
+    sizes.resolve(**layout)
+    if not dist.is_initialized():
+        backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    return sizes.make(state.device.type, **layout)
+
+
+def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine:
+    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks.
+
+    Every rank must call it.
+    """
+    options: Options = accelerator.options
+    state = accelerator.state
+    together(lambda: _check_module(module))
+    free_unsharded(module)  # It may have been sharded and evaluated before.
+    if accelerator.mixed_precision != "no":
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()  # As Accelerate does: the weights to train are float32.
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        plugin.set_auto_wrap_policy(module)
+        fsdp2_apply_ac(accelerator, module)
+    engine = TrainingEngine(
+        module,
+        options,
+        meshes,
+        sharding=sharding_of(state, options),
+        mode_options=mode_options(state, options, module),
+        info=_log.info,
+        warn=_log.warning,
+    )
+    engine.shard(accelerator.device)
+    engine.follow_forward()
+    register_steps(module)
+    return engine
+
+
 def _check_plugin(plugin: Any) -> None:
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
@@ -196,3 +257,12 @@ def _is_larger(num_parameters: int, name: str, module: nn.Module) -> bool:
     del name
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values come "
+                "from the first rank), for example with model.to_empty(device='cpu')"
+            )

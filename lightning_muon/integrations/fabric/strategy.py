@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.checkpoint.loading import StateCheckpoint, load_alone
+from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.compat.fabric import set_no_backward_sync
@@ -227,7 +227,7 @@ class FabricStrategy(MuonStrategy):
         """Load into ``state``, and return what it did not ask for. Collective over all ranks."""
         if state is None or (isinstance(state, dict) and not state):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
-        checkpoint = StateCheckpoint.open(
+        checkpoint = Checkpoint.open(
             Path(self.broadcast(last_written(Path(path)))),
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
@@ -236,7 +236,7 @@ class FabricStrategy(MuonStrategy):
         if isinstance(state, dict):
             remainder = checkpoint.load(self._by_kind(state), state, strict=strict)
         else:
-            load_alone(checkpoint, self._by_kind({"": state}), strict=strict)
+            checkpoint.load_alone(self._by_kind({"": state}), strict=strict)
         for engine in self._engines:
             engine.weights_have_changed()
         return remainder

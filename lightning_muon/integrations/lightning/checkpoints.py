@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.loading import Checkpoint, count_optimizers
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
 from lightning_muon.compat.torch import default_store
@@ -30,17 +31,27 @@ class TrainerCheckpoint(Checkpoint):
         has_pending_weights: Whether weights wait for the model to be sharded.
     """
 
+    advice = "LightningModule.strict_loading = False loads what fits"
     has_pending_weights = False
+
+    def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
+        super().__init__(path, content, is_sharded=is_sharded)
+        self._weights: Mapping[str, Any] = {}
+        self._strict = True
+        num_optimizers = count_optimizers(path) if is_sharded else 0
+        if num_optimizers:  # Lightning asks whether the key is there; the states follow later.
+            content["optimizer_states"] = [{} for _ in range(num_optimizers)]
 
     def offer_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Keep the weights until :meth:`load_pending_weights`; local."""
-        self.weights, self.strict, self.has_pending_weights = weights, strict, True
+        self._weights, self._strict, self.has_pending_weights = weights, strict, True
 
     def load_pending_weights(self, engine: TrainingEngine) -> None:
         """Load the weights, if some wait. Collective over all ranks; every rank must call it."""
         if self.has_pending_weights:
             engine.node_weights.forget()
-            self.load_weights(engine.module)
+            whole = None if self.is_sharded else self._weights
+            self.load_weights(engine.module, "state_dict", strict=self._strict, whole=whole)
             self.has_pending_weights = False
 
     def load_optimizers(
@@ -58,7 +69,16 @@ class TrainerCheckpoint(Checkpoint):
             )
         for index, optimizer in enumerate(optimizers):
             if not is_placeholder_optimizer(package, optimizer):
-                self.load_optimizer(engine.module, optimizer, index)
+                self.load_optimizer(
+                    engine.module,
+                    optimizer,
+                    f"optimizer_{index}",
+                    whole=partial(self._saved_state, index),
+                    advice="load them into the model and train without resuming (Trainer.fit without ckpt_path)",
+                )
+
+    def _saved_state(self, index: int) -> Mapping[str, Any]:
+        return self.content["optimizer_states"][index]
 
 
 def write_trainer_checkpoint(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.staging import discard, last_written
-from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
     is_placeholder_optimizer,
@@ -325,7 +324,7 @@ class TrainerStrategy(MuonStrategy):
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
         path = Path(self.broadcast(last_written(Path(checkpoint_path))))
         name = metadata_filename(self.package)
-        self._checkpoint = together(lambda: TrainerCheckpoint(path, metadata_name=name, weights_only=weights_only))
+        self._checkpoint = TrainerCheckpoint.open(path, metadata_name=name, weights_only=weights_only)
         return self._checkpoint.content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

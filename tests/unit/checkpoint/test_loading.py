@@ -66,12 +66,12 @@ def test_gathered_weights_go_by_the_names_of_the_module() -> None:
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.ckpt"):
         with pytest.raises(FileNotFoundError, match=r"is no checkpoint: neither a file nor a directory with meta.pt"):
-            Checkpoint(path, metadata_name="meta.pt", weights_only=None)
+            Checkpoint.open(path, metadata_name="meta.pt", weights_only=None)
 
 
 def test_weights_only_is_honoured(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "callbacks": Path("anything")}, tmp_path / "file.ckpt")
     with pytest.raises(Exception, match="weights_only"):
-        Checkpoint(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=True)
-    content = Checkpoint(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=False).content
+        Checkpoint.open(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=True)
+    content = Checkpoint.open(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=False).content
     assert content["callbacks"] == Path("anything")

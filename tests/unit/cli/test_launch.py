@@ -15,6 +15,7 @@ import yaml
 
 import lightning_muon
 from lightning_muon import MuonConfig
+from lightning_muon.cli import launch
 from lightning_muon.cli.launch import RUNNER, launch_command, needs_several_cpus, run_by_us, split_config
 from lightning_muon.engine.options import Options
 
@@ -174,9 +175,49 @@ def test_an_unchanged_script_is_trained_by_us(both: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     expected = {
-        "class": "lightning_muon.integrations.accelerate.classes.Accelerator",
+        "class": "lightning_muon.integrations.accelerate.accelerator.Accelerator",
         "optimizer": "ParallelMuon",
         "momentum": 0.8,
         "mesh": [1, 2],
     }
     assert found == [expected | {"local": [3, 8]}, expected | {"local": [2, 8]}]
+
+
+_SHORT_SCRIPT = """
+import sys
+from pathlib import Path
+import neighbour
+Path(sys.argv[1]).write_text(f"{__name__} {neighbour.VALUE} {sys.argv[2:]}")
+"""
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Counts that the Accelerator is replaced, which would outlast the test; undoes what else is changed."""
+    seen: list[str] = []
+    monkeypatch.setattr(launch, "replace_accelerator", lambda: seen.append("accelerate"))
+    monkeypatch.setattr(sys, "argv", ["python"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_finds_its_neighbours_and_its_arguments(tmp_path: Path, replaced: list[str], is_module: bool) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(_SHORT_SCRIPT)
+    (folder / "neighbour.py").write_text("VALUE = 5\n")
+    if is_module:
+        sys.path.insert(0, str(folder))
+    words = ["-m", "train"] if is_module else [str(folder / "train.py")]
+    launch.run_script([*words, str(tmp_path / "out"), "--lr", "1"])
+    assert (tmp_path / "out").read_text() == "__main__ 5 ['--lr', '1']"
+    assert replaced == ["accelerate"]
+
+
+def test_no_script_is_an_error(replaced: list[str]) -> None:
+    for words in ([], ["-m"]):
+        with pytest.raises(SystemExit, match="usage"):
+            launch.run_script(words)
+    assert not replaced

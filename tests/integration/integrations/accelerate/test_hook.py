@@ -14,8 +14,8 @@ import transformers.trainer
 from torch import Tensor
 
 from lightning_muon import FlexDeMo, ParallelMuon
+from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.integrations.accelerate.accelerator import MuonAccelerator
-from lightning_muon.integrations.accelerate.hook import replace_accelerator
 from tests.integration.integrations.transformers.runs import (
     LR,
     WEIGHT_DECAY,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lightning_muon.hf
 from lightning_muon import FlexDeMoConfig, Full
-from lightning_muon.integrations.accelerate.classes import TrainerAccelerator
+from lightning_muon.integrations.accelerate.accelerator import TrainerAccelerator
 from tests.integration.integrations.transformers.runs import (
     LR,
     WEIGHT_DECAY,

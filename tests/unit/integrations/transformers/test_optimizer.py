@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 import re
 import textwrap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
+from lightning_muon.integrations.transformers.optimizer import LazyState, TrainerFlexDeMo, TrainerMuon
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -153,3 +158,65 @@ def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
 )
 def test_what_cannot_be_right_is_an_error_on_all_ranks(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
     gloo.expect_error_on_all_ranks(_make_under, kind, config, match=message, world_size=2)
+
+
+def _small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+def _made_early(kind: type[LazyState], model: nn.Module) -> Any:
+    """As a Trainer and ``Accelerator.prepare`` treat it before they shard the model."""
+    optimizer: Any = kind([{"params": list(model.parameters())}])
+    optimizer.route(model)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [TrainerMuon, TrainerFlexDeMo])
+def test_there_is_no_state_before_the_first_step(kind: type[LazyState]) -> None:
+    assert _made_early(kind, _small_model()).state_dict()["state"] == {}
+
+
+def test_parameters_that_are_replaced_are_not_kept_alive() -> None:
+    model = _small_model()
+    optimizer = _made_early(TrainerMuon, model)
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    for layer in model:
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    del layer, parameter
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert set(optimizer.state) == set(model.parameters())
+    assert len(optimizer.state_dict()["state"]) == 5
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(TrainerMuon, ParallelMuon), (TrainerFlexDeMo, FlexDeMo)])
+def test_steps_and_loaded_states_are_those_of_the_base_class(kind: type[LazyState], plain: Any) -> None:
+    models = [_small_model(), _small_model(), _small_model()]
+    optimizers = [_made_early(kind, models[0]), plain(models[1]), _made_early(kind, models[2])]
+    for step in range(4):
+        if step == 2:
+            models[2].load_state_dict(models[0].state_dict())
+            optimizers[2].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for model, optimizer in list(zip(models, optimizers, strict=True))[: 3 if step >= 2 else 2]:
+            model(torch.tensor([step, 2 * step])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for early, late, resumed in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(early, late) and torch.equal(early, resumed)
+
+
+def _step_without_nodes() -> None:
+    model = _small_model()
+    optimizer = _made_early(TrainerFlexDeMo, model)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def test_flexdemo_without_nodes_is_an_error_that_says_how_to_start(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_step_without_nodes, match="lightning-muon launch --config_file", world_size=2)

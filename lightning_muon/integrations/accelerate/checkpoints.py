@@ -1,0 +1,181 @@
+"""The states that an Accelerator saves and loads: the directories and files that Accelerate uses for FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import StateDictType
+
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.saving import write_shards
+from lightning_muon.checkpoint.staging import last_written, replacing
+from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
+from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.sharding.fsdp_runtime import free_unsharded
+
+# The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
+_MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
+_OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
+
+
+def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any]) -> Any:
+    """Call ``stock``, Accelerate's ``save_state``, with models and optimizers written by us; return its result.
+
+    Collective over all ranks; every rank must call it.
+    """
+
+    def save(directory: str, with_model: bool) -> None:
+        chosen = [with_model]
+        dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
+        prepare_for_reading(engine)
+        _save_parts(Path(directory), engine, whole=_saves_whole(accelerator), with_model=chosen[0])
+
+    def weights() -> Sequence[Any]:
+        return () if engine.mode.shards_weights else [accelerator.get_state_dict(engine.module)]
+
+    return _among_hooks(accelerator, "save", stock, save, weights)
+
+
+def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
+    """Call ``stock``, Accelerate's ``load_state``, with models and optimizers loaded by us.
+
+    Collective over all ranks; every rank must call it.
+    """
+    missing = directory is not None and not Path(directory).expanduser().is_dir()
+    fail_together(FileNotFoundError(f"there is no directory {directory}") if missing else None, None)
+
+    def load(found: str, with_model: bool) -> None:
+        require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
+        prepare_for_reading(engine)
+        if with_model:
+            _find(Path(found), _MODEL, 0, _MODEL_KEY).load_module_at(_MODEL_KEY, engine.module, strict=True)
+        for index, optimizer in enumerate(engine.optimizers):
+            part = _find(Path(found), _OPTIMIZER, index, _OPTIMIZER_KEY)
+            part.load_optimizer_at(_OPTIMIZER_KEY, engine.module, optimizer)
+        engine.weights_have_changed()
+
+    def models() -> Sequence[Any]:
+        return () if engine.mode.shards_weights else prepared_models(accelerator)
+
+    _among_hooks(accelerator, "load", stock, load, models)
+    # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
+    step = [accelerator.step]
+    dist.broadcast_object_list(step, src=0)
+    accelerator.step = step[0]
+
+
+def prepare_for_reading(engine: TrainingEngine) -> None:
+    """Let weights have their new values, and be shards; local."""
+    engine.finish_parameters()
+    free_unsharded(engine.module)  # An evaluation leaves the root whole.
+
+
+def _among_hooks(
+    accelerator: Any,
+    when: Literal["save", "load"],
+    stock: Callable[[], Any],
+    action: Callable[[str, bool], None],
+    offer: Callable[[], Sequence[Any]],
+) -> Any:
+    """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks; every rank must call it.
+
+    Hooks and objects of the user may fail on any rank, before ``action`` or after it; then all ranks raise.
+    """
+    is_agreeing = False
+
+    def act(directory: str, with_model: bool) -> None:
+        nonlocal is_agreeing
+        is_agreeing = True
+        fail_together(None, None)  # Ranks that have failed before are in the other one.
+        is_agreeing = False
+        action(directory, with_model)
+
+    error, result = None, None
+    try:
+        with in_place_of_states(accelerator, when, act, offer):
+            result = stock()
+    except Exception as problem:
+        if is_agreeing:
+            raise
+        error = problem
+    fail_together(error, None)
+    return result
+
+
+def _saves_whole(accelerator: Any) -> bool:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    of_accelerate = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    return of_accelerate or not accelerator.options.save_distributed_checkpoint
+
+
+def _save_parts(directory: Path, engine: TrainingEngine, *, whole: bool, with_model: bool) -> None:
+    """Write weights and states of optimizers. Collective over all ranks; every rank must call it.
+
+    None of what was there goes before all is written.
+
+    Args:
+        directory: The same on all ranks.
+        engine: The model and its optimizers.
+        whole: One file for each, in place of directories with the shards of each rank.
+        with_model: Write the weights, too; the same on all ranks.
+    """
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(engine.optimizers))]
+    if with_model:
+        places.append(_paths(directory, _MODEL, 0))
+    # What was saved in the other format goes in the same moment.
+    obsolete = [place[not whole] for place in places]
+    with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
+        if with_model:
+            _write(drafts[-1], {_MODEL_KEY: engine.weights_to_save(whole=whole)}, whole=whole)
+        for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
+            state = get_optimizer_state_dict(engine.module, optimizer, options=options)
+            _write(draft, {_OPTIMIZER_KEY: state}, whole=whole)
+
+
+class _Part(Checkpoint):
+    """The directory with the shards of one object, or the file with all of it."""
+
+    advice = "load_state needs the model that was saved"
+
+
+def _find(directory: Path, name: str, index: int, key: str) -> _Part:
+    """Open what is there. Collective over all ranks; every rank must call it."""
+    paths = _paths(directory, name, index)
+    # Rank 0 decides: a save may be about to end while the ranks look.
+    found = [next((path for path in map(last_written, paths) if path.exists()), None)]
+    dist.broadcast_object_list(found, src=0)
+
+    def look() -> _Part:
+        path = found[0]
+        if path is None or not path.exists():
+            raise FileNotFoundError(
+                f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
+                "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
+            )
+        if path.is_dir():
+            return _Part(path, {}, is_sharded=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return _Part(path, {key: content}, is_sharded=False)
+
+    return together(look)
+
+
+def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
+    """The directory of shards, and the file."""
+    return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
+
+
+def _write(path: Path, content: Mapping[str, Any], *, whole: bool) -> None:
+    """Write one object. Collective over all ranks; every rank must call it."""
+    if not whole:
+        write_shards(content, path)
+        return
+    (value,) = content.values()
+    on_first_rank(lambda: torch.save(value, path))
