@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -90,3 +92,19 @@ def with_hook_before_step(plugin_class: type[Any]) -> type[Any]:
             return result
 
     return WithHook
+
+
+def set_no_backward_sync(strategy: Any, no_sync: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Make ``no_sync`` what ``fabric.no_backward_sync(model)`` enters, with what ``setup_module`` has returned.
+
+    Sets ``Strategy._backward_sync_control``, an object with ``no_backward_sync(module, enabled)`` (2.6).
+    """
+    strategy._backward_sync_control = _Control(no_sync)
+
+
+class _Control:
+    def __init__(self, no_sync: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        self._no_sync = no_sync
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._no_sync(module) if enabled else nullcontext()

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
-from lightning_muon.compat.fabric import set_no_backward_sync
-from lightning_muon.compat.lightning import metadata_filename
+from lightning_muon.compat.lightning import (
+    metadata_filename,
+    set_no_backward_sync,
+)
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy

@@ -102,7 +102,7 @@ def test_an_average_is_shown_for_a_while() -> None:
     assert not shown.show_own(), "there is nothing to undo"
     assert shown.show_common([optimizer]) and not shown.show_common([optimizer])
     assert weight.unique().tolist() == [1.0]
-    with shown.common([optimizer]) as must_copy:
+    with common_weights(shown.not_shown([optimizer])) as must_copy:
         assert not must_copy and weight.unique().tolist() == [1.0]
     with shown.own():
         assert weight.unique().tolist() == [0.5]
@@ -121,7 +121,7 @@ def test_an_average_that_stays_keeps_what_is_changed_afterwards() -> None:
     with shown.own():
         assert weight.unique().tolist() == [0.5]
     assert weight.unique().tolist() == [7.0]
-    with shown.common([optimizer]):
+    with common_weights(shown.not_shown([optimizer])):
         assert weight.unique().tolist() == [7.0]
     shown.forget()
     with shown.own():
@@ -135,7 +135,7 @@ def test_nodes_without_averages_keep_their_weights_but_share_those_of_the_first(
     shown = NodeWeights()
     assert not shown.show_common([optimizer]) and not shown.stay_common([optimizer])
     assert weight.unique().tolist() == [0.5]
-    with shown.common([optimizer]) as must_copy:
+    with common_weights(shown.not_shown([optimizer])) as must_copy:
         assert must_copy
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from lightning_muon.compat.lightning import (
     is_placeholder_optimizer,
     metadata_filename,
     set_device_mesh,
+    set_no_backward_sync,
     start_process_group,
 )
+from lightning_muon.integrations.registry import FABRICS
 from tests.integration.training import PACKAGES
 
 pytestmark = pytest.mark.parametrize("name", PACKAGES)
@@ -81,3 +85,26 @@ def test_the_stand_in_optimizer_is_recognized(name: Any) -> None:
 def _configure_nothing(package: LightningPackage) -> Any:
     core = package.module("core.optimizer")
     return core._configure_optimizers(core._MockOptimizer())
+
+
+@pytest.mark.parametrize("package", FABRICS)
+def test_no_backward_sync_enters_what_was_set(package: str) -> None:
+    fabric_package = pytest.importorskip(package)
+    strategies = pytest.importorskip(f"{package}.strategies")
+    entered: list[Any] = []
+
+    @contextmanager
+    def no_sync(module: nn.Module) -> Iterator[None]:
+        entered.append(module)
+        yield
+
+    strategy = strategies.ModelParallelStrategy(lambda module, mesh: module)
+    assert hasattr(strategy, "_backward_sync_control")
+    set_no_backward_sync(strategy, no_sync)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    inner = nn.Linear(2, 2)
+    model = pytest.importorskip(f"{package}.wrappers")._FabricModule(inner, strategy)
+    with fabric.no_backward_sync(model, enabled=False):
+        assert entered == []
+    with fabric.no_backward_sync(model):
+        assert entered == [inner]
