@@ -1,11 +1,11 @@
 """Sums of gradients over the ranks that start while backward still runs.
 
-Hooks note which gradients have been accumulated. A bucket whose gradients are all there is launched, after all buckets
-before it, so that the order is the same on all ranks; what is sent together for the first time, which opens
-connections, is left to :meth:`finish`. What the hooks cannot know is settled there, too: the ranks compare notes, and
-what any rank has launched, or has a gradient for, is sent by all. So parameters that only some ranks use, that are used
-again after their bucket has gone (reentrant activation checkpointing), or that are frozen or thawed between two steps
-are exact; they cost the head start.
+Hooks count the gradients that have been accumulated. A bucket is launched when all of its gradients are there and all
+buckets before it have been launched, so that the order is the same on all ranks. :meth:`GradientReducer.finish` does
+the rest: the ranks tell each other what they have launched and which gradients they have, and what any rank has is
+sent by all. So gradients are exact for parameters that only some ranks use, that are used again after their bucket has
+gone (reentrant activation checkpointing), or that are frozen between two steps; such buckets start later. A bucket that
+is sent for the first time is left to ``finish`` too, because that opens connections.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class GradientReducer:
             self._num_advanced += 1
 
     def _agree(self) -> _Agreed:
-        """Compare notes; collective over the group."""
+        """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
         has = [
             parameter.grad is not None and parameter.requires_grad and not self._transport.is_untouched(parameter)
             for parameter in self._parameters

@@ -27,10 +27,10 @@ class Position:
         step: Steps and evaluations that this rank has ended.
         shard: The lowest rank with which it shares the weights.
         mesh: The lowest rank with which it shares gradients.
-        skipped: Number of notes of this step that are left out, the first ones; ranks further apart prove nothing.
-        notes: The other notes of :class:`~lightning_muon.sharding.fsdp_call_log.FsdpCallLog`.
-        crossing_skipped: As ``skipped``, of the notes that all ranks have in common.
-        crossing: These notes.
+        skipped: Number of calls of this step that are left out, the first ones; ranks further apart prove nothing.
+        calls: The other calls of :class:`~lightning_muon.sharding.fsdp_call_log.FsdpCallLog`.
+        crossing_skipped: As ``skipped``, of the calls that all ranks have in common.
+        crossing: These calls.
         group: Name of the process group in whose collective the rank waits, ``None`` if it does something else. A
             barrier of the call log counts as a group of its own.
         counts: Collectives launched in each process group.
@@ -43,7 +43,7 @@ class Position:
     shard: int
     mesh: int
     skipped: int
-    notes: list[int]
+    calls: list[int]
     crossing_skipped: int
     crossing: list[int]
     group: str | None
@@ -54,18 +54,18 @@ class Position:
 
     @classmethod
     def current(
-        cls, order: FsdpCallLog, thread: int, *, beat: int, left: bool = False, failure: str | None = None
+        cls, call_log: FsdpCallLog, thread: int, *, beat: int, left: bool = False, failure: str | None = None
     ) -> Position:
         """The position of this process, whose ``thread`` trains; local."""
-        skipped, notes = order.notes()
-        crossing_skipped, crossing = order.crossing_notes()
+        skipped, calls = call_log.calls()
+        crossing_skipped, crossing = call_log.crossing_calls()
         place = waiting_place(thread)
         return cls(
-            step=order.step,
-            shard=order.shard_ranks[0],
-            mesh=order.ranks[0],
+            step=call_log.step,
+            shard=call_log.shard_ranks[0],
+            mesh=call_log.ranks[0],
             skipped=skipped,
-            notes=notes,
+            calls=calls,
             crossing_skipped=crossing_skipped,
             crossing=crossing,
             group=None if place is None else place[0],
@@ -106,35 +106,35 @@ def waiting_place(thread: int) -> tuple[str, int] | None:
         return None
 
 
-def find_mismatch(positions: Mapping[int, Position], order: FsdpCallLog) -> str | None:
+def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
     """The reason why these ranks can never meet, ``None`` if they may.
 
     Args:
         positions: Global rank -> what it has published; ranks that get on have published nothing, or something old.
-        order: Names the units.
+        call_log: Names the units.
     """
-    differing = _different_notes(positions, order)
+    differing = _different_calls(positions, call_log)
     if differing is not None:
         return differing
     for (first, a), (second, b) in combinations(sorted(positions.items()), 2):
         if _never_meet(a, b):
-            places = f"rank {first} {_place(a, order)}, rank {second} {_place(b, order)}"
-            notes = [position.notes[-1] for position in (a, b) if position.notes]
-            return f"The ranks wait for each other in different places: {places}. {order.advice(notes)}"
+            places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
+            calls = [position.calls[-1] for position in (a, b) if position.calls]
+            return f"The ranks wait for each other in different places: {places}. {call_log.advice(calls)}"
     return None
 
 
-def _different_notes(positions: Mapping[int, Position], order: FsdpCallLog) -> str | None:
-    """Compare the notes of ranks in the same step: all of them inside each shard group, others over each mesh."""
+def _different_calls(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
+    """Compare the calls of ranks in the same step: all of them inside each shard group, others over each mesh."""
     compared: dict[tuple[int, bool, int], dict[int, tuple[int, list[int]]]] = {}
     for rank, position in positions.items():
         own = compared.setdefault((position.step, False, position.shard), {})
-        own[rank] = position.skipped, position.notes
+        own[rank] = position.skipped, position.calls
         everyone = compared.setdefault((position.step, True, position.mesh), {})
         everyone[rank] = position.crossing_skipped, position.crossing
-    # The notes of a shard group say more.
+    # The calls of a shard group say more.
     for _, tails in sorted(compared.items(), key=lambda item: item[0][1]):
-        found = order.describe_tails(tails, complete=False)
+        found = call_log.describe_tails(tails, complete=False)
         if found is not None:
             return found
     return None
@@ -158,15 +158,15 @@ def _never_meet(a: Position, b: Position) -> bool:
 def _ends_differ(a: Position, b: Position) -> bool:
     """Whether the ranks have noted differently much of what they must have in common."""
     if a.shard == b.shard:
-        return a.skipped + len(a.notes) != b.skipped + len(b.notes)
+        return a.skipped + len(a.calls) != b.skipped + len(b.calls)
     if a.mesh != b.mesh:
         return False
     return a.crossing_skipped + len(a.crossing) != b.crossing_skipped + len(b.crossing)
 
 
-def _place(position: Position, order: FsdpCallLog) -> str:
-    last = order.text(position.notes[-1]) if position.notes else "has run no unit in this step"
-    return f"waits after it {last}" if position.notes else last
+def _place(position: Position, call_log: FsdpCallLog) -> str:
+    last = call_log.text(position.calls[-1]) if position.calls else "has run no unit in this step"
+    return f"waits after it {last}" if position.calls else last
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Watchdog:
     Every rank must start it, the second one of a process group after the first one and so on.
 
     Args:
-        order: Notes of this rank, usually ``GradientAgreement.order``.
+        call_log: Calls of this rank, usually ``GradientAgreement.call_log``.
         patience: Seconds without progress before a rank publishes its position.
         interval: Seconds between two looks. Proof takes two equal looks.
         silence: Time without a sign of life after which a rank that the others wait for ends the run. ``None``:
@@ -58,7 +58,7 @@ class Watchdog:
 
     Example::
 
-        watchdog = Watchdog(agreement.order)
+        watchdog = Watchdog(agreement.call_log)
         watchdog.start()
         with watchdog.explaining():
             model(batch).sum().backward()
@@ -67,9 +67,9 @@ class Watchdog:
     """
 
     def __init__(
-        self, order: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
+        self, call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
     ) -> None:
-        self._order = order
+        self._call_log = call_log
         self._patience, self._interval = patience, interval
         self._silence = None if silence is None else silence.total_seconds()
         self._closed = threading.Event()
@@ -102,13 +102,13 @@ class Watchdog:
             )
         self._store.set(f"process{self._rank}", ProcessIdentity.current().to_text())
         self._store.set(f"alive{self._rank}", "starts")
-        self._num_barriers.update(dict.fromkeys(self._order.barrier_names, 0))
+        self._num_barriers.update(dict.fromkeys(self._call_log.barrier_names, 0))
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
         # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
-        if self._order.uses_gloo:
-            self._order.barrier = self._wait_for_all
+        if self._call_log.uses_gloo:
+            self._call_log.barrier = self._wait_for_all
 
     def close(self) -> None:
         """Stop watching; the others learn that this rank waits for nobody any more; local.
@@ -123,7 +123,7 @@ class Watchdog:
         self._thread = None
         if not self._left:
             self._left = True
-            self._order.mark("left")
+            self._call_log.mark("left")
             # The store may be gone together with its rank.
             with suppress(RuntimeError):
                 self._publish(beat=0)
@@ -221,7 +221,7 @@ class Watchdog:
 
     def _stop_watching(self) -> None:
         self._closed.set()
-        self._order.barrier = None
+        self._call_log.barrier = None
 
     def _wait_for_all(self, barrier: Barrier) -> None:
         """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it.
@@ -258,7 +258,7 @@ class Watchdog:
         mine = self._num_barriers[barrier.name]
         missing = [rank for rank, where in seen.items() if where is None or where.counts.get(barrier.name, 0) < mine]
         return (
-            f"rank {self._rank} {self._order.text(barrier.note)} and has waited {self._timeout:.0f} s for the other "
+            f"rank {self._rank} {self._call_log.text(barrier.call)} and has waited {self._timeout:.0f} s for the other "
             f"ranks to do the same; missing: {', '.join(map(str, missing)) or 'none any more'}. They have died or are "
             "slower than the timeout of the process group, an option of the strategy and of init_process_group."
         )
@@ -269,7 +269,7 @@ class Watchdog:
         problem: str | None = None
         num_looks = 0
         while not self._closed.wait(self._interval):
-            now = (*self._order.position(), waiting_place(self._main))
+            now = (*self._call_log.position(), waiting_place(self._main))
             # The store may be gone together with its rank: then connections are closed, and all raise anyway.
             with suppress(RuntimeError):
                 if num_looks % _LOOKS_PER_SIGN == 0:
@@ -289,7 +289,7 @@ class Watchdog:
                         return
 
     def _publish(self, beat: int) -> None:
-        position = Position.current(self._order, self._main, beat=beat, left=self._left, failure=self._failure)
+        position = Position.current(self._call_log, self._main, beat=beat, left=self._left, failure=self._failure)
         self._store.set(f"position{self._rank}", position.with_barriers(self._num_barriers, self._barrier).to_text())
 
     def _judges(self) -> bool:
@@ -354,7 +354,7 @@ class Watchdog:
                 "its process is stopped, its host is gone, or something holds the interpreter lock for longer than "
                 "the options timeout and max_silence allow"
             )
-        return find_mismatch(found, self._order)
+        return find_mismatch(found, self._call_log)
 
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
@@ -382,9 +382,9 @@ class Watchdog:
 
 
 @contextmanager
-def watching(order: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+def watching(call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
     """Watch, and explain exceptions, while the block runs. Every rank must enter it."""
-    watchdog = Watchdog(order, patience=patience, interval=interval)
+    watchdog = Watchdog(call_log, patience=patience, interval=interval)
     watchdog.start()
     try:
         with watchdog.explaining():

@@ -50,7 +50,7 @@ class GradientAgreement:
     Args:
         module: A model with units.
         mesh: The ranks with batches of their own.
-        order: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
+        call_log: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
         nodes: The (replicate, shard) mesh, if ``mesh`` is the shard axis of a decoupled node.
 
     Attributes:
@@ -69,7 +69,7 @@ class GradientAgreement:
         self,
         module: nn.Module,
         mesh: DeviceMesh,
-        order: FsdpCallLog | None = None,
+        call_log: FsdpCallLog | None = None,
         *,
         nodes: DeviceMesh | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class GradientAgreement:
         whole = mesh if nodes is None else nodes
         self.step = StepAgreement(host_group(axis_group(whole, tuple(range(whole.ndim)))))
         self._node, self._num_nodes = (0, 1) if nodes is None else (nodes.get_local_rank(0), nodes.size(0))
-        self.order = order or FsdpCallLog(module, mesh)
+        self.call_log = call_log or FsdpCallLog(module, mesh)
         self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
@@ -109,7 +109,7 @@ class GradientAgreement:
         """
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.order.mark("end")
+            self.call_log.mark("end")
             self.step.post(self)
             if not is_deferred or _plain_scalars(self._module):
                 self.step.reduce(())
@@ -122,17 +122,17 @@ class GradientAgreement:
             was_used or (index in self._agreed and self._agreed[index]() is parameter.grad is not None)
             for index, (was_used, parameter) in enumerate(zip(self._used, self._parameters, strict=True))
         ]
-        own = [*self.order.words(), *used]
+        own = [*self.call_log.words(), *used]
         before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
         return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
 
     def settle(self, maxima: Sequence[int]) -> list[Tensor]:
         """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.step_agreement.Rider`."""
-        size, num_words = len(maxima) // self._num_nodes, len(self.order.words())
+        size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
         own = nodes[self._node]
-        self.order.require_equal(own[:num_words], self._everyone)
-        if any(self.order.differs(each[:num_words]) for each in nodes):
+        self.call_log.require_equal(own[:num_words], self._everyone)
+        if any(self.call_log.differs(each[:num_words]) for each in nodes):
             raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
         self._agreed = {}
         unused: list[Tensor] = []
@@ -151,7 +151,7 @@ class GradientAgreement:
 
     def close(self) -> None:
         """Remove the hooks; local."""
-        self.order.close()
+        self.call_log.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -180,7 +180,7 @@ class GradientAgreement:
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         else:  # Before torch 2.13.
-            self.order.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
+            self.call_log.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         # Not self: Python's garbage collector does not look into the hooks of tensors, so that the model, and with it
@@ -315,11 +315,11 @@ class Fsdp(ShardingMode):
 
     def watch(self, module: nn.Module) -> None:
         """Note the units that ``module``, as prepared, runs from now on, in trainings and evaluations."""
-        if self._order is None:
+        if self._call_log is None:
             self._everyone = axis_group(self._reduced_over, tuple(range(self._reduced_over.ndim)))
             self._host = host_group(self._everyone)
-            self._order = FsdpCallLog(module, self._reduced_over)
-            self._recovery = Recovery(module, self._reduced_over, self._order)
+            self._call_log = FsdpCallLog(module, self._reduced_over)
+            self._recovery = Recovery(module, self._reduced_over, self._call_log)
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -327,7 +327,7 @@ class Fsdp(ShardingMode):
         self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self.watch(module)
         nodes = self.mesh if self.options.decoupled_nodes else None
-        self._agreement = GradientAgreement(module, self._reduced_over, self._order, nodes=nodes)
+        self._agreement = GradientAgreement(module, self._reduced_over, self._call_log, nodes=nodes)
         assert self._recovery is not None
         self._recovery.gradients_dropped = self._agreement.forget
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
@@ -381,9 +381,9 @@ class Fsdp(ShardingMode):
         Raises:
             RuntimeError: On every rank, if ranks that share weights have run different units.
         """
-        if self._order is not None and self._recovery is not None:
+        if self._call_log is not None and self._recovery is not None:
             self._recovery.resume()
-            self._order.compare(self._everyone, self._host)
+            self._call_log.compare(self._everyone, self._host)
 
     @override
     def end_step(self) -> None:

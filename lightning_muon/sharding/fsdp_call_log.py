@@ -22,7 +22,7 @@ from lightning_muon.comm.groups import AxisGroup, backends
 from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
 
-# At least so many last notes are kept for messages: a step has a few for each unit, an evaluation any number.
+# At least so many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
 
 
@@ -32,18 +32,18 @@ class Barrier(NamedTuple):
     Attributes:
         name: Names the ranks; the same on all of them.
         ranks: Global ranks that have to come, in ascending order.
-        number: How many notes these ranks have compared ever.
-        note: The last of them.
+        number: How many calls these ranks have logged in total.
+        call: The last of them.
     """
 
     name: str
     ranks: tuple[int, ...]
     number: int
-    note: int
+    call: int
 
 
-class Notes:
-    """Notes that some ranks must have in common: a digest of all, and the last ones."""
+class CallList:
+    """Calls that some ranks must have in common: a digest of all of them, and the last ones."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.count = 0
@@ -55,22 +55,22 @@ class Notes:
         self._kept = array("i")
         self._digest = hashlib.sha256()
 
-    def add(self, note: int) -> Barrier | None:
-        """Append; returns what to wait for if the note was not to be expected and there are others."""
+    def add(self, call: int) -> Barrier | None:
+        """Append a call; return what to wait for if this order is new and there are other ranks."""
         with self._lock:
             self.count += 1
-            self._kept.append(note)
+            self._kept.append(call)
             if len(self._kept) >= 2 * _NUM_KEPT:
                 del self._kept[:_NUM_KEPT]
-        self._digest.update(note.to_bytes(4, "little", signed=True))
+        self._digest.update(call.to_bytes(4, "little", signed=True))
         self._num_ever += 1
-        expected = self._successors.get(self._last) == note
-        self._successors[self._last] = note
-        self._last = note
-        return None if expected or len(self._ranks) == 1 else Barrier(self.name, self._ranks, self._num_ever, note)
+        expected = self._successors.get(self._last) == call
+        self._successors[self._last] = call
+        self._last = call
+        return None if expected or len(self._ranks) == 1 else Barrier(self.name, self._ranks, self._num_ever, call)
 
     def tail(self) -> tuple[int, list[int]]:
-        """Return (number of notes left out, the others)."""
+        """Return (number of calls left out, the others)."""
         with self._lock:
             return self.count - len(self._kept), self._kept.tolist()
 
@@ -103,21 +103,21 @@ NO_WORD = -(2**31)
 
 
 class FsdpCallLog:
-    """Notes each unit that gathers its weights for a forward pass, and each whose backward pass communicates.
+    """Logs each unit that gathers its weights for a forward pass, and each whose backward pass communicates.
 
-    FSDP2 communicates unit by unit. Where one rank runs another unit than the others, or none, messages of different
-    units meet: weights of equal shape are mixed in silence, others hang. So there are two lists of notes. All of them
-    must be equal inside the shard group, whose ranks gather weights from each other. Backward passes, in which also
-    replicas reduce gradients together, must be equal on all ranks; so replicas may evaluate differently much.
-    :meth:`compare` compares both. Units on a mesh that does not span all ranks of ``mesh`` (experts that the user has
-    spread over ranks) are left out. Local.
+    FSDP2 communicates unit by unit. If one rank runs another unit than the others, or none, messages of different units
+    meet: weights of equal shape are mixed in silence, those of different shapes hang. So there are two lists of calls.
+    One holds all calls; it must be equal inside the shard group, whose ranks gather weights from each other. The other
+    holds the backward passes, in which replicas reduce gradients together too; it must be equal on all ranks. So
+    replicas may evaluate different numbers of batches. :meth:`compare` compares both lists. Units on a mesh that does
+    not span all ranks of ``mesh`` (experts that the user has spread over ranks) are left out. Local.
 
     Args:
         module: A model with units.
         mesh: 1-D (shard), or 2-D (replicate, shard).
 
     Attributes:
-        step: How often the notes were started anew.
+        step: How often the log was started anew.
         uses_gloo: Whether units communicate over gloo.
         shard_ranks: The ranks that hold one copy of the weights together, this rank among them.
         barrier: Called before communication when this order of units is new: when this call did not follow the one
@@ -143,8 +143,8 @@ class FsdpCallLog:
         self.shard_ranks = tuple(sorted(rows[self._replica]))
         self.barrier: Callable[[Barrier], None] | None = None
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
-        self._all = Notes(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
-        self._crossing = Notes(f"mesh of rank {self.ranks[0]}", self.ranks)
+        self._all = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
+        self._crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
         self._names: list[tuple[str, str]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         names = {id(child): name for name, child in module.named_modules()}
@@ -164,15 +164,15 @@ class FsdpCallLog:
         return self._all.name, self._crossing.name
 
     def position(self) -> tuple[int, int]:
-        """How far this rank is: (step, number of notes in it). May be called from any thread."""
+        """How far this rank is: (step, number of calls in it). May be called from any thread."""
         return self.step, self._all.count
 
-    def notes(self) -> tuple[int, list[int]]:
-        """The notes of this step: (number of notes left out, the others). May be called from any thread."""
+    def calls(self) -> tuple[int, list[int]]:
+        """The calls of this step: (number of calls left out, the others). May be called from any thread."""
         return self._all.tail()
 
-    def crossing_notes(self) -> tuple[int, list[int]]:
-        """As :meth:`notes`, of what is communicated between replicas too."""
+    def crossing_calls(self) -> tuple[int, list[int]]:
+        """The calls of this step that communicate between replicas too, as :meth:`calls` gives them."""
         return self._crossing.tail()
 
     def words(self) -> list[int]:
@@ -188,7 +188,7 @@ class FsdpCallLog:
         return any(words[at] != -words[at + 1] for at in range(0, len(words), 2))
 
     def compare(self, everyone: AxisGroup, host: AxisGroup) -> None:
-        """Compare the notes and begin new ones. Collective over the mesh; every rank must call it.
+        """Compare the calls and begin a new log. Collective over the mesh; every rank must call it.
 
         Args:
             everyone: The ranks of the mesh.
@@ -201,7 +201,7 @@ class FsdpCallLog:
         self.require_equal(maxima_over(host, self.words()), everyone)
 
     def require_equal(self, maxima: Sequence[int], everyone: AxisGroup) -> None:
-        """Begin new notes, unless the maxima of :meth:`words` over the ranks show that those until now differ.
+        """Begin a new log, if the maxima of :meth:`words` over the ranks show that all ranks have made the same calls.
 
         Collective over the mesh if they do; every rank must call it.
 
@@ -216,12 +216,12 @@ class FsdpCallLog:
     def explain(self, group: dist.ProcessGroup | None) -> str:
         """Name the first unit that differs. Collective over ``group``; every rank must call it."""
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (self.shard_ranks[0], self.notes(), self.crossing_notes()), group=group)
+        dist.all_gather_object(gathered, (self.shard_ranks[0], self.calls(), self.crossing_calls()), group=group)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         of_shards: dict[int, dict[int, tuple[int, list[int]]]] = {}
-        for rank, (shard, notes, _) in zip(ranks, gathered, strict=True):
-            of_shards.setdefault(shard, {})[rank] = notes
-        crossing = {rank: notes for rank, (_, _, notes) in zip(ranks, gathered, strict=True)}
+        for rank, (shard, calls, _) in zip(ranks, gathered, strict=True):
+            of_shards.setdefault(shard, {})[rank] = calls
+        crossing = {rank: calls for rank, (_, _, calls) in zip(ranks, gathered, strict=True)}
         for compared in [*of_shards.values(), crossing]:
             found = self.describe_tails(compared, complete=True)
             if found is not None:
@@ -229,44 +229,44 @@ class FsdpCallLog:
         return f"The ranks run different units of the model. {self.advice(())}"
 
     def describe_tails(self, tails: Mapping[int, tuple[int, Sequence[int]]], *, complete: bool) -> str | None:
-        """As :meth:`describe`, from the first note that no rank has left out: rank -> (number left out, the others)."""
+        """As :meth:`describe`, from the first call that no rank has left out: rank -> (number left out, the others)."""
         start = max((skipped for skipped, _ in tails.values()), default=0)
         return self.describe(
-            {rank: notes[start - skipped :] for rank, (skipped, notes) in tails.items()}, complete=complete
+            {rank: calls[start - skipped :] for rank, (skipped, calls) in tails.items()}, complete=complete
         )
 
-    def describe(self, notes: Mapping[int, Sequence[int]], *, complete: bool) -> str | None:
-        """Compare the notes of ranks; ``None`` if there is no difference.
+    def describe(self, calls: Mapping[int, Sequence[int]], *, complete: bool) -> str | None:
+        """Compare the calls of ranks; ``None`` if there is no difference.
 
         Args:
-            notes: Rank -> its notes.
-            complete: Whether the notes have come to their end. Otherwise a rank with fewer notes is only late.
+            calls: Rank -> its calls.
+            complete: Whether the calls have come to their end. Otherwise a rank with fewer calls is only late.
         """
-        longest = max(map(len, notes.values()), default=0)
+        longest = max(map(len, calls.values()), default=0)
         for index in range(longest):
             found: dict[int | None, list[int]] = {}
-            for rank, mine in notes.items():
-                note = mine[index] if index < len(mine) else None
-                if note is not None or complete:
-                    found.setdefault(note, []).append(rank)
+            for rank, mine in calls.items():
+                call = mine[index] if index < len(mine) else None
+                if call is not None or complete:
+                    found.setdefault(call, []).append(rank)
             if len(found) > 1:
-                what = "; ".join(f"{_ranks(ranks)} {self.text(note)}" for note, ranks in found.items())
+                what = "; ".join(f"{_ranks(ranks)} {self.text(call)}" for call, ranks in found.items())
                 return f"The ranks run different units of the model: {what}. {self.advice(found)}"
         return None
 
-    def text(self, note: int | None) -> str:
+    def text(self, call: int | None) -> str:
         """What a rank does, as part of a sentence."""
-        if note is None:
+        if call is None:
             return "runs nothing more"
-        if note < 0:
-            return _TEXTS[note]
-        name, kind = self._names[note // 2]
+        if call < 0:
+            return _TEXTS[call]
+        name, kind = self._names[call // 2]
         unit = f"{name!r} ({kind})" if name else f"the root {kind}"
-        return f"enters the backward pass of {unit}" if note % 2 else f"runs {unit}"
+        return f"enters the backward pass of {unit}" if call % 2 else f"runs {unit}"
 
-    def advice(self, notes: Sequence[int | None] | Mapping[int | None, Any]) -> str:
+    def advice(self, calls: Sequence[int | None] | Mapping[int | None, Any]) -> str:
         """What to do about units that only some ranks run."""
-        units = sorted({note // 2 for note in notes if note is not None and note >= 0 and self._names[note // 2][0]})
+        units = sorted({call // 2 for call in calls if call is not None and call >= 0 and self._names[call // 2][0]})
         names = [self._names[unit][0] for unit in units]
         kinds = sorted({self._names[unit][1] for unit in units})
         reason = (
@@ -283,7 +283,7 @@ class FsdpCallLog:
         )
 
     def restart(self) -> None:
-        """Begin the notes of the next step; local."""
+        """Begin the log of the next step; local."""
         self.step += 1
         self._all.restart()
         self._crossing.restart()
@@ -327,8 +327,8 @@ class FsdpCallLog:
         for hook, register in ((enter, "register_forward_pre_hook"), (leave, "register_forward_hook")):
             self._hooks.append(getattr(unit, register)(torch.compiler.disable(hook), prepend=True))
 
-    def _add(self, note: int, *, crosses: bool, waits: bool = True) -> None:
-        barriers = [notes.add(note) for notes in ([self._crossing] if crosses else []) + [self._all]]
+    def _add(self, call: int, *, crosses: bool, waits: bool = True) -> None:
+        barriers = [calls.add(call) for calls in ([self._crossing] if crosses else []) + [self._all]]
         # The first one is that of the most ranks.
         barrier = next((barrier for barrier in barriers if barrier is not None), None)
         if waits and barrier is not None and self.barrier is not None:

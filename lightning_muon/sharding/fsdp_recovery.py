@@ -38,14 +38,14 @@ class Recovery:
     Args:
         module: A model with units.
         mesh: The ranks that train it together.
-        order: The units that this rank runs; what watches them already is called after this class.
+        call_log: The units that this rank runs; its hooks are called after those of this class.
 
     Attributes:
         gradients_dropped: Called when gradients have been dropped.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, order: FsdpCallLog) -> None:
-        self._module, self._mesh, self._order = module, mesh, order
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, call_log: FsdpCallLog) -> None:
+        self._module, self._mesh, self._call_log = module, mesh, call_log
         self.gradients_dropped: Callable[[], None] | None = None
         self._roots = list(fsdp_roots(module))
         self._must_meet = False
@@ -76,7 +76,7 @@ class Recovery:
             return
         problem = self._compare()
         self._must_meet = False
-        self._order.restart()
+        self._call_log.restart()
         if problem is not None:
             raise RuntimeError(
                 f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
@@ -93,7 +93,7 @@ class Recovery:
 
     def _compare(self) -> str | None:
         """What other ranks have done instead, ``None`` if they have done the same."""
-        ranks = self._order.ranks
+        ranks = self._call_log.ranks
         if len(ranks) == 1:
             return None
         # Ranks that have failed equally often meet; models and meshes do not matter.
@@ -112,7 +112,7 @@ class Recovery:
             rank
             for rank in ranks
             if not store.get(str(rank)).decode().startswith(of_all)
-            or (rank in self._order.shard_ranks and not store.get(str(rank)).decode().endswith(of_shards))
+            or (rank in self._call_log.shard_ranks and not store.get(str(rank)).decode().endswith(of_shards))
         ]
         return f"at another place on rank {', '.join(map(str, others))}" if others else None
 
@@ -120,7 +120,7 @@ class Recovery:
         """What all ranks, and what the ranks of a shard group, must have communicated alike until now."""
         counts = collective_counts()
         *replicas, shards = (counts.get(self._mesh.get_group(axis).group_name) for axis in range(self._mesh.ndim))
-        words = self._order.words()
+        words = self._call_log.words()
         own = [word for word in words[NUM_WORDS:] if word != NO_WORD]
         return f"{words[:NUM_WORDS]} {replicas}", f"{own} {shards}"
 
@@ -133,7 +133,7 @@ class Recovery:
             if has_unfinished_forward(unit):
                 self.failed(in_backward=False)
 
-        # Before the notes on units are taken and FSDP2 gathers; and after FSDP2, also if forward has raised.
+        # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
         before, after = map(torch.compiler.disable, (enter, leave))
         self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
         self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]

@@ -95,16 +95,16 @@ class ShardingMode(ABC):
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
-        self._order: FsdpCallLog | None = None
+        self._call_log: FsdpCallLog | None = None
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
         """Give all ranks the weights and buffers of the first one, and divide the parameters."""
 
     def watch(self, module: nn.Module) -> None:
-        """Begin to note what must be equal on all ranks, for a training or an evaluation; may be called again."""
-        if self._order is None:
-            self._order = FsdpCallLog(module, self.mesh)
+        """Begin to log the calls that must be equal on all ranks, for a training or an evaluation; may be repeated."""
+        if self._call_log is None:
+            self._call_log = FsdpCallLog(module, self.mesh)
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -157,19 +157,19 @@ class ShardingMode(ABC):
 
     def _end_watch(self) -> None:
         """The end of what :meth:`watch` has begun; local."""
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        if self._call_log is not None:
+            self._call_log.close()
+            self._call_log = None
 
     def _note_step(self) -> None:
         """This rank has ended a step; for modes whose communication does not depend on the units. Local."""
-        if self._order is not None:
-            self._order.restart()
+        if self._call_log is not None:
+            self._call_log.restart()
 
     @property
     def call_log(self) -> FsdpCallLog | None:
         """How far this rank is, and the FSDP2 units that it has run, from :meth:`watch` on. Local."""
-        return self._order
+        return self._call_log
 
     @property
     def layout(self) -> Layout:

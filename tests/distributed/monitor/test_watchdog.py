@@ -40,7 +40,7 @@ def _train(
     """Steps in which each rank chooses its experts; an error that comes after ten seconds is another error."""
     model, agreement = sharded(make_mesh(shape), ["Expert", "Layer"], widths)
     rank = dist.get_rank()
-    with watching(agreement.order, patience=patience, interval=patience / 8):
+    with watching(agreement.call_log, patience=patience, interval=patience / 8):
         for chosen in steps:
             start = time.monotonic()
             try:
@@ -110,7 +110,7 @@ def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
 def _fail_on_one_rank() -> str:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     try:
-        with watching(agreement.order, patience=1.0, interval=0.1):
+        with watching(agreement.call_log, patience=1.0, interval=0.1):
             model(inputs_of(0), [0])
             if dist.get_rank() == 1:
                 raise KeyboardInterrupt("by hand")
@@ -128,7 +128,7 @@ def test_a_rank_that_waits_for_a_failed_one_learns_why(gloo: ProcessPool) -> Non
 
 def _die_on_one_rank() -> None:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
-    watchdog = Watchdog(agreement.order, patience=0.5, interval=0.2)
+    watchdog = Watchdog(agreement.call_log, patience=0.5, interval=0.2)
     watchdog.start()
     with watchdog.explaining():
         model(inputs_of(0), [0]).sum().backward()
@@ -211,7 +211,7 @@ def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) ->
 def _come_too_late() -> str:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     default_store().set_timeout(timedelta(seconds=1.0))
-    watchdog = Watchdog(agreement.order, patience=0.4, interval=0.2, silence=timedelta(seconds=1.0))
+    watchdog = Watchdog(agreement.call_log, patience=0.4, interval=0.2, silence=timedelta(seconds=1.0))
     watchdog.start()
     default_store().set_timeout(timedelta(seconds=30.0))
     try:
@@ -233,7 +233,7 @@ def test_the_gate_waits_no_longer_than_the_timeout_and_names_who_is_missing(gloo
 def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     done: list[bool] = []
-    with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
+    with watching(agreement.call_log, patience=0.5, interval=0.1) as watchdog:
         for epoch in range(2):
             try:
                 with watchdog.explaining():
@@ -241,7 +241,7 @@ def _end_an_iteration(exception: type[BaseException]) -> list[bool]:
                     agreement.finish()
                     raise exception
             except exception:
-                done.append(agreement.order.barrier is not None)
+                done.append(agreement.call_log.barrier is not None)
     return done
 
 
@@ -254,8 +254,8 @@ def _gates() -> list[bool]:
     found: list[bool] = []
     for mesh in (make_mesh((1, 2)), nccl_like_mesh(1, 2)):
         _, agreement = sharded(mesh, ["Layer"])  # Makes a group of gloo for what the hosts ask each other.
-        with watching(agreement.order):
-            found.append(agreement.order.barrier is not None)
+        with watching(agreement.call_log):
+            found.append(agreement.call_log.barrier is not None)
     return found
 
 
@@ -266,7 +266,7 @@ def test_ranks_wait_at_gates_only_if_units_communicate_over_gloo(gloo: ProcessPo
 def _fail_outside() -> tuple[str, float]:
     """Rank 1 fails where it loads data; ranks 0 and 2 learn it."""
     model, agreement = sharded(make_mesh((1, 3)), ["Layer"])
-    watchdog = Watchdog(agreement.order, patience=0.8, interval=0.2)
+    watchdog = Watchdog(agreement.call_log, patience=0.8, interval=0.2)
     watchdog.start()
     start = time.monotonic()
     try:
@@ -296,7 +296,7 @@ def _fail_and_end() -> tuple[str, float]:
     """Rank 1 ends right after it has failed."""
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     model(inputs_of(0), [0])
-    watchdog = Watchdog(agreement.order, patience=6.0)
+    watchdog = Watchdog(agreement.call_log, patience=6.0)
     watchdog.start()
     dist.barrier()
     if dist.get_rank() == 1:
@@ -323,7 +323,7 @@ def _fail_in_collectives() -> float:
     """Each rank fails in torch.distributed; nobody can say why."""
     _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="BXOR"), watching(agreement.order, patience=9.0):
+    with pytest.raises(RuntimeError, match="BXOR"), watching(agreement.call_log, patience=9.0):
         dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
     return time.monotonic() - start
 
@@ -338,7 +338,7 @@ def _fail_together() -> list[float]:
     sums = []
     for run in range(2):
         try:
-            with watching(agreement.order, patience=0.5, interval=0.1) as watchdog:
+            with watching(agreement.call_log, patience=0.5, interval=0.1) as watchdog:
                 model(inputs_of(0), [run]).sum().backward()
                 agreement.finish()
                 try:

@@ -205,15 +205,15 @@ def _evaluate_without_training(chosen: tuple[int, ...]) -> tuple[bool, bool]:
     mode = make_mode("fsdp", mesh_of((2,)), ModeOptions(wrap_policy=(nn.Sequential,)))
     mode.prepare(net)
     mode.watch(net)  # type: ignore[attr-defined]
-    order = mode.call_log
-    assert order is not None
+    call_log = mode.call_log
+    assert call_log is not None
     with torch.no_grad():
         net[chosen[dist.get_rank()]](_batch(0))
-    assert order.notes()[1]
+    assert call_log.calls()[1]
     mode.finish_evaluation()
-    assert not order.notes()[1]
+    assert not call_log.calls()[1]
     mode.attach(net, [torch.optim.SGD(net.parameters(), lr=0.1)])
-    is_kept = mode.call_log is order
+    is_kept = mode.call_log is call_log
     (net(_batch(dist.get_rank())) * net.scale).sum().backward()
     mode.finish_gradients()
     mode.close()

@@ -67,17 +67,17 @@ def test_experts_inside_one_unit_train_as_in_one_process(gloo: ProcessPool, shap
 
 def _notes_of_a_step() -> tuple[list[int], list[int], int]:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
-    order = agreement.order
+    call_log = agreement.call_log
     model(inputs_of(0), [0]).sum().backward()
-    _, first = order.notes()
+    _, first = call_log.calls()
     with torch.no_grad():
         model(inputs_of(0), [0])
         model(inputs_of(0), [1])
-    evaluated = order.notes()[1][len(first) :]
+    evaluated = call_log.calls()[1][len(first) :]
     agreement.finish()
     agreement.close()
     model(inputs_of(0), [0])
-    return first, evaluated, len(order.notes()[1])
+    return first, evaluated, len(call_log.calls()[1])
 
 
 def test_notes_name_gathers_and_backward_passes_and_leave_out_whole_weights(gloo: ProcessPool) -> None:
@@ -108,9 +108,9 @@ def _backward_through_containers() -> list[int]:
     model = nn.Sequential(Outputs())
     mesh = make_mesh((1, 2))
     fully_shard(model[0], mesh=mesh)
-    order = FsdpCallLog(model, mesh)
+    call_log = FsdpCallLog(model, mesh)
     model(torch.ones(2, 3))["nested"][0].hidden.sum().backward()
-    return order.notes()[1]
+    return call_log.calls()[1]
 
 
 def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
@@ -127,7 +127,7 @@ def test_containers_that_contain_themselves_are_searched_once() -> None:
 def _gate_calls() -> list[Barrier]:
     model, agreement = sharded(make_mesh((1, 2)), ["Expert"])
     calls: list[Barrier] = []
-    agreement.order.barrier = calls.append
+    agreement.call_log.barrier = calls.append
     for chosen in ([0], [0], [0], [1]):
         calls.clear()
         model(inputs_of(0), chosen).sum().backward()
@@ -152,9 +152,9 @@ def _other_mesh() -> list[str]:
     fully_shard(model, mesh=mesh)
     agreement = GradientAgreement(model, mesh)
     model(torch.ones(2, 3)).sum().backward()
-    _, notes = agreement.order.notes()
+    _, calls = agreement.call_log.calls()
     agreement.finish()
-    return [agreement.order.text(note) for note in notes]
+    return [agreement.call_log.text(call) for call in calls]
 
 
 def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
@@ -168,11 +168,11 @@ def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]])
     model, agreement = sharded(mesh, ["Expert"])
     everyone = axis_group(mesh, (0, 1))
     rank = dist.get_rank()
-    with watching(agreement.order, patience=1.0, interval=0.1):
+    with watching(agreement.call_log, patience=1.0, interval=0.1):
         with torch.no_grad():
             for experts in chosen[rank]:
                 model(inputs_of(rank), experts)
-        agreement.order.compare(everyone, host_group(everyone))
+        agreement.call_log.compare(everyone, host_group(everyone))
         free_unsharded(model)
         model(inputs_of(rank), [0]).square().mean().backward()
         agreement.finish()
@@ -214,7 +214,7 @@ def _mixed_evaluation() -> None:
     everyone = axis_group(mesh, (0, 1))
     with torch.no_grad():
         model(inputs_of(0), [dist.get_rank()])
-    agreement.order.compare(everyone, host_group(everyone))
+    agreement.call_log.compare(everyone, host_group(everyone))
 
 
 def test_equal_experts_that_are_mixed_in_an_evaluation_are_the_same_error(gloo: ProcessPool) -> None:
@@ -255,15 +255,15 @@ def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool, num_ca
 def _long_evaluation() -> tuple[list[bool], int, int]:
     mesh = make_mesh((1, 2))
     model, agreement = sharded(mesh, ["Layer"])
-    order, other = agreement.order, FsdpCallLog(model, mesh)
+    call_log, other = agreement.call_log, FsdpCallLog(model, mesh)
     other.close()
     words = []
     for index in range(10_000):
-        for notes in (order, other):
-            notes.mark("left" if index == 3 and notes is other else "end")
+        for calls in (call_log, other):
+            calls.mark("left" if index == 3 and calls is other else "end")
         if index in (2, 9_999):
-            words.append(order.words() == other.words())
-    skipped, kept = order.notes()
+            words.append(call_log.words() == other.words())
+    skipped, kept = call_log.calls()
     return words, len(kept), skipped + len(kept)
 
 

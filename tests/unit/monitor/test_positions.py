@@ -25,7 +25,7 @@ END, LEFT = -2, -3
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
+def call_log(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
     """Two units, ``0`` and ``1``."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -39,7 +39,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
 
 
 def _position(
-    notes: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
+    calls: list[int], group: str | None = None, counts: dict[str, int] | None = None, **more: Any
 ) -> Position:
     defaults: dict[str, Any] = {
         "step": 3,
@@ -50,7 +50,7 @@ def _position(
         "crossing": [],
         "beat": 2,
     }
-    return Position(**{**defaults, **more}, notes=notes, group=group, counts=counts or {})
+    return Position(**{**defaults, **more}, calls=calls, group=group, counts=counts or {})
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,10 @@ def _position(
         ),
     ],
 )
-def test_ranks_that_can_never_meet_are_named(order: FsdpCallLog, mine: Position, theirs: Position, words: str) -> None:
-    message = find_mismatch({0: mine, 1: theirs}, order)
+def test_ranks_that_can_never_meet_are_named(
+    call_log: FsdpCallLog, mine: Position, theirs: Position, words: str
+) -> None:
+    message = find_mismatch({0: mine, 1: theirs}, call_log)
     assert message is not None
     assert re.search(words, message), message
 
@@ -103,13 +105,13 @@ def test_ranks_that_can_never_meet_are_named(order: FsdpCallLog, mine: Position,
         pytest.param(_position([B, A], skipped=9), _position([A, B, B]), id="too far apart"),
     ],
 )
-def test_slow_ranks_prove_nothing(order: FsdpCallLog, mine: Position, theirs: Position) -> None:
-    assert find_mismatch({0: mine, 1: theirs}, order) is None
-    assert find_mismatch({0: theirs, 1: mine}, order) is None
+def test_slow_ranks_prove_nothing(call_log: FsdpCallLog, mine: Position, theirs: Position) -> None:
+    assert find_mismatch({0: mine, 1: theirs}, call_log) is None
+    assert find_mismatch({0: theirs, 1: mine}, call_log) is None
 
 
-def test_a_position_survives_the_store(order: FsdpCallLog) -> None:
-    position = Position.current(order, threading.get_ident(), beat=3, failure="ValueError: x").with_barriers(
+def test_a_position_survives_the_store(call_log: FsdpCallLog) -> None:
+    position = Position.current(call_log, threading.get_ident(), beat=3, failure="ValueError: x").with_barriers(
         {"g": 7}, "g"
     )
     assert Position.from_text(position.to_text()) == position
