@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -22,7 +23,9 @@ from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
 from lightning_muon.flexdemo.replicator import ExchangeStep
 from lightning_muon.flexdemo.replicators import DiLoCo, Full
 from lightning_muon.optim.parameters import Gradients, States
-from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.layout import StepPart, local_tensor
+from lightning_muon.schedule.program import EXCHANGE, GRADIENTS, Op
+from lightning_muon.schedule.step import AddedOps
 
 State = dict[str, Any]
 # Of AdamW and Muon; where nodes train by themselves each has its own.
@@ -54,7 +57,7 @@ class IndependentNodes(InterNodeSync):
         return ()
 
     @override
-    def updates(self, trained: Trained, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
         """The gradients of this node, or their signs."""
         updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         if self.config.takes_sign:
@@ -105,6 +108,9 @@ class DiLoCoSync(IndependentNodes):
         assert isinstance(config.replicator, DiLoCo)
         self._options: DiLoCo = config.replicator
         self._in_flight: list[tuple[MomentumBucket, Exchange]] = []
+        # What is trained in this step, and how many steps were taken before.
+        self._trained = Trained((), {})
+        self._num_steps = 0
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
         # Weights of this node while its parameters show the common ones.
@@ -135,6 +141,7 @@ class DiLoCoSync(IndependentNodes):
         A later one, where the state is gone, begins with the weights of the first node: the next average counts from
         there what each node has learnt.
         """
+        self._num_steps = num_steps
         for parameter in trained.parameters:
             state = trained.states[parameter]
             if num_steps == 0:
@@ -146,8 +153,9 @@ class DiLoCoSync(IndependentNodes):
         self._without_anchor.clear()
 
     @override
-    def updates(self, trained: Trained, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
-        updates = super().updates(trained, gradients, sent_early)
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
+        self._trained = trained
+        updates = super().updates(trained, gradients)
         for parameter in updates:
             trained.states[parameter]["has_moved"].fill_(1)
         return updates
@@ -158,13 +166,37 @@ class DiLoCoSync(IndependentNodes):
         return [trained.states[parameter]["anchor"] for parameter in trained.parameters]
 
     @override
+    def step_part(self) -> StepPart:
+        """An op at the end of the steps in which an average begins, or its sums are sent."""
+        average = Op(kind=EXCHANGE, key="average", rank=0, when=(GRADIENTS,))
+        return StepPart(
+            ops=AddedOps(last=[average]),
+            actions={EXCHANGE: self._exchange},
+            facts=lambda _: {GRADIENTS: [average.key] if self._since in (0, self._half_period) else []},
+        )
+
+    @property
+    def _since(self) -> int:
+        """Steps since the last average, with the one that is being taken; 0 if an average ends it."""
+        return (self._num_steps + 1) % self._options.period
+
+    @property
+    def _half_period(self) -> int:
+        return (self._options.period + 1) // 2
+
+    def _exchange(self, op: Op) -> Sequence[Work]:
+        if self._since:
+            self._send_sums()
+        else:
+            self._average(self._trained)
+        return ()
+
+    @override
     def finish(self, trained: Trained, num_steps: int) -> None:
-        """Average, if it is time."""
-        since = num_steps % self._options.period
-        if since:
-            if since == (self._options.period + 1) // 2:
-                self._send_sums()
-            return
+        self._num_steps, self._trained = num_steps, Trained((), {})
+
+    def _average(self, trained: Trained) -> None:
+        """Begin an average, and apply it, or with ``overlap`` the one before."""
         states = trained.states
         moved = [parameter for parameter in trained.parameters if states[parameter]["has_moved"]]
         for parameter in moved:

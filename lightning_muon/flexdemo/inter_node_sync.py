@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +17,12 @@ from lightning_muon.comm.groups import ALONE, PrivateGroups, axis_group
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_exchange import NodeGroups
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.parameters import BoundParameter, Gradients, States
 from lightning_muon.optim.state import StateCompletion, zero_state
+from lightning_muon.params.layout import StepPart
+
+if TYPE_CHECKING:
+    from lightning_muon.flexdemo.momentum_sync import EarlyExchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +114,7 @@ class InterNodeSync(ABC):
     def check(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
         """Raise if these parameters cannot be exchanged; local."""
 
-    def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> BackwardPrefetch | None:
+    def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> EarlyExchanges | None:
         """Get ready for the parameters that there are now, after ``num_steps`` steps; what is sent during backward.
 
         Collective over the nodes; every rank must call it.
@@ -119,16 +122,20 @@ class InterNodeSync(ABC):
         del trained, names, num_steps
         return None
 
+    def step_part(self) -> StepPart:
+        """Ops of this way in the program of a step, for what :meth:`plan` was called with; local."""
+        return StepPart()
+
     @property
     def order(self) -> Sequence[Sequence[Tensor]]:
         """The parameters in the order in which their updates arrive, those together that arrive together."""
         return ()
 
     @abstractmethod
-    def updates(self, trained: Trained, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
-        """Local updates from the local gradients of the node, of the parameters that take part in the step.
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
+        """Local updates of the parameters that take part in the step, from the local gradients of the node; local.
 
-        Collective over the nodes; every rank must call it with the same parameters.
+        The ops of :meth:`step_part` fill in what nodes exchange.
         """
 
     def finish(self, trained: Trained, num_steps: int) -> None:  # noqa: B027

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.flexdemo.bucket import MomentumBucket, signs
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, plan_buckets, sent_bytes, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -21,8 +21,22 @@ from lightning_muon.flexdemo.node_exchange import Exchange, NodeGroups
 from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
 from lightning_muon.flexdemo.replicator import Components, ExchangeStep, Replicator, check_replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
+from lightning_muon.optim.executor import Executor
 from lightning_muon.optim.parameters import Gradients, States
-from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.layout import StepPart, local_tensor
+from lightning_muon.schedule.program import (
+    DECODE,
+    EARLY_EXCHANGE,
+    ENCODE,
+    EXCHANGE,
+    GRADIENTS,
+    IN_BACKWARD,
+    SENT,
+    SETTLE,
+    VALID,
+    Op,
+)
+from lightning_muon.schedule.step import AddedOps
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +45,22 @@ class InFlight:
 
     Attributes:
         bucket: Which.
-        exchange: Its messages.
-        sent: What this node sends.
         number: Of the exchange.
+        sent: What this node sends.
+        exchange: Its messages, once they are on their way.
         taking_part: The parameters that are updated by it.
     """
 
     bucket: MomentumBucket
-    exchange: Exchange
-    sent: Sequence[Components]
     number: ExchangeStep
+    sent: Sequence[Components]
+    exchange: Exchange | None = None
     taking_part: frozenset[Tensor] = frozenset()
+
+    def result(self, rule: str) -> list[Components]:
+        """See :meth:`Exchange.result`."""
+        assert self.exchange is not None, "it was not sent"
+        return self.exchange.result(rule)
 
     def without(self, parameters: Set[Tensor]) -> InFlight:
         """Without an update of ``parameters``."""
@@ -105,44 +124,48 @@ class BucketExchanges:
     def __init__(
         self, buckets: Sequence[MomentumBucket], groups: NodeGroups, config: FlexDeMoConfig, *, step: int = 0
     ) -> None:
-        self.buckets = {str(number): bucket for number, bucket in enumerate(buckets)}
+        self.buckets = {f"n{number}": bucket for number, bucket in enumerate(buckets)}
         self.step = step
         self._groups, self._config = groups, config
+        self._numbers = {key: number for number, key in enumerate(self.buckets)}
         self._in_flight: dict[str, InFlight] = {}
         self._seen: dict[str, _Fingerprint] = {}
-        # What is sent early is encoded beside the reductions of backward, which do not wait for it.
-        self._side = SideStream(local_tensor(buckets[0].parameters[0]).device if buckets else torch.device("cpu"))
 
     def start_early(self, key: str, gradients: Gradients) -> None:
-        """As :meth:`start`, before the step, which will ask :meth:`differs`."""
-        with self._side.use():
-            self._seen[key] = _Fingerprint.of(self.buckets[key].parameters, gradients)
-            self.start(key, gradients)
-
-    def wait_for_early(self) -> None:
-        """Go on when everything that was sent early is encoded; on CUDA only the current stream waits."""
-        self._side.join()
-
-    def start(self, key: str, gradients: Gradients) -> None:
-        """Encode a bucket and send it; every gradient is there. The residuals stay as they are.
+        """Encode a bucket and send it before the step, which will ask :meth:`differs`.
 
         Collective over the nodes; every rank of them must call it, in the same order of buckets.
         """
-        bucket, number = self.buckets[key], ExchangeStep(self.step, int(key))
+        self._seen[key] = _Fingerprint.of(self.buckets[key].parameters, gradients)
+        self.encode(key, gradients)
+        self.send(key)
+
+    def encode(self, key: str, gradients: Gradients) -> None:
+        """Choose what is sent of a bucket; every gradient is there. The residuals stay as they are; local."""
+        bucket, number = self.buckets[key], ExchangeStep(self.step, self._numbers[key])
         self._groups.send_sums(self.step)
         bucket.accumulate(gradients, self._config.decay)
-        sent = bucket.encode(number)
-        exchange = Exchange(bucket.plan, sent, self._groups, due=self.step + self._config.delay)
-        self._in_flight[key] = InFlight(bucket, exchange, sent, number)
+        self._in_flight[key] = InFlight(bucket, number, bucket.encode(number))
+
+    def send(self, key: str) -> None:
+        """Send what was encoded. Collective over the nodes; every rank must call it, in the same order of buckets."""
+        one = self._in_flight[key]
+        exchange = Exchange(one.bucket.plan, one.sent, self._groups, due=self.step + self._config.delay)
+        self._in_flight[key] = replace(one, exchange=exchange)
+
+    def settle(self, key: str, taking_part: frozenset[Tensor]) -> InFlight:
+        """Take from the residuals of these parameters what was sent of the bucket; its exchange. Local."""
+        one = self._in_flight.pop(key)
+        one.bucket.settle(one.sent, one.number, taking_part)
+        self._groups.send_sums(self.step)
+        return replace(one, taking_part=taking_part)
 
     def drop(self, key: str) -> None:
         """Wait for a bucket whose result is not wanted."""
-        self.wait_for_early()
-        self._in_flight.pop(key).exchange.result(self._config.merge)
+        self._in_flight.pop(key).result(self._config.merge)
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
         """Whether :meth:`start_early` would send something else now; a bool on the device."""
-        self.wait_for_early()
         bucket = self.buckets[key]
         before, now = self._seen[key], _Fingerprint.of(bucket.parameters, gradients)
         if before.versions == now.versions:
@@ -150,68 +173,31 @@ class BucketExchanges:
             return (before.prints != now.prints).any()
         return bucket.is_accumulated(gradients, self._config.decay).logical_not()
 
-    def run(self, gradients: Gradients, sent: Collection[str]) -> list[InFlight]:
-        """Send what is not on its way, and take from the residuals what is sent.
-
-        Collective over the nodes; every rank of them must call it with the same parameters in ``gradients``.
-
-        Args:
-            gradients: Local gradient of each parameter that takes part in the step.
-            sent: Buckets that are on their way.
-        """
-        self.wait_for_early()
-        in_flight: list[InFlight] = []
-        for key, bucket in self.buckets.items():
-            taking_part = frozenset(tensor for tensor in bucket.parameters if tensor in gradients)
-            if not taking_part:
-                continue
-            if key not in sent:
-                self.start(key, filled(bucket.parameters, gradients))
-            started = self._in_flight[key]
-            bucket.settle(started.sent, started.number, taking_part)
-            in_flight.append(replace(started, taking_part=taking_part))
-            self._groups.send_sums(self.step)
-        self._in_flight.clear()
-        return in_flight
-
 
 class Updates(dict[Tensor, Tensor]):
-    """Update of each parameter that takes part, float32; one that may still be on its way is waited for when needed.
+    """Update of each parameter that takes part in a step, float32; the ops ``decode`` of the step fill it.
 
     Args:
-        in_flight: Buckets in their order.
+        expected: Parameters whose updates are on their way.
         config: How they are merged, and whether signs are taken.
         late: Updates of before, which are added.
     """
 
     def __init__(
-        self, in_flight: Sequence[InFlight], config: FlexDeMoConfig, late: Mapping[Tensor, Tensor] | None = None
+        self, expected: Set[Tensor], config: FlexDeMoConfig, late: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        super().__init__()
-        on_their_way = {tensor for one in in_flight for tensor in one.taking_part}
-        self._late = {tensor: update for tensor, update in (late or {}).items() if tensor in on_their_way}
-        self.update({tensor: update for tensor, update in (late or {}).items() if tensor not in on_their_way})
+        late = late or {}
+        super().__init__({tensor: update for tensor, update in late.items() if tensor not in expected})
+        self._late = {tensor: update for tensor, update in late.items() if tensor in expected}
         self._config = config
-        self._waiting = list(in_flight)
-        self._promised = on_their_way | self.keys()
+        self._promised = expected | self.keys()
 
     def __contains__(self, tensor: object) -> bool:
         return tensor in self._promised
 
-    def __missing__(self, tensor: Tensor) -> Tensor:
-        while self._waiting:
-            self._receive(self._waiting.pop(0))
-            if dict.__contains__(self, tensor):
-                return self[tensor]
-        raise KeyError(tensor)
-
-    def receive_all(self) -> None:
-        """Wait for all that is on its way."""
-        while self._waiting:
-            self._receive(self._waiting.pop(0))
-
-    def _receive(self, one: InFlight) -> None:
-        merged = one.exchange.result(self._config.merge)
+    def receive(self, one: InFlight) -> None:
+        """Wait for what the nodes have sent of a bucket, and decode it. Collective as :meth:`Exchange.result` is."""
+        merged = one.result(self._config.merge)
         updates = one.bucket.decode(merged, one.number, one.taking_part, sign=self._config.takes_sign)
         for tensor, update in updates.items():
             late = self._late.pop(tensor, None)
@@ -237,22 +223,52 @@ class EarlyExchanges(BackwardPrefetch):
         buckets = {key: bucket.parameters for key, bucket in exchanges.buckets.items()}
         super().__init__(buckets, {key: names[tensors[0]] for key, tensors in buckets.items()})
         self._exchanges = exchanges
+        self._gradients: Gradients = {}
+        self._executor: Executor | None = None
+
+    def run_on(self, executor: Executor) -> None:
+        """Let ``executor`` run the ops of the backward phase, by :meth:`run`."""
+        self._executor = executor
+
+    def run(self, op: Op) -> Sequence[Work]:
+        """The action of an op ``early_exchange``."""
+        self._exchanges.start_early(op.key, self._gradients)
+        return ()
 
     @override
     def _start(self, key: str, gradients: Gradients) -> None:
-        self._exchanges.start_early(key, gradients)
+        assert self._executor is not None, "run_on() comes first"
+        self._gradients = gradients
+        self._executor.execute_early(_early_exchange(key))
+        self._gradients = {}
 
     @override
     def _wait_until_read(self, key: str) -> None:
-        self._exchanges.wait_for_early()
+        assert self._executor is not None, "run_on() comes first"
+        self._executor.wait(_early_exchange(key).name)
 
     @override
     def _drop(self, key: str) -> None:
+        self._wait_until_read(key)
         self._exchanges.drop(key)
 
     @override
     def _differs(self, key: str, gradients: Gradients) -> Tensor:
+        self._wait_until_read(key)
         return self._exchanges.differs(key, gradients)
+
+
+def _early_exchange(key: str) -> Op:
+    return Op(kind=EARLY_EXCHANGE, key=key, rank=0, phase=IN_BACKWARD, when=(SENT,))
+
+
+def _ops_of_bucket(key: str, *, is_early: bool) -> list[Op]:
+    """The ops of a bucket in a step. What was sent during backward, and is valid, is not sent again."""
+    unless = (VALID,) if is_early else ()
+    encode = Op(kind=ENCODE, key=key, rank=0, when=(GRADIENTS,), unless=unless)
+    exchange = Op(kind=EXCHANGE, key=key, rank=0, deps=(encode.name,), when=(GRADIENTS,), unless=unless)
+    sent = (exchange.name, _early_exchange(key).name) if is_early else (exchange.name,)
+    return [encode, exchange, Op(kind=SETTLE, key=key, rank=0, deps=sent, when=(GRADIENTS,))]
 
 
 class MomentumSync(InterNodeSync):
@@ -271,9 +287,13 @@ class MomentumSync(InterNodeSync):
         assert isinstance(config.replicator, Replicator)
         self._replicator: Replicator = config.replicator
         self._exchanges: BucketExchanges | None = None
+        self._early: EarlyExchanges | None = None
+        # Of the step that is being taken: local gradients, updates, and what is decoded by bucket.
+        self._gradients: Gradients = {}
         self._updates: Updates | None = None
-        # Exchanges of the last step whose updates are still to be applied.
-        self._delayed: Sequence[InFlight] = ()
+        self._due: dict[str, InFlight] = {}
+        # Exchanges of the last step whose updates are still to be applied, by bucket.
+        self._delayed: dict[str, InFlight] = {}
         # Whether there may be residuals although there is one node only, and updates of before in the state.
         self._has_loaded = False
         self._has_late = False
@@ -294,7 +314,7 @@ class MomentumSync(InterNodeSync):
         if "residual" not in state:
             zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
             state["residual"] = self.of_all_nodes(parameter, zeros)
-            self._delayed = [one.without({parameter}) for one in self._delayed]
+            self._delayed = {key: one.without({parameter}) for key, one in self._delayed.items()}
         if self.config.delay and not state.keys() >= self.own_state:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -314,12 +334,35 @@ class MomentumSync(InterNodeSync):
     def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> EarlyExchanges | None:
         if self.num_nodes == 1:
             return None
+        # Exchanges of the plan before: their updates become a part of the states.
+        self.finish_in_flight(trained.states)
         parameters = trained.trainable
         self._residuals = {tensor: trained.states[tensor]["residual"] for tensor in parameters}
         residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
         buckets = [MomentumBucket(plan, parameters, residuals) for plan in self._plans(parameters)]
         self._exchanges = BucketExchanges(buckets, self.groups, self.config, step=num_steps)
-        return EarlyExchanges(self._exchanges, names) if self.config.overlap != "step" else None
+        self._early = EarlyExchanges(self._exchanges, names) if self.config.overlap != "step" else None
+        return self._early
+
+    @override
+    def step_part(self) -> StepPart:
+        if self._exchanges is None:
+            return StepPart()
+        keys = list(self._exchanges.buckets)
+        early = [] if self._early is None else [_early_exchange(key) for key in keys]
+        ops = [op for key in keys for op in _ops_of_bucket(key, is_early=self._early is not None)]
+        decode = [Op(kind=DECODE, key=key, rank=0) for key in keys]
+        return StepPart(
+            ops=AddedOps(first=[*early, *ops, *decode]),
+            actions={
+                ENCODE: self._encode,
+                EXCHANGE: self._exchange,
+                SETTLE: self._settle,
+                DECODE: self._decode,
+                **({} if self._early is None else {EARLY_EXCHANGE: self._early.run}),
+            },
+            facts=lambda _: {GRADIENTS: {key for key in keys if self._taking_part(key)}},
+        )
 
     @property
     @override
@@ -327,45 +370,74 @@ class MomentumSync(InterNodeSync):
         return [bucket.parameters for bucket in self._exchanges.buckets.values()] if self._exchanges else []
 
     @override
-    def updates(self, trained: Trained, gradients: Gradients, sent_early: frozenset[str]) -> Gradients:
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
         if self.num_nodes == 1:
             return self._of_one_node(trained, gradients)
         assert self._exchanges is not None, "plan comes first"
-        due: Sequence[InFlight] = self._exchanges.run(gradients, sent_early)
+        self._gradients = gradients
+        expected = set().union(*(self._taking_part(key) for key in self._exchanges.buckets))
         late = self._take_late(trained)
         if self.config.delay:
             # What has been frozen since is not moved any more.
-            due, self._delayed = (
-                [one.without({t for t in one.taking_part if not t.requires_grad}) for one in self._delayed],
-                due,
-            )
-        self._updates = Updates(due, self.config, late)
+            self._due = {
+                key: one.without({t for t in one.taking_part if not t.requires_grad})
+                for key, one in self._delayed.items()
+            }
+            self._delayed = {}
+            expected = {tensor for one in self._due.values() for tensor in one.taking_part}
+        self._updates = Updates(expected, self.config, late)
         return self._updates
+
+    def _taking_part(self, key: str) -> frozenset[Tensor]:
+        """The parameters of a bucket that have a gradient in this step."""
+        assert self._exchanges is not None
+        return frozenset(tensor for tensor in self._exchanges.buckets[key].parameters if tensor in self._gradients)
+
+    def _encode(self, op: Op) -> Sequence[Work]:
+        assert self._exchanges is not None
+        self._exchanges.encode(op.key, filled(self._exchanges.buckets[op.key].parameters, self._gradients))
+        return ()
+
+    def _exchange(self, op: Op) -> Sequence[Work]:
+        assert self._exchanges is not None
+        self._exchanges.send(op.key)
+        return ()
+
+    def _settle(self, op: Op) -> Sequence[Work]:
+        assert self._exchanges is not None
+        target = self._delayed if self.config.delay else self._due
+        target[op.key] = self._exchanges.settle(op.key, self._taking_part(op.key))
+        return ()
+
+    def _decode(self, op: Op) -> Sequence[Work]:
+        assert self._updates is not None
+        if op.key in self._due:
+            self._updates.receive(self._due.pop(op.key))
+        return ()
 
     @override
     def finish(self, trained: Trained, num_steps: int) -> None:
-        # What nobody has asked for must not be taken for a later message.
-        if self._updates is not None:
-            self._updates.receive_all()
-            self._updates = None
+        self._gradients, self._updates = {}, None
         if self._exchanges is not None:
             self._exchanges.step = num_steps
 
     @override
     def finish_in_flight(self, states: States) -> None:
-        delayed, self._delayed = self._delayed, ()
-        updates = Updates(delayed, self.config)
-        for tensor in [tensor for one in delayed for tensor in one.bucket.parameters if tensor in one.taking_part]:
+        delayed, self._delayed = self._delayed, {}
+        updates = Updates(set(), self.config)
+        for one in delayed.values():
+            updates.receive(one)
+        for tensor, update in updates.items():
             state = states[tensor]
             if not state.keys() >= self.own_state:
                 continue  # The parameter begins anew.
-            local_tensor(state["delayed_update"]).copy_(updates[tensor])
+            local_tensor(state["delayed_update"]).copy_(update)
             state["has_delayed_update"].fill_(1)
             self._has_late = True
 
     @override
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        self._delayed, self._has_loaded, self._has_late = (), True, True
+        self._delayed, self._has_loaded, self._has_late = {}, True, True
         if "residual" in saved:
             local = local_of_nodes(saved["residual"], parameter, self.layout, rule=self.per_node["residual"])
             state["residual"] = self.of_all_nodes(parameter, local)

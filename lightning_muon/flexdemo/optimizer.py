@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from lightning_muon.flexdemo.config import (
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync, IndependentNodes
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
-from lightning_muon.flexdemo.momentum_sync import MomentumSync
+from lightning_muon.flexdemo.momentum_sync import EarlyExchanges, MomentumSync
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, require_node_mesh
 from lightning_muon.flexdemo.replica_consistency import check_equal
 from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
@@ -37,7 +38,7 @@ from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.state import StateCompletion
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.layout import Layout, StepPart, TensorLayout
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
@@ -111,7 +112,7 @@ class FlexDeMo(PlannedOptimizer):
         mesh = None if mesh is None else require_node_mesh(mesh)
         self._sync = make_sync(self.config, mesh)
         self._checked: Bound | None = None
-        self._early_exchanges: BackwardPrefetch | None = None
+        self._early_exchanges: EarlyExchanges | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -294,13 +295,19 @@ class FlexDeMo(PlannedOptimizer):
             self._layout.set_arrival_order(self._sync.order)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        del plan, step
+        del plan
+        if self._early_exchanges is not None:
+            self._early_exchanges.run_on(step.executor)
         return self._early_exchanges
+
+    def _step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
+        return self._sync.step_part()
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
         if agreed.deferred_check is not None:
             agreed.deferred_check()
-        return AgreedGradients(gradients=self._sync.updates(self._trained(), agreed.gradients, agreed.valid))
+        updates = self._sync.updates(self._trained(), agreed.gradients)
+        return replace(agreed, gradients=updates, deferred_check=None)
 
     @property
     def _elementwise(self) -> Elementwise:

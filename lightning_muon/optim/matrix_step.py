@@ -204,12 +204,13 @@ class MatrixStep:
         self._options.clear()
         self._committed.clear()
         taking_part = self._begin(agreed)
+        of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
-            GRADIENTS: taking_part,
+            **of_part,
+            GRADIENTS: {*taking_part, *of_part.get(GRADIENTS, ())},
             SENT: agreed.sent,
             VALID: agreed.valid,
             DEFERRED: () if agreed.deferred_check is None else EVERY_KEY,
-            **self.plan.part.facts(agreed.gradients),
         }
         for op in self._in_step:
             if runs(op, self.facts):

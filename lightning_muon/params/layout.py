@@ -23,7 +23,7 @@ from lightning_muon.compat.torch import (
     local_shape_and_offset,
 )
 from lightning_muon.params.logical import Box
-from lightning_muon.schedule.program import Facts, Op
+from lightning_muon.schedule.program import Op
 from lightning_muon.schedule.step import NOTHING_ADDED, AddedOps
 
 
@@ -43,7 +43,7 @@ AxisPlacement = Placement | OwnedBy | Decoupled
 _COPIES = Replicate | Decoupled
 
 
-def _no_facts(parameters: Collection[Tensor]) -> Facts:
+def _no_facts(parameters: Collection[Tensor]) -> Mapping[str, Collection[str]]:
     """No op has a condition."""
     del parameters
     return {}
@@ -63,7 +63,7 @@ class StepPart:
     actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(
         default_factory=dict[str, Callable[[Op], Sequence[Any]]]
     )
-    facts: Callable[[Collection[Tensor]], Facts] = _no_facts
+    facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = _no_facts
 
 
 class Layout(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Replicator, Striding
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.inter_node_sync import Trained
-from lightning_muon.flexdemo.momentum_sync import BucketExchanges, EarlyExchanges, MomentumSync, Updates
+from lightning_muon.flexdemo.momentum_sync import BucketExchanges, EarlyExchanges, InFlight, MomentumSync, Updates
 from lightning_muon.flexdemo.node_exchange import NodeGroups
+from lightning_muon.optim.backward_prefetch import filled
+from lightning_muon.optim.executor import HostExecutor
+from lightning_muon.schedule.program import EARLY_EXCHANGE, IN_STEP, runs
 from tests.support.processes import ProcessPool
 from tests.unit.flexdemo.cases import PostOffice, drawn, nodes_of, plans_for, short_name
 
@@ -44,6 +46,28 @@ def _gradients(tensors: Sequence[Tensor], seed: int) -> dict[Tensor, Tensor]:
     return dict(zip(tensors, drawn(SHAPES, seed), strict=True))
 
 
+def _sent(exchanges: BucketExchanges, gradients: Mapping[Tensor, Tensor], sent: Sequence[str] = ()) -> list[InFlight]:
+    """What the ops encode, exchange and settle of a step do."""
+    in_flight: list[InFlight] = []
+    for key, bucket in exchanges.buckets.items():
+        taking_part = frozenset(tensor for tensor in bucket.parameters if tensor in gradients)
+        if not taking_part:
+            continue
+        if key not in sent:
+            exchanges.encode(key, filled(bucket.parameters, dict(gradients)))
+            exchanges.send(key)
+        in_flight.append(exchanges.settle(key, taking_part))
+    return in_flight
+
+
+def _received(in_flight: Sequence[InFlight], late: Mapping[Tensor, Tensor] | None = None) -> Updates:
+    """What the ops decode do."""
+    updates = Updates({tensor for one in in_flight for tensor in one.taking_part}, CONFIG, late)
+    for one in in_flight:
+        updates.receive(one)
+    return updates
+
+
 def _numbers(some: Iterable[Tensor], tensors: Sequence[Tensor]) -> list[int]:
     return [next(number for number, tensor in enumerate(tensors) if tensor is one) for one in some]
 
@@ -53,7 +77,7 @@ def test_updates_are_the_momenta_where_everything_is_sent() -> None:
     exchanges, residuals = _bucket_exchanges(tensors)
     for step in range(2):
         gradients = _gradients(tensors, 1 + step)
-        updates = Updates(exchanges.run(gradients, ()), CONFIG)
+        updates = _received(_sent(exchanges, gradients))
         for tensor in tensors:
             torch.testing.assert_close(updates[tensor], gradients[tensor], rtol=0, atol=1e-5)
             assert residuals[tensor].abs().max() < 1e-5
@@ -67,9 +91,9 @@ def test_only_parameters_that_take_part_are_updated() -> None:
     gradients = _gradients(tensors, 1)
     for absent in (tensors[1], tensors[2]):
         del gradients[absent]
-    in_flight = exchanges.run(gradients, ())
+    in_flight = _sent(exchanges, gradients)
     assert [_numbers(one.taking_part, tensors) for one in in_flight] == [[3], [0]]
-    updates = Updates(in_flight, CONFIG)
+    updates = _received(in_flight)
     for tensor in tensors:
         assert (tensor in updates) == (tensor in gradients)
         assert torch.equal(residuals[tensor], torch.ones(tensor.shape)) == (tensor not in gradients)
@@ -82,38 +106,31 @@ def test_what_is_on_its_way_is_not_sent_again() -> None:
     exchanges, residuals = _bucket_exchanges(tensors)
     gradients = _gradients(tensors, 1)
     assert [_numbers(each.parameters, tensors) for each in exchanges.buckets.values()] == [[3, 2], [1], [0]]
-    exchanges.start_early("0", gradients)
-    exchanges.start_early("1", gradients)
+    exchanges.start_early("n0", gradients)
+    exchanges.start_early("n1", gradients)
     assert all((residual == 0).all() for residual in residuals.values())
-    assert not exchanges.differs("0", gradients)
+    assert not exchanges.differs("n0", gradients)
     changed = {tensor: 2 * gradient for tensor, gradient in gradients.items()}
-    assert exchanges.differs("0", changed)
-    exchanges.drop("1")
-    updates = Updates(exchanges.run(changed, ("0",)), CONFIG)
+    assert exchanges.differs("n0", changed)
+    exchanges.drop("n1")
+    updates = _received(_sent(exchanges, changed, ["n0"]))
     for number, tensor in enumerate(tensors):
         # The caller answers for what it says is sent: bucket 0 has the gradients from before.
         expected = gradients[tensor] if number > 1 else changed[tensor]
         torch.testing.assert_close(updates[tensor], expected, rtol=0, atol=1e-5)
 
 
-def test_updates_are_received_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_promised_before_they_are_decoded() -> None:
     tensors = [tensor.bfloat16() for tensor in drawn(SHAPES, 0)]
     exchanges, _ = _bucket_exchanges(tensors)
-    received: list[str] = []
-    result = node_exchange.Exchange.result
-    replaced = lambda self, rule: received.append(rule) or result(self, rule)  # noqa: E731
-    monkeypatch.setattr(node_exchange.Exchange, "result", replaced)
-    ready = torch.full((2,), 7.0)
-    own = torch.zeros(2)
-    updates = Updates(exchanges.run(_gradients(tensors, 1), ()), CONFIG, {own: ready})
-    assert all(tensor in updates for tensor in (*tensors, own))
-    assert torch.equal(updates[own], ready)
-    assert received == []
+    ready, own = torch.full((2,), 7.0), torch.zeros(2)
+    in_flight = _sent(exchanges, _gradients(tensors, 1))
+    updates = Updates(set(tensors), CONFIG, {own: ready, tensors[2]: torch.ones(5)})
+    assert all(tensor in updates for tensor in (*tensors, own)) and updates.keys() == {own}
+    updates.receive(in_flight[0])
+    assert updates.keys() == {own, tensors[3], tensors[2]}
     assert updates[tensors[3]].dtype == torch.bfloat16
-    assert updates[tensors[2]].shape == (5,)
-    assert received == ["mean"]
-    assert updates[tensors[0]].shape == (13, 7)
-    assert received == ["mean"] * 3
+    torch.testing.assert_close(updates[tensors[2]], (_gradients(tensors, 1)[tensors[2]] + 1).bfloat16())
 
 
 @pytest.mark.parametrize("replicator", [ALL, Striding(rate=1.0)], ids=short_name)
@@ -124,16 +141,18 @@ def test_nodes_get_the_mean_if_only_one_has_sent_early(
     PostOffice().take_over(monkeypatch)
     of_nodes = nodes_of(num_nodes)
     tensors = drawn(SHAPES, 0)
-    exchangess = [_bucket_exchanges(tensors, replicator=replicator, nodes=each)[0] for each in of_nodes]
+    of_ranks = [_bucket_exchanges(tensors, replicator=replicator, nodes=each)[0] for each in of_nodes]
     gradients = [_gradients(tensors, 1 + node) for node in range(num_nodes)]
-    exchangess[0].start("0", gradients[0])
-    in_flight = [each.run(g, ("0",) if n == 0 else ()) for n, (each, g) in
-                 enumerate(zip(exchangess, gradients, strict=True))]  # fmt: skip
+    of_ranks[0].start_early("n0", gradients[0])
+    in_flight = [
+        _sent(each, of_node, ["n0"] if node == 0 else [])
+        for node, (each, of_node) in enumerate(zip(of_ranks, gradients, strict=True))
+    ]
     for each in of_nodes:
         while each.waiting:
             each.send_sums_until(each.waiting[-1])
     # Sums travel in float32 with value_format_name="fp32".
-    for updates in [Updates(one, CONFIG) for one in in_flight]:
+    for updates in [_received(one) for one in in_flight]:
         for tensor in tensors:
             expected = torch.stack([node[tensor] for node in gradients]).mean(0)
             torch.testing.assert_close(updates[tensor], expected, rtol=0, atol=1e-5)
@@ -143,9 +162,9 @@ def test_strides_move_on_with_the_step() -> None:
     tensors = drawn(SHAPES, 0)
     exchanges, _ = _bucket_exchanges(tensors, replicator=Striding(rate=0.5))
     gradients = {tensor: torch.ones(tensor.shape) for tensor in tensors}
-    first = Updates(exchanges.run(gradients, ()), CONFIG)
+    first = _received(_sent(exchanges, gradients))
     exchanges.step = 1
-    second = Updates(exchanges.run(gradients, ()), CONFIG)
+    second = _received(_sent(exchanges, gradients))
     for tensor in (tensors[0], tensors[1]):
         assert (first[tensor].flatten()[::2] == 1).all()
         assert (first[tensor].flatten()[1::2] == 0).all()
@@ -160,6 +179,7 @@ def test_a_bucket_leaves_when_its_gradients_are_there() -> None:
     tensors = [first, second, third, last]
     exchanges, _ = _bucket_exchanges(tensors)
     early = EarlyExchanges(exchanges, {tensor: f"p{number}" for number, tensor in enumerate(tensors)})
+    early.run_on(HostExecutor({EARLY_EXCHANGE: early.run}))
     (second * 2).sum().backward()
     last.sum().backward()
     assert not any(early.is_sent(key) for key in exchanges.buckets)
@@ -167,10 +187,10 @@ def test_a_bucket_leaves_when_its_gradients_are_there() -> None:
     assert [early.is_sent(key) for key in exchanges.buckets] == [True, True, False]
     gradients = {tensor: torch.ones(tensor.shape) for tensor in tensors}
     gradients[second] *= 2
-    assert not early.differs("1", gradients)
-    assert early.differs("1", gradients | {second: gradients[first].new_ones(second.shape)})
-    early.settle(["0", "1"], ["1"], gradients)
-    updates = Updates(exchanges.run(gradients, ["0"]), CONFIG)
+    assert not early.differs("n1", gradients)
+    assert early.differs("n1", gradients | {second: gradients[first].new_ones(second.shape)})
+    early.settle(["n0", "n1"], ["n1"], gradients)
+    updates = _received(_sent(exchanges, gradients, ["n0"]))
     for tensor in tensors:
         torch.testing.assert_close(updates[tensor], gradients[tensor], rtol=0, atol=1e-5)
 
@@ -216,7 +236,7 @@ def test_one_node_applies_its_gradients_and_sends_nothing() -> None:
         parameters = trained.parameters
         gradients = _drawn_gradients(parameters[:2], 1)
         assert sync.plan(trained, {}, 0) is None
-        updates = sync.updates(trained, gradients, frozenset())
+        updates = sync.updates(trained, gradients)
         assert set(updates) == set(parameters[:2])
         for parameter in parameters[:2]:
             expected = gradients[parameter].sign() if sign else gradients[parameter]
@@ -234,7 +254,7 @@ def test_one_node_applies_the_residuals_that_it_takes_over_once() -> None:
         torch.testing.assert_close(states[parameter]["residual"][0], saved[parameter].sum(0))
     for step in range(2):
         gradients = _drawn_gradients(parameters, step)
-        updates = sync.updates(trained, gradients, frozenset())
+        updates = sync.updates(trained, gradients)
         for parameter in parameters:
             left = 0.5 * saved[parameter].sum(0) if step == 0 else 0.0
             torch.testing.assert_close(updates[parameter], gradients[parameter] + left)
@@ -254,6 +274,16 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
 
 
+def _updated(sync: MomentumSync, trained: Trained, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """The updates of a step, whose ops run."""
+    updates = sync.updates(trained, gradients)
+    part = sync.step_part()
+    for op in part.ops.first:
+        if op.phase == IN_STEP and runs(op, part.facts(gradients)):
+            part.actions[op.kind](op)
+    return updates
+
+
 def _late() -> None:
     rank = torch.distributed.get_rank()
     sync, trained = _sync(_mesh(), delay=1, replicator=Full(), decay=0.0, merge="mean")
@@ -261,9 +291,9 @@ def _late() -> None:
     sync.plan(trained, dict.fromkeys(parameters, "p"), 0)
     of_nodes = [[_drawn_gradients(parameters, 10 * step + node) for node in range(2)] for step in range(3)]
     means = [{p: (one[p] + two[p]) / 2 for p in parameters} for one, two in of_nodes]
-    updates = sync.updates(trained, of_nodes[0][rank], frozenset())
+    updates = _updated(sync, trained, of_nodes[0][rank])
     assert not any(parameter in updates for parameter in parameters)
-    updates = sync.updates(trained, of_nodes[1][rank], frozenset())
+    updates = _updated(sync, trained, of_nodes[1][rank])
     for parameter in parameters:
         torch.testing.assert_close(updates[parameter], means[0][parameter])
     sync.finish_in_flight(states)
@@ -271,7 +301,7 @@ def _late() -> None:
         assert states[parameter]["has_delayed_update"] == 1
         torch.testing.assert_close(states[parameter]["delayed_update"], means[1][parameter])
     # What was kept is applied once, by the next step.
-    updates = sync.updates(trained, of_nodes[2][rank], frozenset())
+    updates = _updated(sync, trained, of_nodes[2][rank])
     for parameter in parameters:
         torch.testing.assert_close(updates[parameter], means[1][parameter])
         assert states[parameter]["has_delayed_update"] == 0
