@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from lightning_muon import DCTTopK, Random
-from lightning_muon.flexdemo.momentum_sync import BucketExchanges
+from lightning_muon import DCTTopK, DiLoCo, Random
 from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
 from tests.distributed.flexdemo.setup import assert_close, assert_equal, local
 from tests.reference.flexdemo import Rules
 from tests.support.processes import ProcessPool
+from tests.support.recorded_ops import recorded_ops
 
 TOP_K: dict[str, Any] = {"chunk_size": 8, "top_k": 5}
 # Several buffers, and nearly all weights compressed.
@@ -84,38 +83,6 @@ def test_an_exchange_from_the_hooks_gives_the_same_bits(
         assert_equal(early[1], late[1])
 
 
-def _starts(plan: Plan) -> tuple[int, int]:
-    """Buffers that are sent during backward, and during the step, in the second step."""
-    ranks = ShardedNet(plan)
-    counts: Counter[str] = Counter()
-    during = "setup"
-    start = BucketExchanges.start
-
-    def counted(self: BucketExchanges, *args: Any) -> None:
-        counts[during] += 1
-        start(self, *args)
-
-    BucketExchanges.start = counted  # type: ignore[method-assign]
-    try:
-        ranks.train([0])
-        during = "backward"
-        ranks.backward(1)
-        during = "step"
-        ranks.optimizer.step()
-    finally:
-        BucketExchanges.start = start  # type: ignore[method-assign]
-    return counts["backward"], counts["step"]
-
-
-def test_every_buffer_is_sent_during_the_last_backward_pass(gloo: ProcessPool) -> None:
-    plan = Plan(mesh_shape=(2, 2), options=OPTIONS, micro_batches=2)
-    for early, late in gloo.run(_starts, plan, world_size=4):
-        # The unused layer keeps the buffer that it is in, the last one, from being complete before the step.
-        assert early >= 3 and early > late
-    for early, late in gloo.run(_starts, Plan(mesh_shape=(2, 2), options=OPTIONS | {"overlap": "step"}), world_size=4):
-        assert early == 0 and late >= 3
-
-
 # Ways to change a gradient, most of which keep its norm.
 CHANGES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
     "in place": lambda parameter, gradient: gradient.mul_(3.0),
@@ -168,3 +135,42 @@ def _drift(name: str | None) -> int:
 def test_a_weight_that_was_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool, name: str) -> None:
     gloo.expect_error_on_all_ranks(_drift, name, match=name, exception=RuntimeError, world_size=4)
     assert gloo.run(_drift, None, world_size=4) == [4] * 4
+
+
+def _recorded(plan: Plan) -> list[list[str]]:
+    """Names of the ops of each step, which are compared with the program."""
+    ran: list[list[str]] = []
+    with recorded_ops() as recorded:
+        net = ShardedNet(plan)
+        for step in range(plan.num_steps):
+            net.backward(step)
+            net.optimizer.step()
+            ran.append(recorded.check())
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"micro_batches": 2}, {"base": "muon", "compute_dtype": "float32"}),
+        ({"max_norm": 0.01}, {"base": "adamw"}),
+        ({}, {"overlap": "step", "delay": 1, "replicator": Random(rate=0.25)}),
+        ({"branch_nodes": (0,)}, {"replicator": Random(rate=0.25)}),
+        ({}, {"replicator": DiLoCo(period=2, overlap=True), "base": "muon", "compute_dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_steps_run_the_program_op_by_op(gloo: ProcessPool, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    plan = Plan(mesh_shape=(3, 1), options=OPTIONS | {"sign": False} | options, num_steps=4, **fields)
+    for ran in gloo.run(_recorded, plan, world_size=3):
+        if isinstance(plan.options["replicator"], DiLoCo):
+            assert [names.count("exchange[average]") for names in ran] == [1, 1, 1, 1]
+            continue
+        if not fields.keys() - {"micro_batches"} and plan.options.get("overlap") != "step":
+            # The unused layer keeps the bucket that it is in, the last one, from being complete before the step.
+            assert sum(name.startswith("early_exchange") for name in ran[1]) >= 3
+        assert all("settle[n0]" in names and "decode[n0]" in names for names in ran)
+        is_early = ["early_exchange[n0]" in names for names in ran]
+        is_again = ["exchange[n0]" in names for names in ran]
+        assert is_early == [plan.options.get("overlap") != "step"] * 4 or "max_norm" in fields
+        assert is_again == [not early for early in is_early] or "max_norm" in fields
