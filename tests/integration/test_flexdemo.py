@@ -349,7 +349,7 @@ def _summed(package: str, nodes: int) -> dict[str, Tensor]:
     return full_weights(model)
 
 
-def test_gradients_by_tokens_do_not_depend_on_the_number_of_nodes(gloo: ProcessPool) -> None:
+def test_gradients_by_tokens_ignore_the_number_of_nodes(gloo: ProcessPool) -> None:
     one = gloo.run(_summed, PACKAGES[1], 1)[0]
     # The same numbers are added up in another order.
     assert max_difference(gloo.run(_summed, PACKAGES[1], 2)[0], one) < 1e-5

@@ -217,7 +217,7 @@ def test_whole_tensors_have_one_entry_for_each_node(
 
 # With broadcast_from_rank0 torch itself takes the sizes of now for those of the checkpoint, and fails on some ranks.
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (3, 1))], ids=str)
-def test_whole_tensors_of_another_number_of_nodes_are_never_mixed_up(
+def test_whole_tensors_of_other_nodes_are_never_mixed_up(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     state, saved, _ = gloo.run(_save_whole, Plan(mesh_shape=before), world_size=before[0])[0]

@@ -132,7 +132,7 @@ def _drift(name: str | None) -> int:
 
 
 @pytest.mark.parametrize("name", ["second.weight", "frozen.weight"])
-def test_a_weight_that_was_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool, name: str) -> None:
+def test_a_weight_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool, name: str) -> None:
     gloo.expect_error_on_all_ranks(_drift, name, match=name, exception=RuntimeError, world_size=4)
     assert gloo.run(_drift, None, world_size=4) == [4] * 4
 

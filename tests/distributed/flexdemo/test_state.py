@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,44 +19,6 @@ from tests.distributed.flexdemo.setup import SMALL, Case, Ranks, assert_close, a
 from tests.support.processes import ProcessPool
 
 OPTIONS: dict[str, Any] = SMALL | {"replicator": DCTTopK(chunk_size=8, top_k=5), "chunk_bytes": 2000}
-
-
-def _resume(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights and residuals of a run of four steps, and of one that is stopped after two and goes on elsewhere."""
-    whole = ShardedNet(plan)
-    whole.train(range(4))
-    first = ShardedNet(plan)
-    first.train(range(2))
-    first.model.reshard()
-    weights = {name: local(p.detach()).clone() for name, p in first.model.named_parameters()}
-    state = deepcopy(first.optimizer.state_dict())
-    first.train([2])
-    second = ShardedNet(plan)
-    second.train([7])
-    second.model.reshard()
-    with torch.no_grad():
-        for name, parameter in second.model.named_parameters():
-            local(parameter).copy_(weights[name])
-    second.optimizer.load_state_dict(state)
-    second.train(range(2, 4))
-    return [(ranks.weights(), ranks.residuals()) for ranks in (whole, second)]
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "options"),
-    [
-        ((2, 2), {"delay": 1, "base": "adamw", "overlap": "step"}),
-        ((3, 1), {"replicator": Random(rate=0.25), "value_format": "int8"}),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_goes_on_with_the_same_bits(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
-) -> None:
-    plan = Plan(mesh_shape=mesh_shape, options=OPTIONS | options)
-    for whole, resumed in gloo.run(_resume, plan, world_size=plan.world_size):
-        assert_equal(resumed[0], whole[0])
-        assert_equal(resumed[1], whole[1])
 
 
 @pytest.mark.parametrize(
@@ -119,43 +80,6 @@ def test_residuals_are_saved_with_one_entry_for_each_node(gloo: ProcessPool, mes
     assert gloo.run(_layouts, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]) == [[]] * (
         mesh_shape[0] * mesh_shape[1]
     )
-
-
-def _saved_as_plain(case: Case) -> dict[str, Any]:
-    """A state_dict with whole tensors."""
-    ranks = Ranks(case)
-    ranks.train()
-    state = ranks.optimizer.state_dict()
-    tensors = {
-        number: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    return {"state": tensors, "param_groups": state["param_groups"]}
-
-
-def _residuals_after_loading(case: Case, state: dict[str, Any]) -> dict[str, Tensor]:
-    ranks = Ranks(case)
-    ranks.optimizer.load_state_dict(deepcopy(state))
-    return ranks.residuals()
-
-
-@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 1))], ids=str)
-def test_another_number_of_nodes_keeps_the_residuals_sum(
-    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    case = Case(mesh_shape=before, options=OPTIONS)
-    state = gloo.run(_saved_as_plain, case, world_size=case.world_size)[0]
-    case = replace(case, mesh_shape=after)
-    for residuals in gloo.run(_residuals_after_loading, case, state, world_size=case.world_size):
-        for number, (name, found) in enumerate(residuals.items()):
-            saved = state["state"][number]["residual"]
-            if after[0] == before[0]:
-                assert torch.equal(found, saved)
-                continue
-            assert saved.norm() > 0 or name in ("small", "bias", "one", "scalar")
-            share = saved.double().sum(0) / after[0]
-            # One rounding of a sum of two to four numbers of size 10.
-            assert_close({str(node): r for node, r in enumerate(found)}, {str(n): share for n in range(after[0])}, 1e-6)
 
 
 def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:

@@ -102,7 +102,7 @@ def _freeze_within_a_period(overlap: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_frozen_within_a_period_of_diloco_is_averaged_once_more(gloo: ProcessPool, overlap: bool) -> None:
+def test_a_weight_frozen_within_a_period_is_averaged_once_more(gloo: ProcessPool, overlap: bool) -> None:
     for spreads in gloo.run(_freeze_within_a_period, overlap, world_size=2):
         assert spreads == [0.0] * len(spreads)
 
@@ -150,7 +150,7 @@ def _unequal_weights(replicator: Any) -> None:
 
 
 @pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=4)], ids=["dct", "diloco"])
-def test_nodes_that_begin_with_different_weights_are_an_error_at_once(gloo: ProcessPool, replicator: Any) -> None:
+def test_nodes_that_begin_with_other_weights_are_an_error(gloo: ProcessPool, replicator: Any) -> None:
     gloo.expect_error_on_all_ranks(
         _unequal_weights, replicator, match="begun with different weights", exception=RuntimeError, world_size=2
     )
@@ -163,7 +163,7 @@ def _forgotten_root() -> None:
     FlexDeMo(model, lr=0.01, mesh=mesh).attach(model)
 
 
-def test_a_weight_that_is_not_sharded_inside_of_a_node_is_an_error(gloo: ProcessPool) -> None:
+def test_a_weight_not_sharded_inside_a_node_is_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_forgotten_root, match=r"shape \(4, 4\) is not sharded", world_size=2)
 
 
@@ -180,7 +180,7 @@ def _changed_behind_torch(overlap: str) -> list[Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-def test_gradients_that_are_negated_behind_torchs_back_are_noticed(gloo: ProcessPool) -> None:
+def test_gradients_negated_behind_torchs_back_are_noticed(gloo: ProcessPool) -> None:
     early, late = (gloo.run(_changed_behind_torch, overlap, world_size=2) for overlap in ("backward", "step"))
     for one, other in zip(early, late, strict=True):
         assert all(map(torch.equal, one, other))
@@ -205,7 +205,7 @@ def test_residuals_are_float32_whatever_torchs_default_is(gloo: ProcessPool) -> 
     assert gloo.run(_with_default_dtype, world_size=2) == [[torch.float32] * 2] * 2
 
 
-def test_options_that_are_the_same_for_all_groups_are_refused_in_a_group() -> None:
+def test_options_of_all_groups_are_refused_in_one_group() -> None:
     with pytest.raises(ValueError, match="decay is an option of FlexDeMo, not of a param group"):
         FlexDeMo([{"params": _parameters(), "decay": 0.5}], lr=0.01)
 
@@ -246,7 +246,7 @@ def _step_with_blocks_of_other_shapes() -> str:
     return "no error"
 
 
-def test_a_replicator_that_fails_on_the_blocks_of_one_rank_is_an_error_on_all(gloo: ProcessPool) -> None:
+def test_a_replicator_that_fails_on_one_rank_fails_on_all(gloo: ProcessPool) -> None:
     for message in gloo.run(_step_with_blocks_of_other_shapes, world_size=4):
         assert "_OnlyEven.encode gives values of shape (2, 1)" in message
 

@@ -68,7 +68,7 @@ def test_options_cannot_be_changed_afterwards() -> None:
     ],
     ids=str,
 )
-def test_values_out_of_range_are_refused_with_what_would_be_right(options: dict[str, Any], match: str) -> None:
+def test_values_out_of_range_are_refused_with_the_range(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         FlexDeMoConfig(**options)
 
@@ -104,7 +104,7 @@ def test_signs_are_taken_for_sgd_unless_said_otherwise(base: Any, sign: Any, tak
 
 @pytest.mark.parametrize("options", [{}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
 @pytest.mark.parametrize("key", ["momentum", "nesterov"])
-def test_an_inner_momentum_needs_muon_in_nodes_that_train_by_themselves(options: dict[str, Any], key: str) -> None:
+def test_an_inner_momentum_needs_muon_in_independent_nodes(options: dict[str, Any], key: str) -> None:
     value = {"momentum": 0.9, "nesterov": False}[key]
     for replicator in (DiLoCo(period=2), NoReplication()):
         assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum

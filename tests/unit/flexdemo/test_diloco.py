@@ -72,20 +72,7 @@ def test_the_outer_step_is_sgd_on_what_the_weights_moved(options: DiLoCo) -> Non
         torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("sign", [False, True])
-def test_nodes_by_themselves_take_their_own_gradients(sign: bool) -> None:
-    optimizer, parameters = _optimizer(NoReplication(), sign=sign)
-    _, expected = _optimizer(NoReplication())
-    for step in range(3):
-        _set_gradients(parameters, step)
-        optimizer.step()
-        for parameter, weight in zip(parameters, expected, strict=True):
-            assert parameter.grad is not None
-            weight.data.add_(parameter.grad.sign() if sign else parameter.grad, alpha=-LR)
-    assert all(torch.equal(one, other) for one, other in zip(parameters, expected, strict=True))
-
-
-def test_weights_that_are_loaded_before_the_first_step_are_where_it_begins() -> None:
+def test_training_begins_with_weights_loaded_before_step_one() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=2, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
     optimizer.state_dict()
     with torch.no_grad():
@@ -100,7 +87,7 @@ def test_weights_that_are_loaded_before_the_first_step_are_where_it_begins() -> 
         torch.testing.assert_close(parameter.detach(), 2 - 0.5 * LR * (one + two), rtol=0, atol=1e-6)
 
 
-def test_a_frozen_weight_that_is_trained_later_begins_where_it_is() -> None:
+def test_a_weight_trained_later_begins_where_it_is() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=1, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
     parameters[0].requires_grad_(False)
     optimizer.state_dict()
@@ -118,7 +105,7 @@ def test_a_frozen_weight_that_is_trained_later_begins_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stop", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("stop", [1, 4, 6])
 def test_a_run_goes_on_with_equal_bits_wherever_it_was_stopped(overlap: bool, stop: int) -> None:
     options = DiLoCo(period=3, overlap=overlap)
     whole, expected = _optimizer(options)
@@ -138,7 +125,7 @@ def test_a_run_goes_on_with_equal_bits_wherever_it_was_stopped(overlap: bool, st
         assert torch.equal(one, three)
 
 
-def test_common_weights_are_those_of_the_last_average_and_only_inside() -> None:
+def test_common_weights_are_those_of_the_last_average() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=2))
     _train(optimizer, parameters, range(2))
     average = [parameter.detach().clone() for parameter in parameters]
@@ -165,11 +152,6 @@ def test_state_is_float32_but_for_the_anchor_which_is_weights(overlap: bool) -> 
         )
 
 
-def test_one_node_has_nobody_to_send_to() -> None:
-    for replicator in (DiLoCo(period=2), NoReplication()):
-        assert _optimizer(replicator)[0].sent_bytes_per_step == 0
-
-
 def test_saved_weights_of_several_nodes_become_their_mean() -> None:
     optimizer, parameters = _optimizer(NoReplication())
     _train(optimizer, parameters, range(1))
@@ -182,7 +164,7 @@ def test_saved_weights_of_several_nodes_become_their_mean() -> None:
         torch.testing.assert_close(parameter.detach(), weights.mean(0), rtol=0, atol=1e-6)
 
 
-def test_inside_of_common_weights_the_weights_of_the_node_are_saved() -> None:
+def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=4))
     _train(optimizer, parameters, range(2))
     own = [parameter.detach().clone() for parameter in parameters]
@@ -213,7 +195,7 @@ def test_common_weights_inside_of_common_weights_change_nothing() -> None:
     list(permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)),
     ids=lambda replicator: type(replicator).__name__,
 )
-def test_a_state_of_nodes_that_follow_each_other_in_another_way_is_refused(saved_with: Any, replicator: Any) -> None:
+def test_a_state_of_another_way_of_synchronizing_is_refused(saved_with: Any, replicator: Any) -> None:
     before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
     _train(before, parameters, range(2))
     optimizer, _ = _optimizer(replicator, base="adamw", sign="auto")

@@ -89,9 +89,11 @@ def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum
         assert torch.equal(value.full_tensor() if is_dtensor else value, whole), "memory is shared"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("is_dtensor", [False, True])
-@pytest.mark.parametrize("rule", ["sum", "mean"])
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "rule", "is_dtensor"),
+    [((2, 2), "sum", True), ((2, 2), "mean", False), ((3, 1), "mean", True), ((1, 3), "sum", False)],
+    ids=str,
+)
 def test_a_node_gets_its_own_or_its_share_of_all(
     gloo: ProcessPool, mesh_shape: tuple[int, int], rule: str, is_dtensor: bool
 ) -> None:
@@ -162,7 +164,7 @@ def _order() -> None:
     assert found == [[1], [0], [3]]
 
 
-def test_parameters_come_in_the_order_of_their_updates_and_the_rest_last(gloo: ProcessPool) -> None:
+def test_parameters_come_in_the_order_of_their_updates(gloo: ProcessPool) -> None:
     gloo.run(_order, world_size=1)
 
 

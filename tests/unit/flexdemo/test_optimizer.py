@@ -63,15 +63,6 @@ def test_a_config_is_another_way_to_say_the_same() -> None:
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.3, (0.5, 0.6))
 
 
-def test_options_are_checked_when_the_optimizer_is_made() -> None:
-    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\], got 2"):
-        FlexDeMo(_parameters(), decay=2)
-    with pytest.raises(TypeError, match="replicator must be a Replicator"):
-        FlexDeMo(_parameters(), replicator="dct")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lr must be finite"):
-        FlexDeMo([{"params": _parameters(), "lr": -1.0}])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alone_it_is_sgd_bit_for_bit(dtype: torch.dtype) -> None:
     mine, theirs = _parameters(dtype=dtype), _parameters(dtype=dtype)
@@ -141,20 +132,6 @@ def test_groups_have_their_own_learning_rate_and_can_be_added() -> None:
     _assert_equal(mine, theirs)
     assert optimizer.num_exchanges == 4
     assert {group["num_exchanges"] for group in optimizer.param_groups} == {4}
-
-
-def test_schedulers_set_the_learning_rate() -> None:
-    mine, theirs = _parameters(), _parameters()
-    optimizers = FlexDeMo(mine, lr=0.1, sign=False), torch.optim.SGD(theirs, lr=0.1)
-    schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(each, 0.2, total_steps=6, cycle_momentum=False) for each in optimizers
-    ]
-    for step in range(5):
-        for parameters, optimizer, scheduler in zip((mine, theirs), optimizers, schedulers, strict=True):
-            _set_grads(parameters, step)
-            optimizer.step()
-            scheduler.step()
-    _assert_equal(mine, theirs)
 
 
 def test_parameters_without_gradients_and_frozen_ones_stay() -> None:
@@ -343,7 +320,7 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
 
 
 @pytest.mark.parametrize("replicator", [DCTTopK(), NoReplication()], ids=["momenta", "alone"])
-def test_a_nan_that_nobody_looks_for_is_seen_in_the_weights_also_with_signs(replicator: Any) -> None:
+def test_an_unchecked_nan_reaches_the_weights_despite_signs(replicator: Any) -> None:
     parameters = _parameters()
     optimizer = FlexDeMo(parameters, lr=0.02, sign=True, replicator=replicator, error_if_nonfinite=False)
     _set_grads(parameters, 0)

@@ -43,7 +43,7 @@ def test_the_basis_is_orthonormal_and_exact_to_float32(size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_transform_is_the_definition_and_the_inverse_undoes_it(shape: tuple[int, ...]) -> None:
+def test_the_transform_is_the_definition_and_has_an_inverse(shape: tuple[int, ...]) -> None:
     torch.manual_seed(sum(shape))
     # More than one group and a shorter last one for 64 x 64.
     blocks = torch.randn(67 if shape == (64, 64) else 3, *shape)
@@ -53,7 +53,7 @@ def test_the_transform_is_the_definition_and_the_inverse_undoes_it(shape: tuple[
     assert torch.allclose(inverse_dct(coefficients), blocks, atol=2e-5)
 
 
-def test_blocks_that_are_not_contiguous_are_transformed_as_their_copies() -> None:
+def test_blocks_need_not_be_contiguous() -> None:
     torch.manual_seed(0)
     blocks = torch.randn(13, 7, 4).permute(2, 0, 1)
     assert torch.equal(dct(blocks), dct(blocks.contiguous()))
@@ -63,7 +63,7 @@ def test_blocks_that_are_not_contiguous_are_transformed_as_their_copies() -> Non
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("density", ["one", "few", "all", "more"])
-def test_the_inverse_of_few_coefficients_is_that_of_a_block_full_of_zeros(shape: tuple[int, ...], density: str) -> None:
+def test_the_sparse_inverse_is_the_dense_one(shape: tuple[int, ...], density: str) -> None:
     torch.manual_seed(sum(shape))
     numel = math.prod(shape)
     few = {"one": 1, "few": max(1, numel // 8), "all": numel, "more": numel + 3}[density]

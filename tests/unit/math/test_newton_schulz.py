@@ -50,7 +50,7 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape: tuple[in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_batch_that_is_worth_it_gives_each_matrix_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+def test_a_batch_gives_each_matrix_the_bits_it_has_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     sides = torch.randint(32, 257, (40,)).tolist()
     for short, longer, size in zip(sides[::2], sides[1::2], [2, 3, 5, 8] * 5, strict=True):
