@@ -278,32 +278,6 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-class _CannotBePickled:
-    def __reduce__(self) -> str:
-        raise OSError("the disk is full")
-
-
-def _saved_badly(path: str) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
-    """The step that is in a checkpoint after a save over it has failed; weights then, and what it has of them."""
-    run = _Run()
-    run.train(1)
-    run.fabric.save(path, run.state)
-    saved = weights(run.model)
-    run.train(2)
-    with pytest.raises((OSError, RuntimeError), match="the disk is full"):
-        run.fabric.save(path, run.state | {"note": _CannotBePickled()})
-    run.fabric.load(path, run.state)
-    found = run.finish()
-    return run.state["step"], saved, found[0]
-
-
-def test_a_save_that_fails_leaves_the_checkpoint_before_it(gloo: ProcessPool, tmp_path: Path) -> None:
-    step, saved, found = gloo.run(_saved_badly, str(tmp_path / "checkpoint"), world_size=2)[0]
-    assert step == 1
-    assert saved and all(torch.equal(found[name], saved[name]) for name in saved)
-    assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
-
-
 def _asks_for_more(path: str, sharded: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Errors and warnings, and weights that were saved and loaded with other keys beside them."""
     run = _Run(save_distributed_checkpoint=sharded)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.checkpoint.saving import write_shards
-from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, remove, replacing
+from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
 from tests.support.processes import ProcessPool
 
@@ -86,14 +86,6 @@ def test_files_of_others_stay_in_the_directory_and_old_shards_do_not(gloo: Proce
         _replace, str(path), 3, whole=True, exception=IsADirectoryError, match=r"\(hub, tokenizer.json\)", world_size=2
     )
     assert _names(path) == [*_SHARDS, "hub", "tokenizer.json"] and _read(path) == 2
-
-
-def test_a_directory_of_others_is_refused(gloo: ProcessPool, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    gloo.expect_error_on_all_ranks(
-        _replace, str(tmp_path), 1, whole=False, exception=IsADirectoryError, match="other files", world_size=2
-    )
-    assert _names(tmp_path) == ["notes.txt"]
 
 
 def test_a_draft_that_is_not_there_leaves_the_directory_in_its_place(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -254,12 +246,3 @@ def test_a_link_to_a_neighbour_is_replaced_and_the_neighbour_stays(
     assert _read(last_written(path)) == 2 and _read(tmp_path / "best.ckpt") == 1
     assert _names(tmp_path) == ["best.ckpt", "last.ckpt"] and not path.is_symlink()
     assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "notes.txt"]
-
-
-def test_what_is_not_there_need_not_be_removed(tmp_path: Path) -> None:
-    remove(tmp_path / "missing")
-    (tmp_path / "file").write_text("")
-    (tmp_path / "directory" / "inner").mkdir(parents=True)
-    remove(tmp_path / "file")
-    remove(tmp_path / "directory")
-    assert _names(tmp_path) == []
