@@ -60,7 +60,7 @@ def config_file(arguments: argparse.Namespace) -> str:
     )
     machines, processes = arguments.num_machines, _num_processes(arguments)
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
-    # Accelerate divides models only where they have several shards, and only on accelerators.
+    # Accelerate shards models only where they have several shards, and only on accelerators.
     is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not arguments.cpu
     stock = _accelerate_part(arguments, processes, (replicas, shards) if is_fsdp else None)
     live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
@@ -78,7 +78,7 @@ def _accelerate_part(arguments: argparse.Namespace, processes: int, sizes: tuple
     Args:
         arguments: Of the command.
         processes: On all machines.
-        sizes: (replicas, shards), where Accelerate is to divide the model with FSDP2.
+        sizes: (replicas, shards), where Accelerate is to shard the model with FSDP2.
     """
     kind = "NO" if processes == 1 else f"MULTI_{'CPU' if arguments.cpu else 'GPU'}"
     stock: dict[str, Any] = {

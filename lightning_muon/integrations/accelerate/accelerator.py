@@ -115,7 +115,7 @@ class MuonAccelerator:
         """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it.
 
         Args:
-            options: How to divide models.
+            options: How to shard models.
             error: What went wrong on this rank before the ranks could be told.
 
         Raises:
@@ -141,9 +141,9 @@ class MuonAccelerator:
         return self._meshes.user
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """As in Accelerate; a model is divided and its optimizers adopted.
+        """As in Accelerate; a model is sharded and its optimizers are converted.
 
-        A model and all its optimizers come in one call; schedulers come with them or later. A model alone is divided
+        A model and all its optimizers come in one call; schedulers come with them or later. A model alone is sharded
         for evaluation. Collective over all ranks; every rank must call it.
         """
         models = [value for value in args if isinstance(value, nn.Module)]
@@ -155,7 +155,7 @@ class MuonAccelerator:
             if optimizers:
                 ready |= zip(map(id, optimizers), self._attached(engine, optimizers, schedulers), strict=True)
             for model in models:
-                # Autocast and compilation are those of Accelerate, which is not to divide anything.
+                # Autocast and compilation are those of Accelerate, which is not to shard anything.
                 ready[id(model)] = super().prepare_model(model, evaluation_mode=True)  # type: ignore[misc]
         placements = device_placement or [None] * len(args)
         others = [each for each in zip(args, placements, strict=True) if id(each[0]) not in ready]
@@ -169,7 +169,7 @@ class MuonAccelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As in Accelerate with ``evaluation_mode``, which divides nothing; else as :meth:`prepare`."""
+        """As in Accelerate with ``evaluation_mode``, which shards nothing; else as :meth:`prepare`."""
         if evaluation_mode or is_prepared(model):
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
         return self.prepare(model)
@@ -214,7 +214,7 @@ class MuonAccelerator:
         """As in Accelerate with its FSDP, where it has no effect; ranks with fewer batches would hold up the others.
 
         Raises:
-            ValueError: If a model is divided and batches need not be even.
+            ValueError: If a model is sharded and batches need not be even.
         """
         if self._engine is None:
             with super().join_uneven_inputs(joinables, even_batches):  # type: ignore[misc]
@@ -222,7 +222,7 @@ class MuonAccelerator:
             return
         if not (self.even_batches if even_batches is None else even_batches):
             raise ValueError(
-                "join_uneven_inputs with even_batches=False: a divided model needs as many batches on each rank; leave "
+                "join_uneven_inputs with even_batches=False: a sharded model needs as many batches on each rank; leave "
                 "even_batches=True, which repeats samples at the end (gather_for_metrics drops them again)"
             )
         yield
@@ -269,7 +269,7 @@ class MuonAccelerator:
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """As in Accelerate; the number of ranks, and what divides the model, may have changed since.
+        """As in Accelerate; the number of ranks, and the way in which the model is sharded, may have changed since.
 
         Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
         Collective over all ranks; every rank must call it.
@@ -294,7 +294,7 @@ class MuonAccelerator:
         return engine.weights_to_save(whole=True)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate; hooks on the model are removed, it stays divided."""
+        """As in Accelerate; hooks on the model are removed, it stays sharded."""
         close_all(self._engines)
         return super().free_memory(*objects)  # type: ignore[misc]
 
@@ -307,7 +307,7 @@ class MuonAccelerator:
         if len(models) + len(self._engines) != 1:
             raise ValueError(
                 f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
-                "Accelerator divides one model, which comes in one call with all its optimizers, or before them "
+                "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
                 "(accelerator.free_memory() lets another one follow)"
             )
         if models:
@@ -337,7 +337,7 @@ class MuonAccelerator:
 
 
 class Accelerator(MuonAccelerator, accelerate.Accelerator):
-    """An ``accelerate.Accelerator`` that divides the model with this package, and trains it with ParallelMuon.
+    """An ``accelerate.Accelerator`` that shards the model with this package, and trains it with ParallelMuon.
 
     Mesh and precision are those of the accelerate config (``fsdp_version: 2``, ``parallelism_config``,
     ``mixed_precision``); see :class:`~lightning_muon.integrations.accelerate.accelerator.MuonAccelerator` for what else

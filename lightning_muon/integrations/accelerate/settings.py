@@ -62,7 +62,7 @@ def check_state(state: Any, options: Options) -> None:
     if kind == DistributedType.NO and num_launched > 1:
         raise ValueError(
             f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
-            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is divided all the same"
+            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is sharded all the same"
         )
     if kind == DistributedType.FSDP and not state.is_fsdp2:
         raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
@@ -92,7 +92,7 @@ def check_state(state: Any, options: Options) -> None:
 
 
 def sharding_of(state: Any, options: Options) -> Sharding:
-    """How to divide: as the options say, but not at all in a single process that Accelerate knows no FSDP in."""
+    """How to shard: as the options say, but not at all in a single process that Accelerate knows no FSDP in."""
     is_alone = state.num_processes == 1 and state.distributed_type != DistributedType.FSDP
     return "none" if is_alone and options.sharding == "fsdp" and not options.has_nodes else options.sharding
 
