@@ -131,7 +131,7 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> 
     return list(found.values())
 
 
-def local_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
+def part_of_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
     """The calling rank's part of the gradient; ``None`` if the parameter is frozen, or the part missing or empty."""
     gradient = layout.gradient(parameter) if parameter.requires_grad else None
     return gradient if gradient is not None and gradient.numel() else None
@@ -203,7 +203,7 @@ def _reduce_partial_sums(parameters: Iterable[Tensor]) -> None:
 
 
 def _gradients(parameters: Iterable[Tensor], layout: Layout) -> list[Tensor]:
-    found = [local_gradient(parameter, layout) for parameter in parameters]
+    found = [part_of_gradient(parameter, layout) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.errors import NonFiniteGradientError
-from lightning_muon.grad_sync.clipping import Sharers, by_ranks, local_gradient, local_norms
+from lightning_muon.grad_sync.clipping import Sharers, by_ranks, local_norms, part_of_gradient
 from lightning_muon.params.layout import Layout, TensorLayout
 
 _TENSORS = TensorLayout()
@@ -135,7 +135,7 @@ def _count_on_all_ranks(sharers: Sequence[Sharers], layout: Layout, pipeline: Ax
 
 def _flags(sharers: Sharers, layout: Layout) -> Tensor:
     """1 for each parameter whose gradient is not finite on this rank, int32, on the device of the group."""
-    gradients = [local_gradient(parameter, layout) for parameter in sharers.parameters]
+    gradients = [part_of_gradient(parameter, layout) for parameter in sharers.parameters]
     # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
     norms = iter(local_norms([gradient for gradient in gradients if gradient is not None]))
     fine = torch.zeros((), device=sharers.device)

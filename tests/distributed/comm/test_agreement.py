@@ -73,7 +73,7 @@ def test_each_rank_gets_its_own_result_or_all_fail(gloo: ProcessPool) -> None:
     assert all(other.startswith("RuntimeError: rank 0 of the group failed") for other in others)
 
 
-def test_without_processes_nothing_is_compared_and_an_error_is_raised() -> None:
+def test_without_processes_an_error_is_raised_at_once() -> None:
     require_equal([("a", "1")], None, "the model")
     assert _fail_alone() == "disk full"
 

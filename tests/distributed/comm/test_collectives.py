@@ -67,7 +67,7 @@ def _is_completed_by_itself() -> bool:
     return is_completed and received.item() == 1
 
 
-def test_messages_that_travel_together_are_completed_without_waiting(gloo: ProcessPool) -> None:
+def test_messages_sent_together_complete_without_waiting(gloo: ProcessPool) -> None:
     assert gloo.run(_is_completed_by_itself, world_size=2) == [True, True]
 
 

@@ -127,9 +127,7 @@ def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
     [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 5)],
     ids=lambda v: str(v)[:24],
 )
-def test_a_group_goes_to_the_next_owner_once_all_that_was_sent_has_arrived(
-    gloo: ProcessPool, leave: Leave, num_groups: int
-) -> None:
+def test_a_group_is_reused_once_all_has_arrived(gloo: ProcessPool, leave: Leave, num_groups: int) -> None:
     for found, received in gloo.run(_use_after, leave, 5, world_size=2):
         assert found == num_groups
         assert received == [float(number) for number in range(5) for _ in range(4)]
@@ -305,7 +303,7 @@ def _nodes() -> tuple[list[int], list[int]]:
         return by_name, nodes_of(group)
 
 
-def test_host_names_and_the_agents_of_torchrun_tell_nodes_apart_on_all_ranks(gloo: ProcessPool) -> None:
+def test_host_names_and_torchrun_agents_tell_nodes_apart(gloo: ProcessPool) -> None:
     assert gloo.run(_nodes) == [([0, 1, 0, 1], [0, 0, 2, 2])] * 4
     assert nodes_of(ALONE) == [0]
 
@@ -319,7 +317,7 @@ def _hops() -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
     return [(dist.get_process_group_ranks(hop.group.group), hop.parts) for hop in hops]
 
 
-def test_a_rank_adds_up_inside_its_node_what_the_ranks_of_its_place_hold_and_then_its_own(gloo: ProcessPool) -> None:
+def test_hops_add_up_inside_a_node_and_then_across(gloo: ProcessPool) -> None:
     first, second, *_ = gloo.run(_hops)
     # What stays on the node comes last.
     assert first == [([0, 2], ((1, 0), (3, 2))), ([0, 1], ((0,), (1,)))]

@@ -86,7 +86,7 @@ def test_the_ranks_are_added_in_their_order_to_the_last_bit(gloo: ProcessPool) -
     assert all(gloo.run(_sum_in_order, world_size=4))
 
 
-def test_a_gradient_is_made_flat_dense_and_in_the_dtype_of_the_parameter() -> None:
+def test_a_gradient_is_made_flat_and_dense() -> None:
     parameter, gradient = torch.zeros(4, 3, dtype=torch.bfloat16), torch.randn(3, 4).t()
     assert torch.equal(flat_gradient(parameter, gradient), gradient.contiguous().view(-1).bfloat16())
     sparse = flat_gradient(torch.zeros(4, 3), torch.eye(4, 3).to_sparse())

@@ -115,7 +115,7 @@ def _three_steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.d
 
 
 @pytest.mark.parametrize(("mesh_shape", "num_in_bucket"), CASES, ids=str)
-def test_all_ranks_hold_the_new_values_whatever_the_order_of_updates(
+def test_new_values_arrive_whatever_the_order_of_updates(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], num_in_bucket: int
 ) -> None:
     world_size = int(torch.tensor(mesh_shape).prod())
@@ -184,7 +184,7 @@ def _blocks_alone() -> list[tuple[int, ...]]:
     return seen
 
 
-def test_later_blocks_are_still_on_their_way_when_the_first_one_has_run(gloo: ProcessPool) -> None:
+def test_later_blocks_arrive_while_the_first_one_runs(gloo: ProcessPool) -> None:
     for seen in gloo.run(_blocks_alone, world_size=4):
         # 4 parameters of each block, 2 of the norm, the embedding; in backward order.
         assert [len(indices) for indices in seen] == [11, 7, 3]
@@ -203,7 +203,7 @@ def _inner_modules() -> None:
     assert len(returns.travelling) == 12
 
 
-def test_a_module_inside_a_unit_that_is_called_directly_waits_for_its_parameters(gloo: ProcessPool) -> None:
+def test_a_module_inside_a_unit_waits_for_its_parameters(gloo: ProcessPool) -> None:
     gloo.run(_inner_modules, world_size=2)
 
 
@@ -240,7 +240,7 @@ def _bucket_order() -> None:
     assert returns.travelling == ()
 
 
-def test_a_bucket_leaves_when_it_is_complete_and_the_ones_before_it_have_left(gloo: ProcessPool) -> None:
+def test_buckets_leave_in_order_when_they_are_complete(gloo: ProcessPool) -> None:
     gloo.run(_bucket_order, world_size=2)
 
 
@@ -265,7 +265,7 @@ def _state_dicts() -> None:
     assert torch.equal(inner["weight"], expected["blocks.2.first.weight"])
 
 
-def test_state_dict_after_a_step_has_the_new_values_and_loaded_values_stay(gloo: ProcessPool) -> None:
+def test_state_dict_has_new_values_and_loaded_ones_stay(gloo: ProcessPool) -> None:
     gloo.run(_state_dicts, world_size=3)
 
 
@@ -318,7 +318,7 @@ def _compiled() -> None:
     assert num_graphs[1:] == [0] * 5
 
 
-def test_a_compiled_model_waits_in_every_step_and_is_compiled_once(gloo: ProcessPool) -> None:
+def test_a_compiled_model_waits_in_every_step(gloo: ProcessPool) -> None:
     gloo.run(_compiled, world_size=2)
 
 
@@ -350,9 +350,7 @@ def _old_backward(num_in_bucket: int) -> None:
 
 
 @pytest.mark.parametrize("num_in_bucket", [1, 2])
-def test_a_backward_of_before_the_step_is_refused_also_where_all_came_from_others(
-    gloo: ProcessPool, num_in_bucket: int
-) -> None:
+def test_a_backward_of_before_the_step_is_refused(gloo: ProcessPool, num_in_bucket: int) -> None:
     gloo.run(_old_backward, num_in_bucket, world_size=3)
 
 

@@ -50,7 +50,7 @@ def _train(kind: str, mesh_shape: tuple[int, ...]) -> list[set[str]]:
         (HOLDERS, (2, 1)),
     ],
 )
-def test_the_mean_over_the_ranks_is_that_of_one_process_whatever_they_use(
+def test_the_mean_is_exact_whatever_parameters_ranks_use(
     gloo: ProcessPool, kind: str, mesh_shape: tuple[int, ...]
 ) -> None:
     world_size = int(torch.tensor(mesh_shape).prod())
@@ -81,7 +81,7 @@ def _accumulate(kind: str) -> list[int]:
 
 
 @BOTH
-def test_only_the_last_micro_batch_communicates_and_it_sends_all_of_them(gloo: ProcessPool, kind: str) -> None:
+def test_only_the_last_micro_batch_communicates(gloo: ProcessPool, kind: str) -> None:
     for counts in gloo.run(_accumulate, kind, world_size=3):
         # The first step sends after backward, when all ranks are there to open the connections.
         assert [count > 0 for count in counts] == [False] * 3 + [False, False, True]
@@ -102,7 +102,7 @@ def _passes(kind: str) -> None:
 
 
 @BOTH
-def test_passes_add_up_until_they_are_forgotten_with_and_without_a_finish_between(gloo: ProcessPool, kind: str) -> None:
+def test_passes_add_up_until_they_are_forgotten(gloo: ProcessPool, kind: str) -> None:
     gloo.run(_passes, kind, world_size=3)
 
 
@@ -125,9 +125,7 @@ def _repeat(kind: str) -> list[int]:
 
 
 @BOTH
-def test_gradients_that_come_after_their_bucket_has_gone_are_sent_later_and_expected_the_next_time(
-    gloo: ProcessPool, kind: str
-) -> None:
+def test_gradients_after_their_bucket_are_sent_later(gloo: ProcessPool, kind: str) -> None:
     # Six buckets; the two of the shared layer go twice in the first step that uses it more often than the one before.
     assert gloo.run(_repeat, kind, world_size=2) == [[6, 8, 6]] * 2
 
@@ -163,7 +161,7 @@ def _freeze_with_gradient(kind: str) -> list[str]:
 
 
 @BOTH
-def test_the_gradient_of_a_parameter_that_has_been_frozen_is_not_sent(gloo: ProcessPool, kind: str) -> None:
+def test_the_gradient_of_a_frozen_parameter_is_not_sent(gloo: ProcessPool, kind: str) -> None:
     assert gloo.run(_freeze_with_gradient, kind, world_size=2) == [[], []]
 
 
@@ -186,9 +184,7 @@ def _idle(kind: str) -> bool:
 
 
 @BOTH
-def test_a_rank_without_a_backward_pass_counts_as_zeros_and_nothing_is_sent_for_none(
-    gloo: ProcessPool, kind: str
-) -> None:
+def test_a_rank_without_a_backward_pass_counts_as_zeros(gloo: ProcessPool, kind: str) -> None:
     assert all(gloo.run(_idle, kind, world_size=3))
 
 
@@ -227,7 +223,7 @@ def test_the_divisor_may_be_known_after_backward_only(gloo: ProcessPool) -> None
     gloo.run(_divide_by, ALL_REDUCE, 2, world_size=2)
 
 
-def test_another_divisor_than_the_number_of_ranks_is_refused_if_it_would_be_applied_twice(gloo: ProcessPool) -> None:
+def test_a_divisor_that_would_apply_twice_is_refused(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_divide_by, ALL_REDUCE, 7.5, match="2 ranks.*7.5", world_size=2)
 
 
@@ -297,7 +293,7 @@ def _overlap(kind: str) -> list[tuple[int, int, int, list[int]]]:
 
 
 @BOTH
-def test_hooks_launch_at_least_four_fifths_of_the_bytes_before_backward_ends(gloo: ProcessPool, kind: str) -> None:
+def test_hooks_launch_four_fifths_during_backward(gloo: ProcessPool, kind: str) -> None:
     for steps in gloo.run(_overlap, kind, world_size=2):
         for step, (early, overlapped, total, order) in enumerate(steps):
             assert total == 6 * (32 * 32 + 32) * 4
@@ -369,7 +365,7 @@ def _communicate_in_hooks(kind: str) -> float:
 
 
 @BOTH
-def test_communications_of_others_during_backward_do_not_mix_with_ours(gloo: ProcessPool, kind: str) -> None:
+def test_other_communication_during_backward_does_not_mix(gloo: ProcessPool, kind: str) -> None:
     assert gloo.run(_communicate_in_hooks, kind, world_size=2) == [2.0, 2.0]
 
 

@@ -67,7 +67,7 @@ def _round_trip(mesh_shape: tuple[int, ...], batch_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(("mesh_shape", "batch_bytes"), CASES, ids=str)
-def test_rows_are_the_chunks_of_torch_and_travel_back_bit_for_bit(
+def test_rows_are_the_chunks_of_torch_bit_for_bit(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], batch_bytes: int
 ) -> None:
     world_size = int(torch.tensor(mesh_shape).prod())

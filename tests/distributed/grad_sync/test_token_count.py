@@ -103,7 +103,7 @@ def _gradients_by_tokens(accumulate: int) -> list[list[Tensor]]:
     return found
 
 
-def test_the_divisor_makes_the_gradient_of_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
+def test_the_divisor_gives_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
     results = gloo.run(_gradients_by_tokens, 4, world_size=3)
     for window in range(2):
         tokens = torch.cat([batch for rank in range(3) for batch in _micro_batches(window, rank)])
@@ -150,7 +150,7 @@ def _report_before_the_first_micro_batch() -> None:
     _fill(count, [[1]]).total()
 
 
-def test_a_report_outside_of_a_training_step_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+def test_a_report_outside_of_a_step_is_an_error_everywhere(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
         _report_before_the_first_micro_batch, match="^rank 1 reported tokens outside of a training step", world_size=2
     )

@@ -88,13 +88,13 @@ def test_ranks_that_run_different_units_end_together(
     )
 
 
-def test_a_rank_in_a_unit_and_one_in_another_collective_end_together(gloo: ProcessPool) -> None:
+def test_a_rank_in_a_unit_and_one_elsewhere_end_together(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
         _train, (1, 2), [([0], [0, 1])], log=True, patience=1.0, match="experts", exception=RuntimeError, world_size=2
     )
 
 
-def test_without_shortened_patience_it_takes_less_than_ten_seconds(gloo: ProcessPool) -> None:
+def test_with_default_patience_it_takes_under_ten_seconds(gloo: ProcessPool) -> None:
     start = time.monotonic()
     gloo.expect_error_on_all_ranks(
         _train, (1, 2), [BOTH, ([0], [0, 1])], match="experts.1", exception=RuntimeError, world_size=2
@@ -202,7 +202,7 @@ def test_a_rank_that_is_silent_for_less_is_no_dead_one(gloo: ProcessPool, mode: 
     gloo.run_fresh(_train_while_a_rank_is_stopped, mode, 3.0, world_size=2, timeout=40.0)
 
 
-def test_a_rank_that_waits_in_the_gate_for_a_dead_one_ends(gloo: ProcessPool) -> None:
+def test_a_rank_that_waits_at_a_barrier_for_a_dead_one_ends(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as raised:
         gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
     assert "rank 1 has died" in raised.value.failures[0].message
@@ -224,7 +224,7 @@ def _come_too_late() -> str:
     return ""
 
 
-def test_the_gate_waits_no_longer_than_the_timeout_and_names_who_is_missing(gloo: ProcessPool) -> None:
+def test_the_barrier_times_out_and_names_who_is_missing(gloo: ProcessPool) -> None:
     waiting, late = gloo.run_fresh(_come_too_late, world_size=2, timeout=40.0)
     assert "has waited 1 s" in waiting and "missing: 1." in waiting
     assert "has waited 1 s" in late and "rank 0" in late
@@ -259,7 +259,7 @@ def _gates() -> list[bool]:
     return found
 
 
-def test_ranks_wait_at_gates_only_if_units_communicate_over_gloo(gloo: ProcessPool) -> None:
+def test_ranks_wait_at_barriers_only_over_gloo(gloo: ProcessPool) -> None:
     assert gloo.run(_gates, world_size=2) == [[True, False]] * 2
 
 
@@ -328,7 +328,7 @@ def _fail_in_collectives() -> float:
     return time.monotonic() - start
 
 
-def test_ranks_that_all_fail_in_communication_do_not_wait_for_a_cause(gloo: ProcessPool) -> None:
+def test_ranks_that_all_fail_do_not_wait_for_a_cause(gloo: ProcessPool) -> None:
     assert max(gloo.run_fresh(_fail_in_collectives, world_size=2)) < 5
 
 
@@ -355,7 +355,7 @@ def _fail_together() -> list[float]:
     return sums
 
 
-def test_ranks_that_fail_together_may_save_a_checkpoint_and_train_again(gloo: ProcessPool) -> None:
+def test_ranks_that_fail_together_may_train_again(gloo: ProcessPool) -> None:
     assert gloo.run(_fail_together, world_size=2) == [[2.0, 2.0]] * 2
 
 

@@ -107,7 +107,7 @@ def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, T
 
 
 @pytest.mark.parametrize(("shape", "divisor"), [((2, 2), None), ((2, 2), 5.0), ((3, 1), 7.0), ((1, 3), None)])
-def test_gradients_are_those_of_the_node_and_their_mean_is_the_global_sum_divided(
+def test_the_mean_of_node_gradients_is_the_global_one(
     gloo: ProcessPool, shape: tuple[int, int], divisor: float | None
 ) -> None:
     expected = _expected(shape, divisor)
@@ -119,9 +119,7 @@ def test_gradients_are_those_of_the_node_and_their_mean_is_the_global_sum_divide
 
 
 @pytest.mark.parametrize(("shape", "max_norm"), [((2, 2), 0.3), ((3, 1), 0.3), ((2, 2), 1e9), ((1, 2), 0.3)])
-def test_the_norm_is_the_root_of_the_mean_square_of_the_nodes_and_scales_all_alike(
-    gloo: ProcessPool, shape: tuple[int, int], max_norm: float
-) -> None:
+def test_all_nodes_are_clipped_by_one_norm(gloo: ProcessPool, shape: tuple[int, int], max_norm: float) -> None:
     expected = _expected(shape, None)
     norm = math.sqrt(sum(float(g.double().square().sum()) for node in expected for g in node.values()) / shape[0])
     scale = min(1.0, max_norm / norm)

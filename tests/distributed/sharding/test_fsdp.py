@@ -38,7 +38,7 @@ def _scalar_on_one_rank() -> list[float | None]:
     return [None if p.grad is None else p.grad.item() for p in (model.used, model.unused)]
 
 
-def test_a_scalar_that_one_rank_uses_has_the_mean_gradient_everywhere(gloo: ProcessPool) -> None:
+def test_a_scalar_of_one_rank_has_the_mean_gradient(gloo: ProcessPool) -> None:
     assert gloo.run(_scalar_on_one_rank, world_size=4) == [[2.0, None]] * 4
 
 
@@ -82,7 +82,7 @@ def _use_branches(agree: bool) -> list[dict[str, Tensor | None]]:
     return results
 
 
-def test_gradients_of_some_ranks_count_and_those_of_none_stay_none(gloo: ProcessPool) -> None:
+def test_gradients_of_some_ranks_count_others_stay_none(gloo: ProcessPool) -> None:
     torch.manual_seed(0)
     model = Branches()
 
@@ -116,7 +116,7 @@ def _use_branches_before_torch_2_13() -> tuple[list[dict[str, Tensor | None]], i
         return _use_branches(True), max(sizes)
 
 
-def test_before_torch_2_13_zeros_for_unused_weights_take_no_memory(gloo: ProcessPool) -> None:
+def test_zeros_before_torch_2_13_take_no_memory(gloo: ProcessPool) -> None:
     expected = gloo.run(_use_branches, True, world_size=2)
     for (results, most), reference in zip(
         gloo.run(_use_branches_before_torch_2_13, world_size=2), expected, strict=True
@@ -139,7 +139,7 @@ def _dropped() -> bool:
     return reference() is None
 
 
-def test_a_model_that_is_dropped_is_freed_with_its_process_groups(gloo: ProcessPool) -> None:
+def test_a_dropped_model_frees_its_process_groups(gloo: ProcessPool) -> None:
     assert gloo.run(_dropped, world_size=2) == [True, True]
 
 

@@ -38,7 +38,7 @@ def _run(shape: tuple[int, int], units: Sequence[str], chosen: Sequence[Sequence
 @pytest.mark.parametrize(
     ("shape", "chosen"), [((1, 2), ([0], [1])), ((2, 2), ([0], [0], [1], [1])), ((4, 1), ([0], [0], [0], [1]))], ids=str
 )
-def test_equal_experts_that_differ_by_rank_are_the_same_error_everywhere(
+def test_other_experts_by_rank_are_an_error_everywhere(
     gloo: ProcessPool, shape: tuple[int, int], chosen: Sequence[Sequence[int]]
 ) -> None:
     failures = gloo.expect_error_on_all_ranks(
@@ -80,7 +80,7 @@ def _notes_of_a_step() -> tuple[list[int], list[int], int]:
     return first, evaluated, len(call_log.calls()[1])
 
 
-def test_notes_name_gathers_and_backward_passes_and_leave_out_whole_weights(gloo: ProcessPool) -> None:
+def test_calls_are_gathers_and_backward_passes(gloo: ProcessPool) -> None:
     # Units: 0 the root, 1 and 2 the layers; doubled, plus 1 for backward. The root stays whole after its first forward.
     for first, evaluated, closed in gloo.run(_notes_of_a_step, world_size=2):
         assert first == [0, 2, 4, 1, 5, 3]
@@ -138,7 +138,7 @@ def _gate_calls() -> list[Barrier]:
     return calls
 
 
-def test_the_gate_is_called_for_notes_in_a_new_order_only(gloo: ProcessPool) -> None:
+def test_the_barrier_is_called_for_a_new_order_only(gloo: ProcessPool) -> None:
     for calls in gloo.run(_gate_calls, world_size=2):
         # Of the fourth step: experts 1 of two layers forward, then backward, and the end after another unit.
         assert len(calls) >= 4
@@ -179,7 +179,7 @@ def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]])
     return gradients_of(model)
 
 
-def test_replicas_may_evaluate_different_units_and_different_numbers_of_batches(gloo: ProcessPool) -> None:
+def test_replicas_may_evaluate_differently(gloo: ProcessPool) -> None:
     torch.manual_seed(0)
     model = Mixture()
     for rank in range(4):
@@ -189,7 +189,7 @@ def test_replicas_may_evaluate_different_units_and_different_numbers_of_batches(
         assert_close(result, gradients_of(model))
 
 
-def test_where_nothing_is_gathered_each_rank_evaluates_what_it_likes(gloo: ProcessPool) -> None:
+def test_ranks_that_gather_nothing_evaluate_what_they_like(gloo: ProcessPool) -> None:
     for result in gloo.run(_evaluate, (2, 1), [[[0], [1, 0]], [[1]]], world_size=2):
         assert result["head.weight"] is not None
 
@@ -217,7 +217,7 @@ def _mixed_evaluation() -> None:
     agreement.call_log.compare(everyone, host_group(everyone))
 
 
-def test_equal_experts_that_are_mixed_in_an_evaluation_are_the_same_error(gloo: ProcessPool) -> None:
+def test_other_experts_in_an_evaluation_are_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
         _mixed_evaluation,
         match=r"rank 0 runs 'layers\.0\.experts\.0' \(Expert\); rank 1 runs 'layers\.0\.experts\.1'",
@@ -267,7 +267,7 @@ def _long_evaluation() -> tuple[list[bool], int, int]:
     return words, len(kept), skipped + len(kept)
 
 
-def test_of_many_notes_the_last_are_kept_and_all_are_compared(gloo: ProcessPool) -> None:
+def test_of_many_calls_the_last_are_kept_and_all_compared(gloo: ProcessPool) -> None:
     for words, num_kept, num_notes in gloo.run(_long_evaluation, world_size=2):
         assert words == [True, False]
         assert num_notes == 10_000 and 4096 <= num_kept < 8192

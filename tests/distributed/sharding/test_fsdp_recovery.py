@@ -245,7 +245,7 @@ def _steps_without_gradients() -> list[str]:
     return problems
 
 
-def test_a_step_that_no_backward_pass_has_led_to_is_an_error_while_a_whole_model_trains(gloo: ProcessPool) -> None:
+def test_a_step_without_a_backward_pass_is_an_error(gloo: ProcessPool) -> None:
     for problems in gloo.run(_steps_without_gradients, world_size=2):
         assert problems[:-1] == [""] * 7
         assert problems[-1].startswith("no parameter of the optimizer has a gradient")

@@ -87,7 +87,7 @@ def _evaluate_then_call_the_inside() -> list[bool]:
     return whole
 
 
-def test_whole_weights_are_freed_after_evaluation_and_blocks_may_run_before_the_root(gloo: ProcessPool) -> None:
+def test_whole_weights_are_freed_after_evaluation(gloo: ProcessPool) -> None:
     assert gloo.run(_evaluate_then_call_the_inside, world_size=2) == [[True, False]] * 2
 
 
@@ -188,7 +188,7 @@ def _summed(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor | No
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
-def test_a_divisor_meets_accumulated_gradients_and_double_precision(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+def test_a_divisor_and_accumulated_gradients_in_float64(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     size = shape[0] * shape[1]
     torch.manual_seed(0)
     model = Net().double()

@@ -65,9 +65,7 @@ def _train_on_nodes(run: Run) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_weights_of_zero2_on_two_nodes_are_those_of_one_process_and_equal_on_all_ranks(
-    gloo: ProcessPool, run: str
-) -> None:
+def test_zero2_on_two_nodes_trains_like_one_process(gloo: ProcessPool, run: str) -> None:
     expected = train_alone(RUNS[run], 4)
     first, *others = gloo.run(_train_on_nodes, RUNS[run])
     difference, name = largest_difference(first, expected)

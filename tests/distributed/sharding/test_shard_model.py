@@ -48,9 +48,7 @@ def _sharded_gradients(shape: tuple[int, int], **options: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_weights_are_those_of_rank_0_and_gradients_those_of_one_process(
-    gloo: ProcessPool, shape: tuple[int, int]
-) -> None:
+def test_weights_are_those_of_rank_0_and_gradients_exact(gloo: ProcessPool, shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
     torch.manual_seed(0)
     state = Net().state_dict()

@@ -139,7 +139,7 @@ def _error_of(num_outputs: tuple[int, ...]) -> str:
     return "no error"
 
 
-def test_a_rank_with_another_model_stops_the_tensor_ranks_of_all_data_ranks(gloo: ProcessPool) -> None:
+def test_a_rank_with_another_model_stops_all_tensor_ranks(gloo: ProcessPool) -> None:
     for text in gloo.run(_error_of, (5, 6, 5, 5), world_size=4):
         assert re.search(r"Net differs between ranks: .*'head.weight' \(6, 7\) float32.*\(5, 7\)", text), text
 

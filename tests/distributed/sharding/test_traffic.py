@@ -150,9 +150,7 @@ NUM_BYTES = 4 * sum(parameter.numel() for parameter in Stack().parameters())
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_a_step_of_zero2_moves_each_gradient_and_each_value_as_rarely_as_possible(
-    gloo: ProcessPool, shape: tuple[int, ...]
-) -> None:
+def test_zero2_moves_each_gradient_and_value_once(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
     ranks = gloo.run(_run, "zero2", shape, world_size=math.prod(shape))
     # Every rank has all of the gradient and needs 1/S of the sum, so (S - 1) / S of it leaves each rank on average.
     # Owners are not equally large, so that holds for the sum over the ranks of a replica: (S - 1) N. New values: each
@@ -222,9 +220,7 @@ def _mark_first_block(net: Stack, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("world_size", [4])
-def test_most_of_the_reduction_of_zero2_is_launched_before_backward_reaches_the_first_block(
-    gloo: ProcessPool, world_size: int
-) -> None:
+def test_zero2_reduces_most_gradients_during_backward(gloo: ProcessPool, world_size: int) -> None:
     early = late = 0
     for sent in gloo.run(_run, "zero2", (world_size,), watch=_mark_first_block, world_size=world_size):
         early += sum(each.num_bytes for each in _payload(sent, "0"))
@@ -246,9 +242,7 @@ def test_only_the_last_of_four_micro_batches_communicates(
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp_reduces_in_the_last_of_four_micro_batches_only_and_gathers_once_if_it_keeps_the_weights(
-    gloo: ProcessPool, shape: tuple[int, ...], reshard: bool
-) -> None:
+def test_fsdp_reduces_in_the_last_micro_batch_only(gloo: ProcessPool, shape: tuple[int, ...], reshard: bool) -> None:
     options = {"reshard_after_backward": reshard}
     for sent in gloo.run(_run, "fsdp", shape, accumulate=4, options=options, world_size=math.prod(shape)):
         early = [each.operator for each in sent if each.phase in ("0", "1", "2")]

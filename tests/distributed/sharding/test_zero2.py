@@ -37,9 +37,7 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int]:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
-def test_gradients_and_state_are_divided_and_whole_gradients_are_freed(
-    gloo: ProcessPool, shape: tuple[int, ...]
-) -> None:
+def test_gradients_and_state_are_sharded(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
     size = torch.Size(shape).numel()
     (alone, _, _), *_ = gloo.run(_held, (1,), world_size=1)
     results = gloo.run(_held, shape, world_size=size)
@@ -70,7 +68,7 @@ def _places() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     return placements, shapes
 
 
-def test_matrices_are_whole_on_one_rank_and_everything_else_is_divided_by_rows(gloo: ProcessPool) -> None:
+def test_matrices_have_owners_and_the_rest_rows(gloo: ProcessPool) -> None:
     placements, shapes = gloo.run(_places)[0]
     owned = {name: place.rank for name, place in placements.items() if isinstance(place, OwnedBy)}
     assert set(owned) == {
@@ -131,6 +129,6 @@ def _with_a_hole() -> dict[str, Tensor]:
     return training.weights()
 
 
-def test_a_nan_on_the_owner_changes_nothing_anywhere_and_the_next_step_works(gloo: ProcessPool) -> None:
+def test_a_nan_on_the_owner_skips_the_step_everywhere(gloo: ProcessPool) -> None:
     first, second = gloo.run(_with_a_hole, world_size=2)
     assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)

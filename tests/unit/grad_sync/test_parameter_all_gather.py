@@ -22,7 +22,7 @@ def _names(model: nn.Module, units: dict[nn.Module, list[nn.Parameter]]) -> dict
     return {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()}
 
 
-def test_a_parameter_belongs_to_the_innermost_units_of_its_uses_and_a_tie_to_the_root_too() -> None:
+def test_a_parameter_belongs_to_the_innermost_units() -> None:
     model = _model()
     first, second, third = model["blocks"].children()
     inner = third.get_submodule("1")

@@ -24,7 +24,7 @@ def test_buckets_are_filled_from_the_last_parameter_backwards() -> None:
     assert _indices([torch.zeros(10) for _ in range(5)], 80) == [[4, 3], [2, 1], [0]]
 
 
-def test_a_parameter_that_exceeds_the_bound_has_a_bucket_of_its_own() -> None:
+def test_a_large_parameter_has_a_bucket_of_its_own() -> None:
     assert _indices([torch.zeros(2), torch.zeros(100), torch.zeros(2), torch.zeros(2)], 16) == [[3, 2], [1], [0]]
 
 
@@ -39,7 +39,7 @@ def test_a_full_bucket_is_not_exceeded() -> None:
     )
 
 
-def test_dtypes_and_devices_do_not_mix_and_a_bucket_is_launched_when_its_last_parameter_is_due() -> None:
+def test_dtypes_and_devices_do_not_mix() -> None:
     half = torch.bfloat16
     parameters = [torch.zeros(2), torch.zeros(2, dtype=half), torch.zeros(2), torch.zeros(2, device="meta")]
     assert _indices(parameters, 1000) == [[3], [1], [2, 0]]
@@ -90,7 +90,7 @@ def test_gradients_are_told_of_until_the_hooks_go() -> None:
     assert len(owner.seen) == 2
 
 
-def test_a_frozen_parameter_stays_frozen_and_is_watched_once_it_is_not() -> None:
+def test_a_frozen_parameter_is_watched_once_it_trains() -> None:
     net = nn.Linear(2, 3)
     net.bias.requires_grad_(False)
     owner = _Owner(net)

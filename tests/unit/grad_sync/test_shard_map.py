@@ -15,7 +15,7 @@ def _tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [torch.empty(shape) for shape in shapes]
 
 
-def test_matrices_have_owners_and_the_rest_is_divided_by_rows_if_it_can_be() -> None:
+def test_matrices_have_owners_and_the_rest_rows() -> None:
     parameters = _tensors([(4, 4), (4,), (), (0, 3), (7, 5), (1, 2)])
     placements = place_shards(parameters, {parameters[0]: 100, parameters[4]: 90}, 3)
     assert list(placements) == parameters
@@ -23,7 +23,7 @@ def test_matrices_have_owners_and_the_rest_is_divided_by_rows_if_it_can_be() -> 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_costs_are_evened_out_by_giving_the_dearest_to_the_least_loaded(num_ranks: int) -> None:
+def test_the_least_loaded_rank_gets_the_dearest_matrix(num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(num_ranks)
     costs = torch.randint(1, 1000, (40,), generator=generator).tolist()
     parameters = _tensors([(2, 2)] * 40)

@@ -34,7 +34,7 @@ def test_a_line_is_found_exactly() -> None:
 
 
 @pytest.mark.parametrize("points", [[(2.0, 6.0), (2.0, 8.0)], [(1.0, 9.0), (3.0, 5.0)], [(1.0, 1.0), (3.0, 13.0)]])
-def test_points_without_a_sensible_line_are_put_down_to_their_size(points: list[tuple[float, float]]) -> None:
+def test_points_without_a_sensible_line_have_no_constant(points: list[tuple[float, float]]) -> None:
     slope, constant = fit_line(points)
     assert constant == 0.0
     assert slope == pytest.approx(sum(y for _, y in points) / sum(x for x, _ in points))

@@ -65,7 +65,7 @@ def test_every_op_is_recorded_after_what_it_depends_on(
             assert op.lane == TRANSFER or all(ends[name] <= end + 0.05 for name in op.deps)
 
 
-def test_a_communication_begins_at_one_time_on_all_ranks_of_its_group(gloo: ProcessPool) -> None:
+def test_a_communication_begins_at_once_on_all_its_ranks(gloo: ProcessPool) -> None:
     recording = gloo.run(_record, 2, "step", "never", world_size=4)[0]
     starts: dict[tuple[str, tuple[int, ...]], set[float]] = {}
     for spans in recording.timeline.spans.values():
@@ -120,7 +120,7 @@ def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
         record_step(ParallelMuon([nn.Parameter(torch.zeros(2, 2))]))
 
 
-def test_a_trace_has_one_process_per_rank_and_one_thread_per_lane() -> None:
+def test_a_trace_has_a_process_per_rank_a_thread_per_lane() -> None:
     compute = Op(kind=NEWTON_SCHULZ, key="0.1", rank=1, cost=3 * 10**9, bytes=8, items=(0,))
     transfer = Op(kind="scatter", key="0.1", rank=1, lane=TRANSFER, bytes=40)
     spans = [Span(compute, 0.001, 0.003), Span(transfer, 0.003, 0.0035)]

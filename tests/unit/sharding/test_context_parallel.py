@@ -58,7 +58,7 @@ def test_the_parts_in_order_are_the_whole(size: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
-def test_tensors_in_any_container_are_divided_and_the_rest_is_passed_on(kind: Any) -> None:
+def test_tensors_in_any_container_are_split(kind: Any) -> None:
     tokens, mask, lengths = torch.randint(99, (3, 4)), torch.rand(3, 4, 2), torch.tensor([4, 3, 4])
     batch = kind(
         pair=Pair(tokens, mask), items=[tokens, (mask, "text")], item=Item(tokens, "a"), lengths=lengths, step=7
@@ -131,7 +131,7 @@ def test_a_mesh_of_two_axes_is_refused() -> None:
             function(torch.zeros(2, 4), mesh)  # type: ignore[arg-type]
 
 
-def test_ring_attention_without_cuda_is_an_error_that_says_what_to_do() -> None:
+def test_ring_attention_without_cuda_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"needs CUDA, but the mesh is on cpu.*gather_sequence"):
         context_attention(OneAxis(2, 0), [torch.zeros(2, 4)], [1])  # type: ignore[arg-type]
 

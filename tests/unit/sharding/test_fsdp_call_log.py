@@ -9,14 +9,14 @@ def _calls_of(*values: int, ranks: tuple[int, ...] = (0, 3)) -> CallList:
     return calls
 
 
-def test_equal_notes_have_equal_words_and_others_do_not() -> None:
+def test_equal_calls_have_equal_words_and_others_do_not() -> None:
     assert _calls_of(1, 2, 3).words() == _calls_of(1, 2, 3).words()
     assert len({tuple(_calls_of(*values).words()) for values in ((), (1,), (1, 2), (2, 1), (1, 2, 2), (1, -2))}) == 6
     first, negative, *_ = _calls_of(7).words()
     assert first == -negative and 0 <= first < 2**31
 
 
-def test_a_note_that_did_not_follow_the_last_time_is_a_gate() -> None:
+def test_a_call_in_a_new_order_needs_a_barrier() -> None:
     calls = CallList("some", (0, 3))
     assert [calls.add(4), calls.add(6)] == [Barrier("some", (0, 3), 1, 4), Barrier("some", (0, 3), 2, 6)]
     assert calls.add(4) == Barrier("some", (0, 3), 3, 4)
@@ -28,7 +28,7 @@ def test_a_rank_alone_waits_for_nobody() -> None:
     assert CallList("alone", (5,)).add(1) is None
 
 
-def test_the_last_notes_are_kept_and_the_others_counted() -> None:
+def test_the_last_calls_are_kept_and_the_others_counted() -> None:
     count = 2 * fsdp_call_log._NUM_KEPT + 5
     skipped, kept = _calls_of(*range(count)).tail()
     assert kept == list(range(skipped, count)) and len(kept) >= fsdp_call_log._NUM_KEPT

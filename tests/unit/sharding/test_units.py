@@ -35,7 +35,7 @@ def test_every_layer_of_nn_transformer_is_a_unit() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_transformers_models_are_cut_at_the_classes_that_they_declare(wrapped: bool) -> None:
+def test_transformers_models_are_cut_at_declared_classes(wrapped: bool) -> None:
     transformers = pytest.importorskip("transformers")
     t5 = transformers.T5Config(num_layers=2, d_model=16, d_kv=4, num_heads=4, d_ff=32, vocab_size=32)
     gpt2 = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
@@ -51,7 +51,7 @@ def test_transformers_models_are_cut_at_the_classes_that_they_declare(wrapped: b
         assert sorted(_names(outer)) == [prefix + name for name in names]
 
 
-def test_a_plain_cnn_in_a_sequential_has_no_units_but_its_stages_have() -> None:
+def test_a_cnn_has_units_only_for_its_stages() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
     assert _names(plain) == []
     stages = nn.ModuleDict({"one": Stage(*_blocks(2)), "two": Stage(*_blocks(3)), "head": nn.Linear(8, 2)})
@@ -73,7 +73,7 @@ def test_lists_of_lists_are_entered() -> None:
     assert sorted(_names(model)) == ["0.0", "0.1", "1.0", "1.1"]
 
 
-def test_policies_choose_by_class_name_or_callable_inner_units_first() -> None:
+def test_policies_choose_by_class_name_or_callable() -> None:
     model = nn.ModuleDict({"stage": Stage(*_blocks(2)), "head": Block()})
     assert sorted(_names(model, [Block])) == ["head", "stage.0", "stage.1"]
     assert sorted(_names(model, {"Block"})) == ["head", "stage.0", "stage.1"]
@@ -102,13 +102,13 @@ def test_an_impossible_policy_is_an_error(policy: object, message: str) -> None:
         _names(nn.Sequential(nn.ModuleList(_blocks(2))), policy)
 
 
-def test_units_that_share_a_weight_are_dropped_and_the_others_kept() -> None:
+def test_units_that_share_a_weight_are_dropped() -> None:
     model = nn.Sequential(*_blocks(4))
     model[2].up.weight = model[0].up.weight
     assert sorted(_names(model)) == ["1", "3"]
 
 
-def test_a_unit_tied_to_the_rest_is_dropped_and_then_an_outer_one_too() -> None:
+def test_a_unit_tied_to_the_rest_and_its_outer_one_are_dropped() -> None:
     model = nn.ModuleDict({"stages": nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2))), "head": nn.Linear(8, 16)})
     model["head"].weight = model["stages"][0][0].up.weight
     policy = [Block, Stage]
@@ -173,7 +173,7 @@ def test_the_units_are_part_of_the_description() -> None:
     assert describe_model(model, [model[0]]) != describe_model(model, [model[2]])
 
 
-def test_a_module_half_on_meta_is_refused_and_a_model_half_on_meta_is_not() -> None:
+def test_a_module_half_on_meta_is_refused() -> None:
     model = _model()
     model[2].to("meta")
     check_meta(model)
