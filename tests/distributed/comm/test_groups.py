@@ -169,7 +169,7 @@ def _throw_away_between_backward_and_step(num_rounds: int) -> list[float]:
 
 
 def test_optimizers_may_be_thrown_away_between_backward_and_step(gloo: ProcessPool) -> None:
-    for losses in gloo.run_fresh(_throw_away_between_backward_and_step, 10, world_size=3):
+    for losses in gloo.run_fresh(_throw_away_between_backward_and_step, 6, world_size=3):
         assert len(set(losses)) == 1
 
 
@@ -248,20 +248,6 @@ def test_a_group_spans_its_axes_only(gloo: ProcessPool, axes: tuple[int, ...], s
 def test_an_axis_of_one_rank_needs_no_group(gloo: ProcessPool) -> None:
     results = gloo.run(_sum_over, (2, 1), (1,), world_size=2)
     assert [(total, size) for total, size, _ in results] == [(0, 1), (1, 1)]
-
-
-def _seconds_until_a_collective_gives_up() -> float:
-    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
-    (group,) = PrivateGroups().of([axis_group(init_device_mesh("cpu", (2,)), (0,))])
-    begin = time.monotonic()
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-            dist.all_reduce(torch.ones(1), group=group.group)
-    return time.monotonic() - begin
-
-
-def test_own_groups_wait_no_longer_than_the_default_group(gloo: ProcessPool) -> None:
-    assert gloo.run_fresh(_seconds_until_a_collective_gives_up, world_size=2)[0] < 30.0
 
 
 def _sum_over_half() -> int:

@@ -91,17 +91,3 @@ def test_a_gradient_is_made_flat_and_dense() -> None:
     assert torch.equal(flat_gradient(parameter, gradient), gradient.contiguous().view(-1).bfloat16())
     sparse = flat_gradient(torch.zeros(4, 3), torch.eye(4, 3).to_sparse())
     assert torch.equal(sparse, torch.eye(4, 3).view(-1))
-
-
-def test_a_gradient_that_is_missing_is_zero() -> None:
-    flat = flat_gradient(torch.ones(4, 3, dtype=torch.bfloat16), None)
-    assert flat.tolist() == [0.0] * 12
-    assert flat.dtype == torch.bfloat16
-    assert flat_gradient(torch.tensor(2.0), torch.tensor(3.0)).tolist() == [3.0]
-
-
-def test_without_cuda_the_side_stream_does_nothing() -> None:
-    side = SideStream(CPU)
-    with side.use(torch.zeros(1)):
-        assert not side.is_asynchronous
-    assert side.record() is None

@@ -313,11 +313,6 @@ def test_a_nan_survives_clipping_by_value() -> None:
     assert torch.equal(_full(parameter.grad).nan_to_num(9.0), torch.tensor([9.0, 1.0, -1.0]))
 
 
-def test_no_parameters_have_norm_zero() -> None:
-    assert total_norm([]) == 0
-    assert clip_norm_([nn.Parameter(torch.zeros(1), requires_grad=False)], 1.0) == 0
-
-
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_limits_that_are_no_limits_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="max_norm"):

@@ -168,28 +168,6 @@ def test_a_forward_waits_only_for_the_buckets_of_its_own_unit(gloo: ProcessPool)
         assert result["after"] == ()
 
 
-def _blocks_alone() -> list[tuple[int, ...]]:
-    model = Model()
-    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
-    buckets = {parameter: index for index, parameter in enumerate(parameters)}
-    expected = _step(parameters, shard_map, returns)
-    seen: list[tuple[int, ...]] = []
-    for block in model.blocks:
-        block(torch.ones(1, 5))
-        assert not {buckets[parameter] for parameter in block.parameters()} & set(returns.travelling)
-        assert all(torch.equal(parameter, expected[parameter]) for parameter in block.parameters())
-        seen.append(returns.travelling)
-    returns.wait_all()
-    assert _all_equal(expected)
-    return seen
-
-
-def test_later_blocks_arrive_while_the_first_one_runs(gloo: ProcessPool) -> None:
-    for seen in gloo.run(_blocks_alone, world_size=4):
-        # 4 parameters of each block, 2 of the norm, the embedding; in backward order.
-        assert [len(indices) for indices in seen] == [11, 7, 3]
-
-
 def _inner_modules() -> None:
     model = Model()
     parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 1)
@@ -320,22 +298,6 @@ def _compiled() -> None:
 
 def test_a_compiled_model_waits_in_every_step(gloo: ProcessPool) -> None:
     gloo.run(_compiled, world_size=2)
-
-
-def _gradients_after_a_step() -> None:
-    model, reference = Model(), Model()
-    parameters, shard_map, returns = _returns(model, list(model.blocks), (dist.get_world_size(),), 2)
-    expected = _step(parameters, shard_map, returns)
-    model(torch.arange(5)).square().mean().backward()
-    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
-        other.data = expected[parameter]
-    reference(torch.arange(5)).square().mean().backward()
-    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
-        assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
-
-
-def test_gradients_of_the_forward_after_a_step_are_right(gloo: ProcessPool) -> None:
-    gloo.run(_gradients_after_a_step, world_size=3)
 
 
 def _old_backward(num_in_bucket: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -62,29 +61,6 @@ def test_the_mean_is_exact_whatever_parameters_ranks_use(
             }
             assert not any(name.startswith(("unused", "frozen")) for name in names)
             assert {"embedding.weight", "scale", "empty", "hidden.bias"} <= names
-
-
-def _accumulate(kind: str) -> list[int]:
-    setup = Setup(kind, (dist.get_world_size(),))
-    counts: list[int] = []
-    for window in range(2):
-        for micro_batch in range(3):
-            with Collectives() as mode, nullcontext() if micro_batch == 2 else setup.reducer.no_sync():
-                with setup.reducer.no_sync() if micro_batch == 0 else nullcontext():
-                    pass
-                setup.backward(odd_loss(10 * window + micro_batch, USES[micro_batch]))
-            counts.append(mode.count)
-        setup.reducer.finish()
-        setup.check()
-        setup.zero_grad()
-    return counts
-
-
-@BOTH
-def test_only_the_last_micro_batch_communicates(gloo: ProcessPool, kind: str) -> None:
-    for counts in gloo.run(_accumulate, kind, world_size=3):
-        # The first step sends after backward, when all ranks are there to open the connections.
-        assert [count > 0 for count in counts] == [False] * 3 + [False, False, True]
 
 
 def _passes(kind: str) -> None:
@@ -272,34 +248,6 @@ def _sparse_and_half(kind: str) -> None:
 @BOTH
 def test_sparse_gradients_become_dense_and_dtypes_are_kept(gloo: ProcessPool, kind: str) -> None:
     gloo.run(_sparse_and_half, kind, world_size=3)
-
-
-def _mlp_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))).square().mean()
-
-
-def _overlap(kind: str) -> list[tuple[int, int, int, list[int]]]:
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
-    setup = Setup(kind, (dist.get_world_size(),), model, bucket_bytes=5000)
-    result: list[tuple[int, int, int, list[int]]] = []
-    for _ in range(2):
-        _mlp_loss(model, dist.get_rank()).backward()
-        early = sum(parameter.numel() * 4 for parameter in model.parameters() if parameter.grad is None)
-        setup.reducer.finish()
-        traffic = setup.reducer.traffic
-        result.append((early, traffic.overlapped_bytes, traffic.total_bytes, [index for index, _ in traffic.launches]))
-        setup.zero_grad()
-    return result
-
-
-@BOTH
-def test_hooks_launch_four_fifths_during_backward(gloo: ProcessPool, kind: str) -> None:
-    for steps in gloo.run(_overlap, kind, world_size=2):
-        for step, (early, overlapped, total, order) in enumerate(steps):
-            assert total == 6 * (32 * 32 + 32) * 4
-            # In the first step connections are opened, for which all ranks must have come.
-            assert overlapped == early == 0 if step == 0 else overlapped == early >= 0.8 * total
-            assert order == list(range(6))
 
 
 def _unused_does_not_delay(kind: str) -> list[float]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
-from lightning_muon.params.layout import OwnedBy
 from tests.support.processes import ProcessPool
 
 MESHES = [(1,), (3,), (2, 2)]
@@ -69,18 +66,3 @@ def test_parts_share_memory_and_make_up_the_parameters(gloo: ProcessPool, mesh_s
                 expected = chunks[rank] if rank < len(chunks) else whole[:0]
             assert part.shape == expected.shape
             assert part.tolist() == expected.tolist()
-
-
-def _placements() -> None:
-    parameters, shard_map = _make((2, 2))
-    assert shard_map.placements(parameters[0]) == (Replicate(), OwnedBy(0))
-    assert shard_map.placements(parameters[1]) == (Replicate(), Shard(0))
-    assert shard_map.placements(parameters[2]) == (Replicate(), Replicate())
-    assert shard_map.replicate is not None
-    assert shard_map.replicate.size == 2
-    assert shard_map.replicate.rank == dist.get_rank() // 2
-    assert shard_map.shard.rank == dist.get_rank() % 2
-
-
-def test_the_placements_of_a_2d_mesh_begin_with_the_replicas(gloo: ProcessPool) -> None:
-    gloo.run(_placements, world_size=4)

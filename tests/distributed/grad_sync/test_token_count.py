@@ -174,39 +174,12 @@ def test_a_report_after_the_sum_is_an_error_of_the_next_window(gloo: ProcessPool
     )
 
 
-def _go_on_after_an_error() -> tuple[str, float]:
-    count = _fill(TokenCount(_everyone()), [[1], [] if dist.get_rank() else [1]])
-    try:
-        count.total()
-    except ValueError as error:
-        message = str(error)
-    count.reset()
-    return message, _fill(count, [[4]]).total()
-
-
-def test_a_reset_forgets_what_was_wrong(gloo: ProcessPool) -> None:
-    (message, total), other = gloo.run(_go_on_after_an_error, world_size=2)
-    assert message.startswith("rank 1 reported no tokens in micro-batch 2 of 2")
-    assert total == 8
-    assert other == (message, total)
-
-
 def test_one_process_needs_no_group() -> None:
     count = _fill(TokenCount(ALONE), [[3, 4.0], [torch.tensor(5.0), torch.tensor(2**40 + 1)]])
     assert count.total() == 2**40 + 13
     count.reset()
     with pytest.raises(ValueError, match="rank 0 reported no tokens in micro-batch 1 of 1"):
         _fill(count, [[]]).total()
-
-
-def test_a_window_without_micro_batches_has_no_tokens() -> None:
-    assert TokenCount(ALONE).divisor(2) == 0.5
-
-
-def test_the_next_micro_batch_after_a_sum_begins_a_window() -> None:
-    count = _fill(TokenCount(ALONE), [[3]])
-    assert count.total() == 3
-    assert _fill(count, [[4]]).total() == 4
 
 
 def test_a_tensor_that_is_changed_later_counts_as_reported() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
 from tests.support.processes import ProcessPool
@@ -154,25 +152,6 @@ def test_only_the_bucket_that_is_asked_for_is_waited_for(gloo: ProcessPool) -> N
     assert gloo.run(_read_one, world_size=2) == [(True, False)] * 2
 
 
-def _forget() -> None:
-    parameters, shard_map = _setup((dist.get_world_size(),))
-    transport, own = ReduceScatterToOwners(shard_map), _gradients(0)
-    for expected in (own[2], 3 * own[2]):
-        pending = transport.start({parameters[2]: expected, parameters[6]: own[6]})
-        pending.finish(1.0, {parameters[2]})
-        assert transport.reduced(parameters[6]) is None, "no rank has computed it"
-        if expected is own[2]:
-            transport.forget(parameters[:3])
-            assert transport.reduced(parameters[2]) is None
-    reduced = transport.reduced(parameters[2])
-    assert reduced is not None
-    torch.testing.assert_close(reduced, shard_map.local(parameters[2], 6 * own[2]), rtol=1e-6, atol=0)
-
-
-def test_sums_are_kept_until_they_are_forgotten(gloo: ProcessPool) -> None:
-    gloo.run(_forget, world_size=2)
-
-
 def _advance_without_waiting() -> None:
     """On a 2 x 2 mesh the sum over the replicas starts by polling; nobody asks for a result."""
     parameters, shard_map = _setup((2, 2))
@@ -191,44 +170,6 @@ def _advance_without_waiting() -> None:
 
 def test_the_sum_over_the_replicas_starts_early(gloo: ProcessPool) -> None:
     gloo.run(_advance_without_waiting, world_size=4)
-
-
-def _count_gradients() -> tuple[int, int, int]:
-    """The most gradients alive at a time, those left after backward, and elements kept by this rank afterwards."""
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8, bias=False), nn.Tanh())))
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    counts: list[int] = []
-
-    def note(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        alive.add(parameter.grad)
-        counts.append(len(alive))
-
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(note)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_map = ShardMap(mesh, place_shards(parameters, dict.fromkeys(parameters, 1), mesh.size()))
-    transport = ReduceScatterToOwners(shard_map)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    reducer = GradientReducer(parameters, transport, axis_group(mesh, (0,)), names=names, bucket_bytes=256)
-    model(torch.randn(3, 8)).sum().backward()
-    reducer.finish()  # The first step sends only now, when all ranks are there to open the connections.
-    reducer.forget(parameters)
-    counts.clear()
-    model(torch.randn(3, 8)).sum().backward()
-    after = len(alive)
-    assert all(parameter.grad is None for parameter in parameters)
-    reducer.finish()
-    kept = sum(reduced.numel() for p in parameters if (reduced := transport.reduced(p)) is not None)
-    return max(counts), after, kept
-
-
-def test_full_gradients_are_gone_as_soon_as_they_are_sent(gloo: ProcessPool) -> None:
-    for most, after, kept in gloo.run(_count_gradients, world_size=2):
-        assert most == 1
-        assert after == 0
-        assert kept == 6 * 8 * 8 / 2
 
 
 FLAT_SHAPES = [(13, 7), (), (5,), (0, 3)]
