@@ -12,12 +12,13 @@ from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.crowd import Crowd, merge_equal_ranks
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
-from lightning_muon.schedule.passes import prefetch, scatter_buffers_for, with_adamw
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.passes import with_adamw
+from lightning_muon.schedule.program import Op, Program, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import RankSummary, Timeline, simulate
+from lightning_muon.schedule.step import ALL_IN_STEP, step_program
 from lightning_muon.schedule.traffic import RankTraffic, TrafficFloor, traffic, traffic_floor
-from lightning_muon.schedule.validate import validate, validate_step
+from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
@@ -204,8 +205,7 @@ def _plan(ranks: ExchangeRanks, options: PlanOptions, strategy: Strategy) -> _Pl
 def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Outcome:
     issued = _issue(ranks, planned, options)
     if ranks.num_ranks <= MOST_RANKS_IN_FULL:
-        validate(issued)
-        validate_step(issued, planned.plan.owners)
+        check_step(issued, [planned.plan])
     return Outcome(
         name=name,
         ranks=ranks,
@@ -214,7 +214,7 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         loads=planned.plan.flops,
         bytes=planned.bytes,
         floor=planned.floor,
-        timeline=simulate(issued, options.cost),
+        timeline=simulate(branch(issued, ALL_IN_STEP), options.cost),
         early=estimate_prefetch([rank_seconds(ops, options.cost) for ops in planned.program.values()]),
         sizes=planned.sizes,
         note=planned.note,
@@ -223,12 +223,7 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
 
 def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Program:
     try:
-        return prefetch(
-            planned.program,
-            options.look_ahead,
-            options.buffer_bytes,
-            scatter_buffers=scatter_buffers_for(options.look_ahead),
-        )
+        return step_program(planned.program, look_ahead=options.look_ahead, memory_bytes=options.buffer_bytes)
     except ValueError as error:
         largest = max(planned.plan.buckets, key=lambda chunk: sum(ranks.specs[matrix].numel for matrix in chunk))
         least = 1 if len(planned.plan.owners[largest[0]]) > 1 else ranks.num_ranks

@@ -300,7 +300,7 @@ class FlexDeMo(PlannedOptimizer):
             self._early_exchanges.run_on(step.executor)
         return self._early_exchanges
 
-    def _step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
+    def _step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
         return self._sync.step_part()
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:

@@ -94,6 +94,11 @@ class ParameterAllGather:
         self._handles = self._register_hooks(units)
 
     @property
+    def buckets(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters of each bucket that are sharded."""
+        return self._buckets
+
+    @property
     def travelling(self) -> tuple[int, ...]:
         """Indices of the buckets that have left and were not waited for yet."""
         return tuple(self._travelling)
@@ -124,10 +129,11 @@ class ParameterAllGather:
         self._not_updated = {parameter for bucket in members for parameter in bucket}
         self._is_disturbed = False
 
-    def updated(self, parameters: Iterable[Tensor]) -> None:
+    def updated(self, parameters: Iterable[Tensor], *, sends: bool = True) -> None:
         """This rank's parts of ``parameters`` have their new values, on the current stream; sends what can leave.
 
-        Local, in any order; the sends are communications over the group.
+        Local, in any order; the sends are communications over the group. Without ``sends`` they are left to
+        :meth:`send`.
         """
         for parameter in parameters:
             if parameter in self._bucket_of and parameter not in self._not_updated:
@@ -136,9 +142,17 @@ class ParameterAllGather:
                 )
             self._not_updated.discard(parameter)
         self._is_disturbed = True
-        for index, members in list(self._to_leave.items()):
+        for index, members in list(self._to_leave.items()) if sends else ():
             if any(parameter in self._not_updated for parameter in members):
                 break
+            self._send(index)
+
+    def send(self, index: int) -> None:
+        """Send the bucket of this number, all of which has its new values, behind those before it.
+
+        Collective over the shard axis; every rank must call it, in the same order of buckets.
+        """
+        if index in self._to_leave:
             self._send(index)
 
     def finish_updates(self) -> None:

@@ -7,7 +7,7 @@ checkpoints want them. The second is the layout of FSDP2, so that DCP saves, loa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,12 @@ from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
+from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, StepPart
+from lightning_muon.schedule.program import ALL_GATHER, GRADIENTS, IN_BACKWARD, REDUCE_SCATTER, SENT, TRANSFER, Op
+from lightning_muon.schedule.step import AddedOps
+
+# In the key of the second sum of a bucket in a step.
+_REST = " rest"
 
 
 class ShardedLayout(Layout):
@@ -45,6 +50,7 @@ class ShardedLayout(Layout):
         all_gather: ParameterAllGather,
     ) -> None:
         self.arrives_late = False
+        self.may_arrive_late = shard_map.mesh.size() > 1
         self.agreed: Collection[Tensor] | None = None
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
@@ -56,7 +62,7 @@ class ShardedLayout(Layout):
         """
         is_known = self._reducer.finish() is not None
         self.agreed = self._reducer.present if is_known else None
-        self.arrives_late = self._shard_map.mesh.size() > 1
+        self.arrives_late = self.may_arrive_late
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
@@ -93,7 +99,74 @@ class ShardedLayout(Layout):
 
     @override
     def updated(self, parameters: Collection[Tensor]) -> None:
-        self._all_gather.updated(parameters)
+        """The ops of :meth:`step_part` send them."""
+        self._all_gather.updated(parameters, sends=False)
+
+    @override
+    def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
+        """The sums of gradients in backward, and an all-gather of each bucket behind the op that has done it."""
+        group = tuple(range(self._shard_map.shard.size))
+        if len(group) == 1:
+            return StepPart()
+        # The second time with what has come after its bucket had gone.
+        first = [
+            Op(
+                kind=REDUCE_SCATTER,
+                key=_key(bucket.index) + rest,
+                rank=0,
+                lane=TRANSFER,
+                bytes=sum(parameter.nbytes for parameter in bucket.parameters),
+                group=group,
+                phase=IN_BACKWARD,
+                when=(SENT,),
+            )
+            for rest in ("", _REST)
+            for bucket in self._reducer.buckets
+        ]
+        names = list(done)
+        place_of = {tensor: place for place, name in enumerate(names) for tensor in done[name]}
+        after: dict[str, list[Op]] = {}
+        place = 0
+        for index, bucket in enumerate(self._all_gather.buckets):
+            places = {place_of[parameter] for parameter in bucket if parameter in place_of}
+            if places:
+                place = max(place, *places)  # Buckets leave in their order.
+                op = Op(
+                    kind=ALL_GATHER,
+                    key=_key(index),
+                    rank=0,
+                    lane=TRANSFER,
+                    bytes=sum(parameter.nbytes for parameter in bucket),
+                    deps=tuple(names[each] for each in sorted(places)),
+                    group=group,
+                    when=(GRADIENTS,),
+                )
+                after.setdefault(names[place], []).append(op)
+        return StepPart(
+            ops=AddedOps(first=first, after=after), actions={ALL_GATHER: self._start_all_gather}, facts=self._facts
+        )
+
+    def _start_all_gather(self, op: Op) -> Sequence[Any]:
+        """Collective over the shard axis. Whoever reads the parameters waits for them."""
+        self._all_gather.send(_index(op.key))
+        return ()
+
+    def _facts(self, parameters: Collection[Tensor]) -> Mapping[str, Collection[str]]:
+        """Which buckets of gradients were sent, and which parameters take part."""
+        sent: set[str] = set()
+        last, rest = -1, ""
+        for index, _ in self._reducer.traffic.launches:
+            rest = _REST if index <= last else rest
+            last = index
+            sent.add(_key(index) + rest)
+        return {
+            SENT: sent,
+            GRADIENTS: {
+                _key(index)
+                for index, bucket in enumerate(self._all_gather.buckets)
+                if any(parameter in parameters for parameter in bucket)
+            },
+        }
 
     @override
     def end_step(self) -> None:
@@ -343,3 +416,12 @@ def _check(
         require_equal(lines, shard_map.shard.group, "optimizer state")
     elif error is not None:
         raise error
+
+
+def _key(index: int) -> str:
+    """Of the ops of a bucket of parameters."""
+    return f"parameters.{index}"
+
+
+def _index(key: str) -> int:
+    return int(key.rpartition(".")[2])

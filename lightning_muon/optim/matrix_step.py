@@ -208,7 +208,7 @@ class MatrixStep:
         self.facts = {
             **of_part,
             GRADIENTS: {*taking_part, *of_part.get(GRADIENTS, ())},
-            SENT: agreed.sent,
+            SENT: {*agreed.sent, *of_part.get(SENT, ())},
             VALID: agreed.valid,
             DEFERRED: () if agreed.deferred_check is None else EVERY_KEY,
         }

@@ -159,7 +159,7 @@ def make_step_plan(
     private_groups: PrivateGroups,
     *,
     options: PlanOptions,
-    make_part: Callable[[Mapping[Tensor, str]], StepPart],
+    make_part: Callable[[Mapping[str, Sequence[Tensor]]], StepPart],
 ) -> StepPlan:
     """Make the plan and the program, check them, and check that all ranks made the same.
 
@@ -170,7 +170,7 @@ def make_step_plan(
         meshes: The meshes of these parameters.
         private_groups: Of this optimizer.
         options: Of the plan.
-        make_part: Returns what else the step does, from the name of the op that updates each parameter last.
+        make_part: Returns what else the step does, see :meth:`.Layout.step_part`.
     """
     layout = parameters[0].layout
     groups = _exchange_groups(parameters, meshes, private_groups, options)
@@ -192,12 +192,15 @@ def make_step_plan(
     ]
     last_op = {tensor: op.name for op, each in zip(adamw, batches, strict=True) for tensor in each.tensors}
     last_op |= {tensor: op.name for op in matrices if op.kind == UPDATE for tensor in buckets[op.key].tensors}
-    part = make_part(last_op)
+    done: dict[str, list[Tensor]] = {op.name: [] for op in (*adamw, *matrices)}
+    for tensor, name in last_op.items():
+        done[name].append(tensor)
+    part = make_part(done)
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=0 if options.overlap == "off" else options.look_ahead,
         early=[op.key for op in matrices if op.kind == GATHER and _is_early(buckets[op.key])],
-        is_late=layout.arrives_late,
+        is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)

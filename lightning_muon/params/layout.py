@@ -73,12 +73,14 @@ class Layout(Protocol):
     for gradients that no FSDP2 unit holds.
 
     Attributes:
+        may_arrive_late: Whether ``arrives_late`` is ever true.
         arrives_late: Whether gradients may still be on their way, so that an optimizer should not ask for all of them
             before it begins. Equal on all ranks.
         agreed: Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients
             of this step. ``None`` if an optimizer has to ask; equal on all ranks.
     """
 
+    may_arrive_late: bool = False
     arrives_late: bool
     agreed: Collection[Tensor] | None
 
@@ -114,13 +116,14 @@ class Layout(Protocol):
     def end_step(self) -> None:
         """All parameters of :meth:`begin_step` are updated."""
 
-    def step_part(self, last_op: Mapping[Tensor, str]) -> StepPart:
+    def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """What a step of these parameters does beside updating them.
 
         Args:
-            last_op: The name of the op that updates each parameter last.
+            done: The names of the ops of the step, those that update parameters in their order, and the parameters that
+                have their new values after each.
         """
-        del last_op
+        del done
         return StepPart()
 
     def watch(self, parameters: Collection[Tensor]) -> None:

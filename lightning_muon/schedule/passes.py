@@ -75,7 +75,7 @@ def prefetch(
         if look_ahead <= 1:
             raise ValueError(
                 f"rank {peak.rank} needs {peak.bytes} bytes of buffers at {peak.op} with look_ahead={look_ahead}, but "
-                f"memory_bytes is {memory_bytes}; raise it or make the buckets smaller"
+                f"memory_bytes is {memory_bytes}; raise it or make the chunks smaller"
             )
         look_ahead -= 1
         scatter_buffers = min(scatter_buffers, max(2, look_ahead))
@@ -151,9 +151,9 @@ def host_order(program: Program) -> Program:
 
 
 def with_adamw(program: Program, bytes_per_rank: Mapping[int, int] | Sequence[int]) -> Program:
-    """Put an ``adamw`` op with these bytes of memory traffic in front of each rank's ops."""
+    """Put an ``adamw`` op with these bytes of memory traffic behind each rank's ops, as an optimizer does it."""
     return {
-        rank: [Op(kind=ADAMW, key="0", rank=rank, bytes=bytes_per_rank[rank]), *ops] for rank, ops in program.items()
+        rank: [*ops, Op(kind=ADAMW, key="0", rank=rank, bytes=bytes_per_rank[rank])] for rank, ops in program.items()
     }
 
 

@@ -1,0 +1,118 @@
+"""What a step runs is the program that was checked, op by op, in every mode; and how far it is to its first message."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_muon import FlexDeMo, ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.schedule.program import ALL_GATHER, REDUCE_SCATTER, runs
+from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.modes import make_mode
+from tests.distributed.sharding.training import mesh_of
+from tests.support.processes import ProcessPool
+from tests.support.recorded_ops import recorded_ops
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(8))
+
+    def forward(self, x: Tensor, num_layers: int) -> Tensor:
+        for layer in self.layers[:num_layers]:
+            x = layer(x)
+        return x
+
+
+def _start(
+    name: str, shape: tuple[int, ...], options: dict[str, Any]
+) -> tuple[ShardingMode, nn.Module, PlannedOptimizer]:
+    torch.manual_seed(3)
+    net, is_flexdemo = _Net(), name == "flexdemo"
+    made = ModeOptions(decoupled_nodes=is_flexdemo, bucket_bytes=300)
+    mode = make_mode("fsdp" if is_flexdemo else name, mesh_of(shape), made)
+    mode.prepare(net)
+    options = {"lr": 0.02, "compute_dtype": "float32", "chunk_bytes": 200, **options}
+    optimizer = (FlexDeMo if is_flexdemo else ParallelMuon)(net, **options)
+    mode.attach(net, [optimizer])
+    return mode, net, optimizer
+
+
+def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bool) -> list[list[str]]:
+    """What each step has run; the third one uses half of the layers."""
+    mode, net, optimizer = _start(name, shape, options)
+    ran: list[list[str]] = []
+    with recorded_ops() as recorded:
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            F.mse_loss(net(inputs, 4 if step == 2 else 8), inputs.roll(1, 1)).backward()
+            mode.finish_gradients()
+            if clips:
+                mode.clip_grad_norm_(optimizer, 1e-3)
+            optimizer.step()
+            mode.end_step()
+            ran.append(recorded.check())
+            _check_sums(mode, optimizer)
+    mode.finish_parameters()
+    return ran
+
+
+def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
+    """With ZeRO-2, the sums of gradients were begun in the order of the program."""
+    running = getattr(mode, "_running", None)
+    assert optimizer._bound is not None
+    plan, facts = optimizer._bound.plan, optimizer._bound.matrix_step.facts
+    expected = [op.key for op in plan.ops if op.kind == REDUCE_SCATTER and runs(op, facts)]
+    launches = running.reducer.traffic.launches if expected else []
+    assert [f"parameters.{index}" for index, _ in launches] == [key.partition(" ")[0] for key in expected]
+
+
+_MUON = [("none", (1,), {"overlap": overlap}, clips) for overlap in ("off", "step") for clips in (False, True)] + [
+    (name, shape, {"overlap": overlap}, clips)
+    for name, shape in (("fsdp", (2,)), ("fsdp", (2, 2)), ("zero2", (2,)), ("zero2", (2, 2)), ("ddp", (2,)))
+    for overlap, clips in (("off", False), ("step", True), ("backward", False), ("backward", True), ("auto", False))
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "options", "clips"), _MUON)
+def test_every_mode_runs_the_program(
+    gloo: ProcessPool, name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bool
+) -> None:
+    for ran in gloo.run(_train, name, shape, options, clips, world_size=torch.Size(shape).numel()):
+        kinds = [[op.partition("[")[0] for op in step] for step in ran]
+        assert kinds[0].count("update") > kinds[2].count("update") > 0
+        assert ("early_gather" in kinds[1]) is (name == "fsdp" and options["overlap"] == "backward")
+        assert (ALL_GATHER in kinds[1]) is (name == "zero2")
+
+
+def _frames() -> int:
+    mode, net, optimizer = _start("fsdp", (dist.get_world_size(),), {})
+    depths: list[int] = []
+
+    def count(*arguments: Any, original: Any = dist.all_to_all_single, **options: Any) -> Any:
+        frame, depth = sys._getframe(1), 0
+        while frame.f_code is not ParallelMuon.step.__wrapped__.__wrapped__.__code__:
+            frame, depth = frame.f_back, depth + 1
+        depths.append(depth + 1)
+        return original(*arguments, **options)
+
+    for _ in range(2):
+        net(torch.ones(2, 7), 8).sum().backward()
+        mode.finish_gradients()
+        with mock.patch.object(dist, "all_to_all_single", count):
+            optimizer.step()
+    return max(depths)
+
+
+def test_five_frames_lie_between_step_and_the_first_all_to_all(gloo: ProcessPool) -> None:
+    assert max(gloo.run(_frames, world_size=2)) <= 5
