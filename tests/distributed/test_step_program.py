@@ -69,11 +69,10 @@ def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bo
 
 def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
     """With ZeRO-2, the sums of gradients were begun in the order of the program."""
-    running = getattr(mode, "_running", None)
     assert optimizer._bound is not None
     plan, facts = optimizer._bound.plan, optimizer._bound.matrix_step.facts
     expected = [op.key for op in plan.ops if op.kind == REDUCE_SCATTER and runs(op, facts)]
-    launches = running.reducer.traffic.launches if expected else []
+    launches = mode.layout._reducer.traffic.launches if expected else []
     assert [f"parameters.{index}" for index, _ in launches] == [key.partition(" ")[0] for key in expected]
 
 

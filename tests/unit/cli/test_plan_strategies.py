@@ -171,7 +171,7 @@ def test_the_memory_of_newton_schulz_is_that_of_two_iterates_and_two_products() 
 def test_plans_of_few_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     monkeypatch.setattr(
-        "lightning_muon.cli.plan_strategies.validate_step", lambda program, owners: checked.append(len(program))
+        "lightning_muon.cli.plan_strategies.check_step", lambda program, plans: checked.append(len(program))
     )
     _compare(_model(), Mesh(replicate=1, shard=4))
     assert checked == [4, 4, 4, 4]
