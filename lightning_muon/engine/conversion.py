@@ -197,6 +197,7 @@ _NAMES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps"
 _MUON_KEYS = {name: name for name in _NAMES}
 _SGD_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
 _ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
+_KEYS = {torch.optim.Muon: _MUON_KEYS, torch.optim.SGD: _SGD_KEYS}
 # Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
 _OWN_MOMENTUM = ("momentum", "nesterov")
 
@@ -248,13 +249,11 @@ def convert_to_muon(optimizer: torch.optim.Optimizer, module: nn.Module, config:
     if reason:
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
     _require_no_state(optimizer, "; return it before its first step, or set optimizer='keep'")
-    if type(optimizer) is torch.optim.Muon:
-        converted = _translated(ParallelMuon, optimizer, config, _MUON_KEYS, algorithm="muon")
-        summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
-    else:
-        converted = _translated(ParallelMuon, optimizer, config, _ADAMW_KEYS)
-        summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
+    converted = _translated(ParallelMuon, optimizer, config)
     converted.route(module)
+    summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
+    if type(optimizer) is torch.optim.Muon:
+        summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
     return Conversion(optimizer=converted, summary=summary, caution=_without_effect(config, converted, name))
 
 
@@ -285,12 +284,7 @@ def convert_to_flexdemo(optimizer: torch.optim.Optimizer, module: nn.Module, con
             "each node would go its own way, so nothing is kept"
         )
     _require_no_state(optimizer, "; return it before its first step")
-    if type(optimizer) is torch.optim.Muon:
-        converted = _translated(FlexDeMo, optimizer, config, _MUON_KEYS, algorithm="muon")
-    elif type(optimizer) is torch.optim.SGD:
-        converted = _translated(FlexDeMo, optimizer, config, _SGD_KEYS)
-    else:
-        converted = _translated(FlexDeMo, optimizer, config, _ADAMW_KEYS)
+    converted = _translated(FlexDeMo, optimizer, config)
     converted.route(module)
     summary = f"{name} -> FlexDeMo(base={base!r}), same learning rates and weight decay"
     cautions = (_caution(name, config), _without_effect(config, converted, name))
@@ -423,18 +417,10 @@ def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:
 _Planned = TypeVar("_Planned", ParallelMuon, FlexDeMo)
 
 
-def _translated(
-    kind: type[_Planned], optimizer: torch.optim.Optimizer, config: Any, keys: Mapping[str, str], **added: Any
-) -> _Planned:
-    """A ``kind`` of optimizer with the groups of ``optimizer``.
-
-    Args:
-        kind: The class.
-        optimizer: The given one.
-        config: Of that class.
-        keys: Names of the hyper-parameters that both have: theirs -> ours.
-        added: To every group.
-    """
+def _translated(kind: type[_Planned], optimizer: torch.optim.Optimizer, config: Any) -> _Planned:
+    """A ``kind`` of optimizer with the groups of ``optimizer``; ``config`` says what that does not."""
+    keys = _KEYS.get(type(optimizer), _ADAMW_KEYS)
+    added = {"algorithm": "muon"} if type(optimizer) is torch.optim.Muon else {}
     has_momentum = kind is ParallelMuon or config.has_inner_momentum
     known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}
     groups = []
