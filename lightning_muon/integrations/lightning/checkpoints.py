@@ -78,7 +78,8 @@ class TrainerCheckpoint(Checkpoint):
                 )
 
     def _saved_state(self, index: int) -> Mapping[str, Any]:
-        return self.content["optimizer_states"][index]
+        saved: Any = self.content["optimizer_states"]
+        return saved[index]
 
 
 def write_trainer_checkpoint(
@@ -88,7 +89,9 @@ def write_trainer_checkpoint(
     if whole:
         write_checkpoint(path, {}, checkpoint, metadata_name=None)
         return
-    content = {f"optimizer_{index}": state for index, state in enumerate(checkpoint.get("optimizer_states", []))}
+    content: dict[str, Any] = {
+        f"optimizer_{index}": state for index, state in enumerate(checkpoint.get("optimizer_states", []))
+    }
     content["state_dict"] = checkpoint["state_dict"]
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     write_checkpoint(path, content, rest, metadata_name=metadata_filename(package))
