@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
-from lightning_muon.comm.collectives import start_messages, start_messages_together
+from lightning_muon.comm.collectives import Delivery, start_messages, start_messages_together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo.bucket import merged, pack, unpack
 from lightning_muon.flexdemo.bucket_plan import (
@@ -23,17 +23,8 @@ from lightning_muon.flexdemo.bucket_plan import (
 )
 from lightning_muon.flexdemo.replicator import Components
 
-
-class Handle(Protocol):
-    """A handle of a communication."""
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would not wait; ``False`` if that is not known."""
-        ...
-
-    def wait(self) -> object:
-        """Go on when what was to be received is there."""
-        ...
+# A handle of messages that are on their way.
+Messages = Work | Delivery
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +74,7 @@ class Exchange:
     own: Sequence[Components]
     groups: NodeGroups
     due: int = 0
-    _works: Sequence[Handle] = ()
+    _works: Sequence[Messages] = ()
     _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _kept: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -143,7 +134,11 @@ class Exchange:
         return [stop - start for start, stop in ranges]
 
     def _send(
-        self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup, start: Callable[..., Sequence[Handle]]
+        self,
+        sends: dict[int, Tensor],
+        sizes: dict[int, int],
+        group: AxisGroup,
+        start: Callable[..., Sequence[Messages]],
     ) -> None:
         device = self.own[0].values.device
         self._received = {node: torch.empty(size, dtype=torch.uint8, device=device) for node, size in sizes.items()}
