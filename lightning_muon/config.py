@@ -68,7 +68,7 @@ def takes_options(
     readers and for LightningCLI; the docstring gets what that of ``config`` says of the same options.
 
     Args:
-        config: The dataclass that declares the options, if the class is another one.
+        config: The dataclass that declares the options, unless it is the class itself.
         elsewhere: As in :func:`unknown_option`.
     """
 
@@ -87,8 +87,9 @@ def takes_options(
             init(self, *args, **kwargs)
 
         setattr(kind, "__init__", checked)  # noqa: B010 - type checkers refuse the plain assignment
-        if config is not None and kind.__doc__:
-            kind.__doc__ = _with_arguments(kind.__doc__, option_docs(config), names)
+        declared = config or (kind if is_dataclass(kind) else None)
+        if declared is not None and kind.__doc__:
+            kind.__doc__ = _with_arguments(kind.__doc__, option_docs(declared), names)
         return kind
 
     return decorate
@@ -188,10 +189,9 @@ class OptimizerConfig:
         check_whole("max_skipped_steps", self.max_skipped_steps, at_least=0)
 
 
-@takes_options(OptimizerConfig)
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(OptimizerConfig):
-    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
+class ExchangeOptions:
+    """How matrices get to their owners and back.
 
     Args:
         chunk_bytes: How many bytes of a chunk, the matrices that travel together, a rank owns on average; a chunk has
@@ -214,11 +214,20 @@ class MuonConfig(OptimizerConfig):
     look_ahead: int = 3
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for key in ("chunk_bytes", "look_ahead"):
             check_whole(key, getattr(self, key), at_least=1)
         for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
             check_one_of(key, getattr(self, key), get_args(allowed))
+
+
+@takes_options()
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(ExchangeOptions, OptimizerConfig):
+    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`."""
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        ExchangeOptions.__post_init__(self)
 
 
 _ADJUST_LR = ("original", "match_rms_adamw")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
-from lightning_muon.config import DtypeName, MuonConfig
+from lightning_muon.config import DtypeName, MuonConfig, from_arguments
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
@@ -370,14 +370,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
         device = parameters[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = compute_dtype if options.wire_dtype == "auto" else _DTYPES[options.wire_dtype]
-        plan_options = PlanOptions(
-            itemsize=wire_dtype.itemsize,
-            device_type=device.type,
-            chunk_bytes=options.chunk_bytes,
-            assignment=options.assignment,
-            dedupe=options.dedupe,
-            look_ahead=options.look_ahead,
-            overlap=options.overlap,
+        plan_options = from_arguments(
+            PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "device_type": device.type}
         )
         settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()} {plan_options}"
         require_equal_parameters(parameters, meshes, settings)

@@ -15,7 +15,7 @@ from itertools import product
 
 from torch import Tensor
 
-from lightning_muon.config import Assignment, Dedupe, Overlap
+from lightning_muon.config import ExchangeOptions
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
@@ -27,8 +27,8 @@ Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What decides over owners, buckets and order; see :class:`~lightning_muon.config.MuonConfig`.
+class PlanOptions(ExchangeOptions):
+    """What decides over owners, buckets and order.
 
     Attributes:
         itemsize: Bytes of an element on the wire.
@@ -37,11 +37,6 @@ class PlanOptions:
 
     itemsize: int
     device_type: str
-    chunk_bytes: int
-    assignment: Assignment
-    dedupe: Dedupe
-    look_ahead: int
-    overlap: Overlap
 
 
 @dataclass(frozen=True, eq=False)
