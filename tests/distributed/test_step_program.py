@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon import FlexDeMo, ParallelMuon
+from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.schedule.program import ALL_GATHER, REDUCE_SCATTER, runs
+from lightning_muon.schedule.program import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, runs
 from lightning_muon.sharding.mode import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
@@ -92,6 +92,21 @@ def test_every_mode_runs_the_program(
         assert kinds[0].count("update") > kinds[2].count("update") > 0
         assert ("early_gather" in kinds[1]) is (name == "fsdp" and options["overlap"] == "backward")
         assert (ALL_GATHER in kinds[1]) is (name == "zero2")
+
+
+_FLEXDEMO = [
+    {"base": base, "overlap": overlap, "delay": delay}
+    for base in ("sgd", "muon")
+    for overlap in ("step", "backward")
+    for delay in (0, 1)
+]
+
+
+@pytest.mark.parametrize("options", [*_FLEXDEMO, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
+def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
+        kinds = {op.partition("[")[0] for step in ran for op in step}
+        assert EXCHANGE in kinds or "replicator" in options
 
 
 def _frames() -> int:
