@@ -87,13 +87,11 @@ class ReduceLeg:
     counts: Sequence[int]
 
 
-def start_reduce_scatter(
-    own: Tensor, others: Tensor, legs: Sequence[ReduceLeg], *, replicate: AxisGroup, side: SideStream
-) -> PendingSum:
-    """Begin a sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``.
+class PendingSum:
+    """A sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``, on its way.
 
-    Collective over the group of the first leg, then over the others and ``replicate`` by :meth:`PendingSum.advance`;
-    every rank must call both, in the same order of calls.
+    Collective over the group of the first leg to construct, then over the others and ``replicate`` by :meth:`advance`;
+    every rank must do both, in the same order.
 
     Args:
         own: 1-D, the calling rank's share of what it adds up in the first leg. Becomes the sum, if its dtype holds one.
@@ -103,11 +101,6 @@ def start_reduce_scatter(
         replicate: Ranks that get the same part.
         side: Of the device of the tensors.
     """
-    return PendingSum(own, others, legs, replicate=replicate, side=side)
-
-
-class PendingSum:
-    """A part of a sum that is on its way; see :func:`start_reduce_scatter`."""
 
     def __init__(
         self, own: Tensor, others: Tensor, legs: Sequence[ReduceLeg], *, replicate: AxisGroup, side: SideStream

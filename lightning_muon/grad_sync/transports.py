@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, Hop, PrivateGroups, make_hops
-from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient, start_reduce_scatter
+from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient
 from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
@@ -194,9 +194,7 @@ class ReduceScatterToOwners(Transport):
         own, others = packing.pack([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         if own.device not in self._sides:
             self._sides[own.device] = SideStream(own.device)
-        pending = start_reduce_scatter(
-            own, others, packing.legs, replicate=self._replicate, side=self._sides[own.device]
-        )
+        pending = PendingSum(own, others, packing.legs, replicate=self._replicate, side=self._sides[own.device])
         return _Parts(self, parameters, packing, pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:

@@ -381,18 +381,6 @@ class Watchdog:
         return True
 
 
-@contextmanager
-def watching(call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
-    """Watch, and explain exceptions, while the block runs. Every rank must enter it."""
-    watchdog = Watchdog(call_log, patience=patience, interval=interval)
-    watchdog.start()
-    try:
-        with watchdog.explaining():
-            yield watchdog
-    finally:
-        watchdog.close()
-
-
 def _has_ended(position: Position | None) -> bool:
     """Whether a rank has said that it gives no more signs of life."""
     return position is not None and (position.left or position.failure is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient, start_reduce_scatter
+from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient
 from tests.support.processes import ProcessPool
 
 CPU = torch.device("cpu")
@@ -26,9 +26,7 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup, replicate: AxisGroup, side: SideStream) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    return start_reduce_scatter(
-        parts[group.rank].clone(), others, [ReduceLeg(group, counts)], replicate=replicate, side=side
-    )
+    return PendingSum(parts[group.rank].clone(), others, [ReduceLeg(group, counts)], replicate=replicate, side=side)
 
 
 def _sum_parts(mesh_shape: tuple[int, int], *, poll: bool) -> None:

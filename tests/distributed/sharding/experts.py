@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import shard_model
 
 
@@ -66,3 +69,14 @@ def sharded(
 
 def inputs_of(rank: int) -> Tensor:
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
+
+
+@contextmanager
+def watching(call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+    watchdog = Watchdog(call_log, patience=patience, interval=interval)
+    watchdog.start()
+    try:
+        with watchdog.explaining():
+            yield watchdog
+    finally:
+        watchdog.close()
