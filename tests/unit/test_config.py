@@ -75,7 +75,7 @@ def test_an_unknown_option_is_met_with_what_helps(key: object, message: str) -> 
     assert unknown_option(key, []) == f"there is no option {key!r}; it takes none"
 
 
-def test_a_wrong_keyword_names_the_nearest_and_the_signature_stays() -> None:
+def test_a_wrong_keyword_names_the_nearest_one() -> None:
     class Base:
         def __init__(self, width: int, *, height: int = 2) -> None:
             self.area = width * height

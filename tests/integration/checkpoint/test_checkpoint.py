@@ -143,9 +143,7 @@ def test_another_number_of_nodes_keeps_the_sum_of_what_is_unsent(gloo: ProcessPo
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_checkpoint_has_the_last_average_of_nodes_that_train_alone(
-    gloo: ProcessPool, tmp_path: Path, sharded: bool
-) -> None:
+def test_a_checkpoint_has_the_last_average_of_the_nodes(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
     path = str(tmp_path / "checkpoint")
     options = {"replicate_size": 2, "optimizer": _AVERAGING, "save_distributed_checkpoint": sharded}
     trained = gloo.run(_save, path, until=2, world_size=2, **options)[0][0]

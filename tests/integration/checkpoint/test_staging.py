@@ -49,9 +49,7 @@ _FEW_FILES = _SHARDS[:2]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_fails_on_one_rank_leaves_the_checkpoint_that_was_there(
-    gloo: ProcessPool, tmp_path: Path, whole: bool
-) -> None:
+def test_a_failure_on_one_rank_leaves_the_old_checkpoint(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
     path = tmp_path / "sub" / "checkpoint"
     gloo.run(_replace, str(path), 1, whole=whole, world_size=2)
     with pytest.raises(Exception, match=r"ZeroDivisionError|could not be written") as failed:
@@ -71,7 +69,7 @@ def test_the_other_format_is_replaced(gloo: ProcessPool, tmp_path: Path, whole: 
     assert _names(tmp_path) == ["checkpoint"]
 
 
-def test_files_of_others_stay_in_the_directory_and_old_shards_do_not(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_files_of_others_stay_and_old_shards_go(gloo: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     gloo.run(_replace, str(path), 1, whole=False, world_size=3)
     assert "__2_0.distcp" in _names(path)
@@ -88,7 +86,7 @@ def test_files_of_others_stay_in_the_directory_and_old_shards_do_not(gloo: Proce
     assert _names(path) == [*_SHARDS, "hub", "tokenizer.json"] and _read(path) == 2
 
 
-def test_a_draft_that_is_not_there_leaves_the_directory_in_its_place(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_a_missing_draft_leaves_the_old_directory(gloo: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     gloo.run(_replace, str(path), 1, whole=False, world_size=2)
     with pytest.raises(Exception, match=r"nothing was written to .*checkpoint"):
@@ -235,9 +233,7 @@ def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_p
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_link_to_a_neighbour_is_replaced_and_the_neighbour_stays(
-    gloo: ProcessPool, tmp_path: Path, whole: bool
-) -> None:
+def test_a_link_to_a_neighbour_is_replaced(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
     gloo.run(_replace, str(tmp_path / "best.ckpt"), 1, whole=False, world_size=2)
     (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
     path = tmp_path / "last.ckpt"

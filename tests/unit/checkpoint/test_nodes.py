@@ -64,7 +64,7 @@ def _flexdemo(replicator: Any) -> tuple[Tensor, FlexDeMo]:
     return weight, FlexDeMo([weight], lr=0.5, sign=False, replicator=replicator)
 
 
-def test_only_nodes_that_train_by_themselves_have_weights_of_their_own() -> None:
+def test_only_independent_nodes_have_own_weights() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with common_weights([sgd, _flexdemo(DCTTopK())[1]]) as differ:
         assert not differ
@@ -128,7 +128,7 @@ def test_an_average_that_stays_keeps_what_is_changed_afterwards() -> None:
         assert weight.unique().tolist() == [7.0]
 
 
-def test_nodes_without_averages_keep_their_weights_but_share_those_of_the_first() -> None:
+def test_without_averages_the_first_node_is_saved() -> None:
     weight, optimizer = _flexdemo(NoReplication())
     weight.grad = torch.ones(4, 4)
     optimizer.step()
@@ -192,7 +192,7 @@ def test_shares_keep_the_dtype_of_weights_and_add_up_in_float32() -> None:
     assert torch.equal(found, torch.full((1, 2), 264.0, dtype=torch.bfloat16))
 
 
-def test_tensors_of_the_saved_size_are_loaded_and_shared_afterwards() -> None:
+def test_states_of_all_saved_nodes_are_loaded_then_shared() -> None:
     own = torch.zeros(1, 4)
     states = {"a": {"residual": own, "exp_avg": torch.ones(4)}, "b": {"residual": torch.ones(3, 4)}, "c": {}}
     kept = states["b"]["residual"]

@@ -80,7 +80,7 @@ def test_what_stands_there_as_a_comment_is_the_default(tmp_path: Path, optimizer
         (("--shard-size", "2", "--num-processes", "6"), "FSDP", {}),
     ],
 )
-def test_where_accelerate_divides_nothing_our_section_has_the_sizes(
+def test_our_section_has_the_sizes_without_fsdp(
     tmp_path: Path, words: tuple[str, ...], kind: str, options: dict[str, Any]
 ) -> None:
     path = _written(tmp_path, *words)
@@ -108,9 +108,7 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, words: tuple[str, ...], mess
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_not_overwritten_and_standard_output_is_the_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _written(tmp_path, "--num-processes", "2")
     with pytest.raises(SystemExit, match=r"both\.yaml is there already"):
         _written(tmp_path)

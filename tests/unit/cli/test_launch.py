@@ -65,7 +65,7 @@ def test_a_file_without_our_section_stays_as_it_is(tmp_path: Path, monkeypatch: 
             assert os.environ[_VARIABLE] == "side.yaml"
 
 
-def test_a_wrong_key_of_ours_ends_the_command_with_the_nearest_one(both: Path) -> None:
+def test_a_wrong_key_of_ours_names_the_nearest_one(both: Path) -> None:
     both.write_text(_BOTH.replace("clip_groups", "clip_group"))
     with pytest.raises(SystemExit, match=r"lightning-muon launch: .*both.yaml.*'clip_group'.*'clip_groups'"):
         launch_command(["--config_file", str(both), "script.py"])
@@ -79,7 +79,7 @@ def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
         assert str(both) in str(ended.value) and "accelerate.yaml" not in str(ended.value)
 
 
-def test_a_mesh_that_the_processes_cannot_make_is_told_before_they_start(both: Path) -> None:
+def test_a_wrong_mesh_is_told_before_processes_start(both: Path) -> None:
     both.write_text(_CPU.replace("shard_size: 2", "shard_size: 3"))
     with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
         launch_command(["--config_file", str(both), "script.py"])

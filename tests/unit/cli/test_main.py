@@ -109,7 +109,7 @@ def test_the_strategy_and_its_optimizer_come_from_yaml(project: Path) -> None:
     assert checkpoint.is_file()
 
 
-def test_an_optimizer_that_the_command_makes_before_sharding_trains(project: Path) -> None:
+def test_an_optimizer_of_the_command_line_trains(project: Path) -> None:
     text = _run(project, "fit", "--config", "config.yaml", "--config", "optimizer.yaml")
     assert "AdamW -> ParallelMuon for matrices" in text
     assert "before `optimizer.step()`" not in text

@@ -19,7 +19,7 @@ def _shape_file(folder: Path) -> Path:
     return path
 
 
-def test_steps_are_recorded_drawn_and_compared_with_their_prediction(
+def test_steps_are_recorded_drawn_and_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -96,9 +96,7 @@ def test_after_an_error_everything_is_as_before(accelerator: Any, tmp_path: Path
         assert not accelerator._load_model_state_pre_hook
 
 
-def test_processes_on_cpus_are_started_with_what_the_config_file_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_on_cpus_follow_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     config = tmp_path / "config.yaml"
     config.write_text("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 3}")

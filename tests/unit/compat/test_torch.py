@@ -89,7 +89,7 @@ def test_a_group_gets_the_timeout_of_the_default_group() -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_has_the_name_that_it_is_given_and_splits_no_other() -> None:
+def test_a_new_group_has_its_name_and_splits_no_other() -> None:
     seconds = datetime.timedelta(seconds=77)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
     try:
@@ -148,7 +148,7 @@ def test_gradients_that_fsdp2_has_not_reduced_can_be_dropped(reduce_dtype: torch
         dist.destroy_process_group()
 
 
-def test_what_a_hook_leaves_to_the_end_of_backward_comes_after_all_hooks() -> None:
+def test_the_end_of_backward_comes_after_all_hooks() -> None:
     calls: list[str] = []
 
     def hook(_: torch.Tensor) -> None:

@@ -99,7 +99,7 @@ def _tied() -> dict[str, Tensor]:
         return state
 
 
-def test_tied_weights_stay_tied_under_a_parallel_muon_of_the_user(gloo: ProcessPool) -> None:
+def test_tied_weights_stay_tied(gloo: ProcessPool) -> None:
     module = network(tied=True)
     optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
     for step in range(4):

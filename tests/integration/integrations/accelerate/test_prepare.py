@@ -212,7 +212,7 @@ def _whole_gradients() -> str:
         return " ".join(error.value.__notes__)
 
 
-def test_an_optimizer_that_is_kept_against_the_sharding_names_the_option(gloo: ProcessPool) -> None:
+def test_a_kept_optimizer_that_cannot_shard_names_the_option(gloo: ProcessPool) -> None:
     assert all("optimizer='keep'" in note for note in gloo.run(_whole_gradients, world_size=2))
 
 

@@ -148,7 +148,7 @@ def test_flexdemo_that_sends_everything_runs_and_resumes(gloo: ProcessPool, tmp_
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-def test_flexdemo_with_a_stock_accelerator_is_an_error_on_all_ranks(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_flexdemo_with_a_stock_accelerator_is_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
     chosen = lightning_muon.hf.optimizer(_DENSE)
     gloo.expect_error_on_all_ranks(
         _train, str(tmp_path), "hsdp", optimizer_cls_and_kwargs=chosen, match="lightning-muon launch"

@@ -44,9 +44,7 @@ def _state(kind: DistributedType = DistributedType.FSDP, *, precision: str = "no
     return state
 
 
-def test_options_come_from_an_object_a_mapping_a_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_options(None) == Options()
     given = Options(replicate_size=3)
     assert read_options(given) is given
@@ -123,7 +121,7 @@ def test_sizes_come_from_either_side_and_may_not_contradict() -> None:
         mesh_sizes(state, Options())
 
 
-def test_units_are_those_of_the_fsdp_section_where_options_are_silent() -> None:
+def test_units_may_come_from_the_fsdp_section() -> None:
     module = Network()
     classes = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]}
     policy = mode_options(_state(**classes), Options(), module).wrap_policy
@@ -143,7 +141,7 @@ def test_whole_weights_are_freed_only_if_both_sides_say_so() -> None:
     assert not mode_options(_state(), Options(reshard_after_forward=False), module).reshard_after_forward
 
 
-def test_bf16_reduces_gradients_in_float32_unless_the_user_has_a_policy() -> None:
+def test_bf16_reduces_gradients_in_float32_by_default() -> None:
     module = Network()
     found = mode_options(_state(precision="bf16"), Options(), module).mp_policy
     assert found == MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -160,7 +158,7 @@ def test_the_launcher_says_how_many_processes_a_node_has(monkeypatch: pytest.Mon
     assert launched_layout(6) == {"num_nodes": 1, "num_processes": 6}
 
 
-def test_a_single_process_divides_nothing_unless_it_was_launched_to() -> None:
+def test_a_single_process_shards_only_if_launched_to() -> None:
     state = _state(DistributedType.NO)
     state.num_processes = 1
     assert sharding_of(state, Options()) == "none"

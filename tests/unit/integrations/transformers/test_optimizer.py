@@ -52,7 +52,7 @@ def _make(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
     return factory()(model, **arguments)
 
 
-def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out(
+def test_norms_and_biases_do_not_decay(
     model: LlamaForCausalLM, one_process: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     model.lm_head.weight.requires_grad_(False)
@@ -218,5 +218,5 @@ def _step_without_nodes() -> None:
     optimizer.step()
 
 
-def test_flexdemo_without_nodes_is_an_error_that_says_how_to_start(gloo: ProcessPool) -> None:
+def test_flexdemo_without_nodes_says_how_to_start(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_step_without_nodes, match="lightning-muon launch --config_file", world_size=2)
