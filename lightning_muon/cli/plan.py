@@ -13,16 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_muon.cli.plan_choice import choice_of, wire_itemsize
-from lightning_muon.cli.plan_config import PlannedModel, read_config
-from lightning_muon.cli.plan_data import plan_as_dict
-from lightning_muon.cli.plan_flexdemo import slow_links
-from lightning_muon.cli.plan_flexdemo_options import config_from_words
-from lightning_muon.cli.plan_flexdemo_report import slow_links_as_dict, slow_links_as_text
-from lightning_muon.cli.plan_report import plan_as_text, section
-from lightning_muon.cli.plan_specs import Mesh, with_fused, with_stacks_cut_along
-from lightning_muon.cli.plan_strategies import MOST_RANKS_IN_FULL, Outcome, PlanOptions, compare_strategies
-from lightning_muon.cli.plan_zero2 import plan_zero2
+from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_as_dict, slow_links_as_text
+from lightning_muon.cli.plan_model import (
+    Mesh,
+    PlannedModel,
+    config_from_words,
+    read_config,
+    with_fused,
+    with_stacks_cut_along,
+)
+from lightning_muon.cli.plan_report import plan_as_dict, plan_as_text, plan_zero2, section
+from lightning_muon.cli.plan_strategies import CompareOptions, Outcome, choice_of, compare_strategies, wire_itemsize
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
@@ -73,10 +74,11 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
     if arguments.draw and not outcomes:
         raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     for path in arguments.draw:
-        _draw(outcomes, path, f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
+        timelines = {outcome.name: outcome.timeline for outcome in outcomes}
+        draw_timelines(timelines, path, title=f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
     choice = None
     if arguments.config is not None and links is None:
-        choice = choice_of(planned.optimizer, outcomes[-1].ranks, mesh, itemsize=options.wire_itemsize)
+        choice = choice_of(planned.optimizer, model, mesh, options)
     zero2 = plan_zero2(model, mesh, options.cost, node_ranks=arguments.node_ranks) if links is None else None
     if arguments.json:
         found = slow_links_as_dict(links) if links is not None else None
@@ -90,21 +92,14 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
     sys.stdout.write(text)
 
 
-def _outcomes(flexdemo: FlexDeMoConfig | None, model: ModelShapes, mesh: Mesh, options: PlanOptions) -> list[Outcome]:
+def _outcomes(
+    flexdemo: FlexDeMoConfig | None, model: ModelShapes, mesh: Mesh, options: CompareOptions
+) -> list[Outcome]:
     """All strategies of Newton-Schulz; none for an optimizer that has none."""
     if flexdemo is None:
         return compare_strategies(model, mesh, options)
     # Nodes do not share matrices: every one of them divides all among its own ranks.
     return compare_strategies(model, replace(mesh, replicate=1), options) if flexdemo.base == "muon" else []
-
-
-def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    draw_timelines(
-        {outcome.name: outcome.timeline for outcome in outcomes},
-        path,
-        title=title,
-        crowds={outcome.name: outcome.crowd for outcome in outcomes if len(outcome.loads) > MOST_RANKS_IN_FULL},
-    )
 
 
 def _read_model(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> PlannedModel:
@@ -138,7 +133,7 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
     return mesh
 
 
-def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> PlanOptions:
+def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> CompareOptions:
     for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes", "node_ranks"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -146,7 +141,7 @@ def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelS
     seconds = arguments.compute_seconds
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"--compute-seconds must be finite and above 0, got {seconds}")
-    return PlanOptions(
+    return CompareOptions(
         ns_steps=optimizer.ns_steps if arguments.ns_steps is None else arguments.ns_steps,
         wire_itemsize=wire_itemsize(optimizer) if arguments.wire_bytes is None else arguments.wire_bytes,
         chunk_bytes=optimizer.chunk_bytes if arguments.chunk_bytes is None else arguments.chunk_bytes,

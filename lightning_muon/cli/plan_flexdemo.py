@@ -1,14 +1,18 @@
-"""What FlexDeMo sends over slow links, and how long that takes: the numbers of ``lightning-muon plan``."""
+"""What FlexDeMo sends over slow links, and how long that takes: numbers, text and JSON of ``lightning-muon plan``."""
 
 from __future__ import annotations
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
 
-from lightning_muon.cli.plan_specs import Mesh
+from torch.distributed.tensor import Shard
+
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_report import WIDTH, table
 from lightning_muon.flexdemo.bucket_plan import (
     BucketPlan,
     Shape,
@@ -21,10 +25,14 @@ from lightning_muon.flexdemo.bucket_plan import (
     sent_bytes,
 )
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
-from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo
+from lightning_muon.flexdemo.replicator import LocalSteps, Replicator, period
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Random, Slicing, Striding
+from lightning_muon.params.layout import held_boxes
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
+_SCALES = {"MB": 1e6, "GB": 1e9}
+# Options of replicators that make a difference to the bytes, beside the rate.
+_COUNTED = ("chunk_size", "top_k", "period")
 # Bits per second of a node's link, for all its ranks together: data centres, offices, homes.
 LINKS = {"10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 100e6}
 # The grid of Table 1 of the paper (arXiv:2502.06728).
@@ -37,7 +45,7 @@ _MANY = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class NodeTraffic:
     """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often.
 
     Attributes:
@@ -60,7 +68,7 @@ class Traffic:
         """What the node has to say, whatever the number of others."""
         return self.gathered + self.reduced
 
-    def break_even(self, other: Traffic) -> float | None:
+    def break_even(self, other: NodeTraffic) -> float | None:
         """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does.
 
         With ``g = gathered``, ``a = reduced + returned``: ``(R - 1) g + (R - 1) / R a = (R - 1) / R a'`` has the
@@ -85,7 +93,7 @@ class Row:
     """
 
     config: FlexDeMoConfig | None
-    traffic: Traffic
+    traffic: NodeTraffic
     bits_per_parameter: float
     is_asked: bool = False
 
@@ -199,7 +207,7 @@ def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
             yield replace(config, value_format=value_format)
 
 
-def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMoConfig) -> Traffic:
+def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMoConfig) -> NodeTraffic:
     """What the ranks of one node send, counted by the layout of the optimizer's own messages.
 
     Args:
@@ -222,7 +230,7 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
             # The first node adds up the longest segments.
             sent += number * sent_bytes(plan, 0, mesh.replicate)
             dense += number * _dense_bytes(plan, shapes, config.dense_below)
-    return Traffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
+    return NodeTraffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
 
 
 def _distinct(plans: Iterable[BucketPlan]) -> Iterator[tuple[BucketPlan, int]]:
@@ -235,26 +243,13 @@ def _distinct(plans: Iterable[BucketPlan]) -> Iterator[tuple[BucketPlan, int]]:
 
 
 def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator[tuple[list[Shape], int]]:
-    """Shapes of the shards of one rank, and how many ranks of a node have the same.
-
-    FSDP2 cuts as ``torch.chunk`` does: ``ceil(size / S)`` indices for each rank, the last ones have less or nothing.
-    """
-    # Between two of these ranks all have the same as the first.
-    changes = {0, num_shards}
-    for size in {parameter.shape[parameter.shard_dim] for parameter in trained if parameter.shape}:
-        part = -(-size // num_shards)
-        changes |= {min(num_shards, size // part), min(num_shards, size // part + 1)} if part else set()
-    for first, after in pairwise(sorted(changes)):
-        yield [Shape(p.shape, _shard_of(p, first, num_shards)) for p in trained], after - first
-
-
-def _shard_of(parameter: ParameterShape, shard_rank: int, num_shards: int) -> tuple[int, ...]:
-    if not parameter.shape:
-        return ()
-    size, dim = parameter.shape[parameter.shard_dim], parameter.shard_dim
-    part = -(-size // num_shards)
-    held = max(0, min(part, size - shard_rank * part))
-    return (*parameter.shape[:dim], held, *parameter.shape[dim + 1 :])
+    """Shapes of the shards of one rank, and how many ranks of a node have the same."""
+    coordinates = [(rank,) for rank in range(num_shards)]
+    distinct = {(p.shape, p.shard_dim): index for index, p in enumerate(trained) if p.shape}
+    places = {key: place for place, key in enumerate(distinct)}
+    columns = [held_boxes(shape, (num_shards,), (Shard(dim),), coordinates) for shape, dim in distinct]
+    for boxes, count in Counter(zip(*([box.shape for box in column] for column in columns), strict=True)).items():
+        yield [Shape(p.shape, boxes[places[p.shape, p.shard_dim]] if p.shape else ()) for p in trained], count
 
 
 def _bucket_plans(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
@@ -273,11 +268,127 @@ def _dense_bytes(plan: BucketPlan, shapes: Sequence[Shape], dense_below: int) ->
     return sum(aligned(part.value_bytes) for part in plan.parts if is_dense(shapes[part.places[0].number], dense_below))
 
 
-def _summed_up(num_bytes: float, num_nodes: int) -> Traffic:
+def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
     """A ring all-reduce of ``num_bytes``, of which all is dense."""
     sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
-    return Traffic(gathered=0, reduced=num_bytes, returned=num_bytes, dense=num_bytes, sent=sent)
+    return NodeTraffic(gathered=0, reduced=num_bytes, returned=num_bytes, dense=num_bytes, sent=sent)
 
 
 def _whole(parameter: ParameterShape) -> Shape:
     return Shape(parameter.shape, parameter.shape)
+
+
+def slow_links_as_text(links: SlowLinks) -> str:
+    """A table with a row for each way to exchange, and what its columns mean."""
+    unit = "GB" if links.all_reduce.traffic.message >= 100 * _SCALES["GB"] else "MB"
+    sizes = (f"total {unit}", f"dense {unit}", f"sent {unit}")
+    header = ("exchange", "values", "bits", *sizes, "/ HSDP", "break-even", *LINKS)
+    rows = [_line(links, row, _SCALES[unit]) for row in (links.all_reduce, *links.rows)]
+    return "\n".join([*_head(links), "", table(header, rows, left=(0, 1)), *_caption(links)])
+
+
+def slow_links_as_dict(links: SlowLinks) -> dict[str, Any]:
+    """Everything, for ``--json``: bytes, bits and seconds."""
+    return {
+        "nodes": links.num_nodes,
+        "base": links.config.base,
+        "compressed": {"parameters": links.compressed[0], "elements": links.compressed[1]},
+        "dense": {"parameters": links.dense[0], "elements": links.dense[1]},
+        "compute_seconds": links.compute_seconds,
+        "all_reduce": _row_as_dict(links, links.all_reduce),
+        "rows": [_row_as_dict(links, row) for row in links.rows],
+    }
+
+
+def _row_as_dict(links: SlowLinks, row: Row) -> dict[str, Any]:
+    return {
+        "name": exchange_name(row),
+        "value_format": _value_format(row),
+        "is_asked": row.is_asked,
+        "bits_per_parameter": row.bits_per_parameter,
+        "bytes": {**asdict(row.traffic), "message": row.traffic.message},
+        "break_even_nodes": None if row.config is None else row.traffic.break_even(links.all_reduce.traffic),
+        "exchange_seconds": {name: links.exchange_seconds(row, rate) for name, rate in LINKS.items()},
+        "step_seconds": {name: links.step_seconds(row, rate) for name, rate in LINKS.items()},
+    }
+
+
+def exchange_name(row: Row) -> str:
+    """``DCTTopK(64, 8)``: the replicator with the options that count."""
+    if row.config is None:
+        return "HSDP, all-reduce"
+    replicator = row.config.replicator
+    values = [str(getattr(replicator, key)) for key in _COUNTED if hasattr(replicator, key)]
+    if isinstance(replicator, Random | Striding | Slicing):
+        # What rates are rounded to.
+        values.append(f"1/{period(replicator.rate)}")
+    return f"{type(replicator).__name__}({', '.join(values)})"
+
+
+def _value_format(row: Row) -> str:
+    if row.config is None:
+        return "bf16"
+    return "fp32" if isinstance(row.config.replicator, LocalSteps) else row.config.value_format
+
+
+def _line(links: SlowLinks, row: Row, scale: float) -> tuple[str, ...]:
+    traffic, reference = row.traffic, links.all_reduce.traffic
+    at = traffic.break_even(reference)
+    return (
+        f"{exchange_name(row)} *" if row.is_asked else exchange_name(row),
+        _value_format(row),
+        f"{row.bits_per_parameter:.3f}",
+        _size(traffic.message / scale),
+        _size(traffic.dense / scale),
+        _size(traffic.sent / scale),
+        f"{traffic.sent / reference.sent:.4f}" if reference.sent else "-",
+        "-" if row.config is None else "never" if at is None else f"{at:,.1f}",
+        *(_seconds(links.step_seconds(row, rate)) for rate in LINKS.values()),
+    )
+
+
+def _size(number: float) -> str:
+    return f"{number:,.3f}" if number < 10 else f"{number:,.1f}"
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.2f} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{1e3 * value:,.2f} ms" if value < 0.1 else f"{1e3 * value:,.0f} ms"
+
+
+def _head(links: SlowLinks) -> list[str]:
+    config = links.config
+    late = f", {config.delay} step late" if config.delay else ""
+    lines = (
+        f"{links.num_nodes} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}",
+        f"compressed: {links.compressed[0]} parameters with {links.compressed[1]:,} elements; dense: {links.dense[0]} "
+        f"parameters with {links.dense[1]:,} elements (less than two dimensions, or fewer than {config.dense_below} "
+        "elements)",
+    )
+    return [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines]
+
+
+def _caption(links: SlowLinks) -> list[str]:
+    compute = links.compute_seconds
+    times = (
+        "Times are those of the exchange alone (give forward and backward with --compute-seconds)"
+        if compute is None
+        else f"Times are those of a step with {_seconds(compute)} of forward and backward"
+    )
+    lines = (
+        "* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: part "
+        "of it. MB: 10^6 bytes.",
+        "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at indices of their own) "
+        "+ 2 (R - 1) / R x what is added up on the way (values at common indices; the all-reduce of HSDP, in bf16).",
+        "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up "
+        "on the way.",
+        f"{times}, at the full rate of one link for each node, without latency, checks, codec and what travels "
+        "inside a node.",
+    )
+    overlap = (
+        "C of arithmetic and E of exchange take C / 3 + max(2 C / 3, E) if the exchange hides behind backward (HSDP, "
+        'overlap="backward"), C + E with overlap="step", max(C, E) with delay=1.'
+    )
+    shown = lines if compute is None else (*lines, overlap)
+    return ["", *(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in shown)]

@@ -1,26 +1,33 @@
-"""A plan as plain text, at most 120 columns wide."""
+"""A plan as plain text, at most 120 columns wide, and as a dictionary for JSON."""
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from lightning_muon.cli.plan_choice import Choice
-from lightning_muon.cli.plan_data import GramEstimate, gram_estimates, moved
-from lightning_muon.cli.plan_specs import Mesh, route_of
-from lightning_muon.cli.plan_strategies import GRID, MOST_RANKS_IN_FULL, PIPELINE, Outcome, PlanOptions
-from lightning_muon.params.routing import routing_table
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_strategies import GRID, MOST_RANKS_IN_FULL, PIPELINE, Choice, CompareOptions, Outcome
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.params.routing import route_of, routing_table
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.shapes import ModelShapes
 
 WIDTH = 120
 _MIB = 2**20
+_AXES = ("within a replica", "between replicas")
+_DIRECTIONS = ("gather", "scatter")
+_GRADIENT_ITEMSIZE = 4  # Of float32 parameters, whose gradients travel in their dtype.
 
 
 def plan_as_text(
     model: ModelShapes,
     mesh: Mesh,
-    options: PlanOptions,
+    options: CompareOptions,
     outcomes: Sequence[Outcome],
     *,
     choice: Choice | None = None,
@@ -48,7 +55,7 @@ def plan_as_text(
     return "\n\n".join(["\n".join(head), *sections]) + "\n"
 
 
-def _newton_schulz(options: PlanOptions, outcomes: Sequence[Outcome], choice: Choice | None) -> list[str]:
+def _newton_schulz(options: CompareOptions, outcomes: Sequence[Outcome], choice: Choice | None) -> list[str]:
     """Who computes and sends what, and how long that takes."""
     pipeline = _pipeline(outcomes)
     sections = [
@@ -102,7 +109,7 @@ def _pipeline(outcomes: Sequence[Outcome]) -> Outcome:
     return next(outcome for outcome in outcomes if outcome.name == PIPELINE)
 
 
-def _settings(options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
+def _settings(options: CompareOptions, outcomes: Sequence[Outcome]) -> str:
     cost, pipeline = options.cost, _pipeline(outcomes)
     links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
     latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
@@ -215,9 +222,9 @@ def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
                 f"{outcome.name} *" if choice is not None and outcome.name == choice.row else outcome.name,
                 f"{1e3 * outcome.timeline.makespan:,.2f}",
                 f"{outcome.timeline.makespan / best:.2f}" if best else "-",
-                f"{outcome.idle:.1%}",
+                f"{outcome.timeline.idle:.1%}",
                 f"{max(each.idle for each in outcome.summaries):.1%}",
-                f"{outcome.hidden:.1%}",
+                f"{outcome.timeline.hidden:.1%}",
                 f"{1e3 * exposed:,.2f}",
                 f"{outcome.timeline.peak_bytes / _MIB:,.0f}",
                 str(outcome.num_chunks),
@@ -240,7 +247,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
     return "\n".join([table(header, rows), *caption])
 
 
-def _too_many_ranks(outcomes: Sequence[Outcome], pipeline: Outcome, options: PlanOptions) -> str:
+def _too_many_ranks(outcomes: Sequence[Outcome], pipeline: Outcome, options: CompareOptions) -> str:
     specs = pipeline.ranks.specs
     dearest = max(specs, key=lambda spec: spec.flops)
     idle = sum(not load for load in outcomes[-1].loads)
@@ -249,31 +256,177 @@ def _too_many_ranks(outcomes: Sequence[Outcome], pipeline: Outcome, options: Pla
         "than the",
         f"Newton-Schulz of the dearest matrix, {dearest.name} ({dearest.rows}, {dearest.cols}): "
         f"{1e3 * dearest.flops / options.cost.flops_per_second:.2f} ms.",
-        "Exact: divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own.",
-        "Not implemented, estimated: iterate on s x s Gram matrices, summed over the pieces (docs/planning.md).",
-        "",
-        _gram_table(gram_estimates(outcomes, options), min(each.timeline.makespan for each in outcomes)),
+        "Divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own.",
     ]
     return "\n".join(lines)
-
-
-def _gram_table(estimates: Sequence[GramEstimate], best: float) -> str:
-    rows = [
-        (
-            estimate.cost.name,
-            f"{estimate.cost.flops / 1e12:.2f}",
-            f"{estimate.cost.bytes / _MIB:,.0f}",
-            f"{1e3 * estimate.compute_seconds:,.2f}",
-            f"{1e3 * estimate.transfer_seconds:,.2f}",
-            f"{1e3 * estimate.at_best:,.2f} to {1e3 * estimate.at_worst:,.2f}",
-            f"{estimate.at_best / best:.2f} to {estimate.at_worst / best:.2f}",
-        )
-        for estimate in estimates
-    ]
-    header = ("Gram variant", "TFLOP", "MiB", "compute ms", "transfer ms", "step ms", "of best strategy")
-    return table(header, rows)
 
 
 def _cut(text: str) -> str:
     """Lines that are too long end in dots."""
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in text.splitlines())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes of one strategy in one direction over one axis.
+
+    Attributes:
+        direction: ``"gather"`` or ``"scatter"``.
+        axis: Name.
+        most: Of the busiest rank, the larger of sent and received.
+        total: Sent by all ranks.
+        floor: Least total.
+    """
+
+    direction: str
+    axis: str
+    most: int
+    total: int
+    floor: int
+
+
+def moved(outcome: Outcome) -> list[Moved]:
+    """Where and how much a strategy sends, without axes that carry nothing."""
+    found: list[Moved] = []
+    for direction in _DIRECTIONS:
+        for axis, name in enumerate(_AXES):
+            # What one rank sends, another receives, so sums of both are equal; the redundant one shows what it gets.
+            received = [getattr(rank, f"{direction}_received")[axis] for rank in outcome.bytes]
+            sent = [getattr(rank, f"{direction}_sent")[axis] for rank in outcome.bytes]
+            floor = getattr(outcome.floor, direction)[axis]
+            if any(received) or any(sent):
+                most = max(*sent, *received)
+                found.append(Moved(direction=direction, axis=name, most=most, total=sum(received), floor=floor))
+    return found
+
+
+def plan_as_dict(
+    model: ModelShapes,
+    mesh: Mesh,
+    options: CompareOptions,
+    outcomes: Sequence[Outcome],
+    *,
+    choice: Choice | None = None,
+    slow_links: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything, for ``--json``: seconds, bytes, FLOPs and shares.
+
+    Args:
+        model: Shapes.
+        mesh: Sizes.
+        options: Of the plan.
+        outcomes: All strategies; none for an optimizer without Newton-Schulz.
+        choice: What the config runs, if there is one.
+        slow_links: What FlexDeMo sends, if it is the optimizer.
+    """
+    base = slow_links["base"] if slow_links and not outcomes else None
+    return {
+        "model": {
+            "name": model.name,
+            "source": model.source,
+            "parameters": [
+                {**asdict(parameter), "algorithm": base or route_of(parameter).algorithm}
+                for parameter in model.parameters
+            ],
+            "matrices": [spec.name for spec in outcomes[0].ranks.specs] if outcomes else [],
+        },
+        "mesh": {**asdict(mesh), "ranks": mesh.size},
+        "options": {**asdict(options), "cost": options.cost.to_dict()},
+        "config": choice.to_dict() if choice is not None else None,
+        "flexdemo": slow_links,
+        "strategies": {outcome.name: _outcome_as_dict(outcome) for outcome in outcomes},
+    }
+
+
+def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
+    busiest, mean = max(outcome.loads), sum(outcome.loads) / len(outcome.loads)
+    is_redundant = any(len(owners) > 1 for owners in outcome.owners)
+    return {
+        "makespan_seconds": outcome.timeline.makespan,
+        "idle": outcome.timeline.idle,
+        "idle_of_idlest": max(each.idle for each in outcome.summaries),
+        "hidden": outcome.timeline.hidden,
+        "exposed_seconds_of_worst": max(each.exposed_seconds for each in outcome.summaries),
+        "peak_buffer_bytes": outcome.timeline.peak_bytes,
+        "newton_schulz_bytes": outcome.newton_schulz_bytes,
+        "early_gathers": {**asdict(outcome.early), "pay": outcome.early.pays} if outcome.early is not None else None,
+        "num_chunks": outcome.num_chunks,
+        "chunk_bytes": {"mean": sum(outcome.chunk_bytes) / outcome.num_chunks, "max": max(outcome.chunk_bytes)},
+        "load": {
+            "max_flops": busiest,
+            "mean_flops": mean,
+            "bound_flops": outcome.lower_bound,
+            "max_over_mean": busiest / mean,
+            "max_over_bound": busiest / outcome.lower_bound,
+            "ranks_without_matrix": sum(not load for load in outcome.loads),
+            "flops_of_ranks": list(outcome.loads),
+        },
+        "owners": "all ranks" if is_redundant else [owner for (owner,) in outcome.owners],
+        "bytes": [asdict(each) for each in moved(outcome)],
+        "note": outcome.note,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero2Plan:
+    """All ways of one step.
+
+    Attributes:
+        ways: Direct, and hierarchical if there is such a way.
+        chosen: The faster one. A run chooses by the rates of ``h100``, and on a CPU keeps the smallest buckets.
+    """
+
+    ways: list[ShardExchange]
+    chosen: ShardExchange
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain numbers, for JSON."""
+        return [
+            {
+                "way": _way(way),
+                "is_chosen": way is self.chosen,
+                "bucket_bytes": way.bucket_bytes,
+                "node_bytes": way.node_bytes,
+                "seconds": way.seconds,
+            }
+            for way in self.ways
+        ]
+
+    def to_text(self) -> str:
+        """A table, and what it means."""
+        rows = [
+            (
+                f"{_way(way)} *" if way is self.chosen else _way(way),
+                f"{way.bucket_bytes / _MIB:,.0f}",
+                f"{way.node_bytes / _MIB:,.0f}",
+                f"{1e3 * way.seconds:,.1f}",
+            )
+            for way in self.ways
+        ]
+        text = table(("way", "bucket MiB", "leaves a node MiB", "transfers and sums ms"), rows)
+        return (
+            f"{text}\nGradients and values of float32 parameters, per node. * is faster; a run goes by --machine h100."
+        )
+
+
+def plan_zero2(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: int) -> Zero2Plan | None:
+    """The ways, or nothing where every replica lies on one node.
+
+    Args:
+        model: Shapes.
+        mesh: Sizes; ranks fill one node after the other.
+        cost: The machine.
+        node_ranks: Ranks of a node.
+    """
+    nodes = [
+        [(replica * mesh.shard + rank) // node_ranks for rank in range(mesh.shard)] for replica in range(mesh.replicate)
+    ]
+    num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in model.parameters if not each.frozen)
+    if all(len(set(replica)) == 1 for replica in nodes) or not num_bytes:
+        return None
+    ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
+    return Zero2Plan(ways=ways, chosen=min(ways, key=lambda way: way.seconds))
+
+
+def _way(way: ShardExchange) -> str:
+    return "hierarchical" if way.grid else "direct"

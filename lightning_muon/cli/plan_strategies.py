@@ -1,37 +1,60 @@
-"""The strategies that ``lightning-muon plan`` compares: their owners, bytes and predicted timelines."""
+"""The strategies that ``lightning-muon plan`` compares: their owners, bytes and predicted timelines.
+
+What each rank holds, and who shares owners, is what the optimizer's own builder makes of the shapes
+(:mod:`lightning_muon.params.exchange`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from lightning_muon.cli.plan_specs import ExchangeRanks, Mesh, exchange_ranks
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.config import Dedupe, MuonConfig
+from lightning_muon.params.exchange import (
+    ExchangeRanks,
+    MeshRanks,
+    ParameterToPlan,
+    PlacedMatrix,
+    PlanOptions,
+    exchange_ranks,
+    group_matrices,
+    matrix_specs,
+)
+from lightning_muon.params.layout import held_boxes
+from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.assign import Strategy
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.crowd import Crowd, merge_equal_ranks
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
 from lightning_muon.schedule.passes import with_adamw
 from lightning_muon.schedule.program import Op, Program, branch
 from lightning_muon.schedule.shapes import ModelShapes
-from lightning_muon.schedule.simulate import RankSummary, Timeline, simulate
+from lightning_muon.schedule.simulate import RankSummary, Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, step_program
 from lightning_muon.schedule.traffic import RankTraffic, TrafficFloor, traffic, traffic_floor
 from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
-# Of more ranks, one stands for all that do the same.
+# Of more ranks the programs are not validated, and those that do the same are simulated once.
 MOST_RANKS_IN_FULL = 16
+# AdamW reads gradient, weight and two moments and writes the last three: 7 float32 numbers per element.
+_ADAMW_BYTES = 7 * 4
+_ITEMSIZES = {"auto": 2, "bfloat16": 2, "float32": 4}
 # More ops than this are simulated with larger chunks.
 _MOST_OPS = 20_000
 _OPS_PER_CHUNK = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What the plan depends on beside model and mesh.
+class CompareOptions:
+    """What strategies are compared with, beside model and mesh.
 
     Attributes:
         ns_steps: Newton-Schulz iterations.
@@ -51,6 +74,26 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankMatrices:
+    """Matrices, and what each of the ranks among which they travel holds.
+
+    Attributes:
+        specs: One for each trainable matrix, in the order of the forward pass.
+        replica_of: Replica of each rank.
+        adamw_bytes: Memory traffic of AdamW on each rank.
+    """
+
+    specs: tuple[MatrixSpec, ...]
+    replica_of: tuple[int, ...]
+    adamw_bytes: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.replica_of)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """One strategy.
 
@@ -62,14 +105,13 @@ class Outcome:
         loads: Newton-Schulz FLOPs of each rank.
         bytes: Of each rank.
         floor: The least that has to travel.
-        timeline: Of one rank of each kind.
+        timeline: Of all ranks; of rank 0 where all do the same.
         early: Whether gathers during backward would pay; ``None`` if nothing is gathered.
-        sizes: Rank in ``timeline`` -> number of ranks like it, itself among them.
         note: What was simplified.
     """
 
     name: str
-    ranks: ExchangeRanks
+    ranks: RankMatrices
     owners: tuple[tuple[int, ...], ...]
     chunk_bytes: tuple[int, ...]
     loads: tuple[int, ...]
@@ -77,7 +119,6 @@ class Outcome:
     floor: TrafficFloor
     timeline: Timeline
     early: PrefetchEstimate | None
-    sizes: dict[int, int]
     note: str = ""
 
     @property
@@ -98,23 +139,8 @@ class Outcome:
         return 2 * (2 * long * short + 2 * short * short)
 
     @property
-    def crowd(self) -> Crowd:
-        """All ranks."""
-        return Crowd(sizes=self.sizes, loads=self.loads)
-
-    @property
-    def idle(self) -> float:
-        """Mean over all ranks of the idle share of the compute lane."""
-        return self.crowd.idle(self.timeline)
-
-    @property
-    def hidden(self) -> float:
-        """Share of all ranks' transfer seconds that run behind arithmetic."""
-        return self.crowd.hidden(self.timeline)
-
-    @property
     def summaries(self) -> Collection[RankSummary]:
-        """One rank of each kind."""
+        """How each rank of the timeline spends the step."""
         return self.timeline.ranks.values()
 
 
@@ -135,7 +161,7 @@ def lower_bound(specs: Sequence[MatrixSpec], num_ranks: int) -> float:
     return max(total / num_ranks, dearest, max(resident.values(), default=0))
 
 
-def compare_strategies(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> list[Outcome]:
+def compare_strategies(model: ModelShapes, mesh: Mesh, options: CompareOptions) -> list[Outcome]:
     """All strategies on one model and mesh.
 
     With several replicas of several shards each, every replica does the same for itself, and the last strategy lets
@@ -145,7 +171,7 @@ def compare_strategies(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> 
         ValueError: If the model has no matrices that are trained.
     """
     alone = mesh.shard == 1  # Then replicas hold everything, and sharing among them is all there is.
-    ranks = exchange_ranks(model, mesh, ns_steps=options.ns_steps, is_grid=alone)
+    ranks = _matrices(model, mesh, options, "always" if alone else "never")
     if not ranks.specs:
         raise ValueError(f"{model.name} has no matrices that are trained, so there is nothing to plan")
     serial = replace(options, look_ahead=0, buffer_bytes=None)
@@ -158,27 +184,78 @@ def compare_strategies(model: ModelShapes, mesh: Mesh, options: PlanOptions) -> 
         _outcome(PIPELINE, ranks, planned, options),
     ]
     if mesh.replicate > 1 and not alone:
-        grid = exchange_ranks(model, mesh, ns_steps=options.ns_steps, is_grid=True)
+        grid = _matrices(model, mesh, options, "always")
         outcomes.append(_outcome(GRID, grid, _plan(grid, options, "lpt"), options))
     return outcomes
 
 
+def _matrices(model: ModelShapes, mesh: Mesh, options: CompareOptions, dedupe: Dedupe) -> RankMatrices:
+    """What the optimizer plans for weights that FSDP2 shards, with ``dedupe="always"`` or ``"never"``."""
+    groups = _exchange_groups(model, mesh, options, dedupe)
+    ranks, matrices = groups[0] if groups else (exchange_ranks(_mesh_ranks(mesh), (1,), False), ())
+    return RankMatrices(
+        specs=matrix_specs(matrices), replica_of=ranks.replica_of, adamw_bytes=_adamw_bytes(model, ranks)
+    )
+
+
+def _exchange_groups(
+    model: ModelShapes, mesh: Mesh, options: CompareOptions, dedupe: Dedupe
+) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
+    """The exchange groups that the optimizer makes of the trainable matrices, on CUDA."""
+    ranks = _mesh_ranks(mesh)
+    parameters = [
+        ParameterToPlan(route_of(each), each.shape, ranks, (Replicate(), Shard(each.shard_dim)), options.ns_steps)
+        for each in model.parameters
+        if each.kind != "elementwise" and not each.frozen
+    ]
+    plan_options = PlanOptions(
+        itemsize=options.wire_itemsize,
+        device_type="cuda",
+        chunk_bytes=options.chunk_bytes,
+        assignment="lpt",
+        dedupe=dedupe,
+        look_ahead=options.look_ahead,
+        overlap="step",
+    )
+    return group_matrices(parameters, plan_options)
+
+
+def _mesh_ranks(mesh: Mesh) -> MeshRanks:
+    return MeshRanks.of_shape((mesh.replicate, mesh.shard))
+
+
+def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> tuple[int, ...]:
+    """Memory traffic of AdamW on each rank."""
+    total = [0] * ranks.size
+    elementwise = [each for each in model.parameters if each.kind == "elementwise" and not each.frozen]
+    tensors = Counter((each.shape or (1,), each.shard_dim) for each in elementwise)
+    for (shape, dim), count in tensors.items():
+        boxes = held_boxes(shape, ranks.mesh.shape, (Replicate(), Shard(dim)), ranks.coordinates)
+        for rank, box in enumerate(boxes):
+            total[rank] += _ADAMW_BYTES * box.numel * count
+    return tuple(total)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A plan before its transfers are overlapped with arithmetic."""
+    """A plan before its transfers are overlapped with arithmetic.
+
+    Attributes:
+        like: Rank -> the rank of ``program`` that does the same.
+    """
 
     plan: MuonPlan
     program: Program
-    sizes: dict[int, int]
+    like: dict[int, int]
+    early: PrefetchEstimate | None
     bytes: list[RankTraffic]
     floor: TrafficFloor
     note: str
 
 
-def _plan(ranks: ExchangeRanks, options: PlanOptions, strategy: Strategy) -> _Planned:
+def _plan(ranks: RankMatrices, options: CompareOptions, strategy: Strategy) -> _Planned:
     num_owners = 1 if strategy == "redundant" else ranks.num_ranks
     chunk_bytes = _coarse_enough(ranks, options, num_owners)
-    is_crowd = ranks.num_ranks > MOST_RANKS_IN_FULL
     plan = plan_step(
         ranks.specs,
         num_ranks=ranks.num_ranks,
@@ -186,23 +263,25 @@ def _plan(ranks: ExchangeRanks, options: PlanOptions, strategy: Strategy) -> _Pl
         chunk_bytes=chunk_bytes,
         strategy=strategy,
         replica_of=ranks.replica_of,
-        keep_idle=not is_crowd,
+        keep_idle=ranks.num_ranks <= MOST_RANKS_IN_FULL,
     )
-    program, sizes = with_adamw(plan.program, ranks.adamw_bytes), dict.fromkeys(plan.program, 1)
-    if is_crowd:
-        program, sizes = merge_equal_ranks(program)
     counted = {"itemsize": options.wire_itemsize, "replica_of": ranks.replica_of}
+    program = with_adamw(plan.program, ranks.adamw_bytes)
+    like = {rank: rank for rank in program}
+    if ranks.num_ranks > MOST_RANKS_IN_FULL:
+        program, like = merge_equal_ranks(program)
     return _Planned(
         plan=plan,
         program=program,
-        sizes=sizes,
+        like=like,
+        early=estimate_prefetch([rank_seconds(ops, options.cost) for ops in program.values()]),
         bytes=traffic(plan.owners, ranks.specs, **counted),
         floor=traffic_floor(plan.owners, ranks.specs, **counted),
         note=_coarse_note(chunk_bytes, options),
     )
 
 
-def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Outcome:
+def _outcome(name: str, ranks: RankMatrices, planned: _Planned, options: CompareOptions) -> Outcome:
     issued = _issue(ranks, planned, options)
     if ranks.num_ranks <= MOST_RANKS_IN_FULL:
         check_step(issued, [planned.plan])
@@ -214,14 +293,13 @@ def _outcome(name: str, ranks: ExchangeRanks, planned: _Planned, options: PlanOp
         loads=planned.plan.flops,
         bytes=planned.bytes,
         floor=planned.floor,
-        timeline=simulate(branch(issued, ALL_IN_STEP), options.cost),
-        early=estimate_prefetch([rank_seconds(ops, options.cost) for ops in planned.program.values()]),
-        sizes=planned.sizes,
+        timeline=simulate(branch(issued, ALL_IN_STEP), options.cost).of_all_ranks(planned.like),
+        early=planned.early,
         note=planned.note,
     )
 
 
-def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Program:
+def _issue(ranks: RankMatrices, planned: _Planned, options: CompareOptions) -> Program:
     try:
         return step_program(planned.program, look_ahead=options.look_ahead, memory_bytes=options.buffer_bytes)
     except ValueError as error:
@@ -235,7 +313,7 @@ def _issue(ranks: ExchangeRanks, planned: _Planned, options: PlanOptions) -> Pro
         ) from error
 
 
-def _chunk_bytes(ranks: ExchangeRanks, plan: MuonPlan, options: PlanOptions) -> tuple[int, ...]:
+def _chunk_bytes(ranks: RankMatrices, plan: MuonPlan, options: CompareOptions) -> tuple[int, ...]:
     """Whole matrices of each chunk, per rank that owns some of it; where all own all, all of the chunk."""
     found: list[int] = []
     for chunk in plan.buckets:
@@ -245,12 +323,14 @@ def _chunk_bytes(ranks: ExchangeRanks, plan: MuonPlan, options: PlanOptions) -> 
     return tuple(found)
 
 
-def _redundant(ranks: ExchangeRanks, options: PlanOptions) -> Outcome:
+def _redundant(ranks: RankMatrices, options: CompareOptions) -> Outcome:
     """Every rank gathers and orthogonalizes everything; the next gather runs meanwhile."""
     if ranks.num_ranks <= MOST_RANKS_IN_FULL:
         return _outcome("redundant", ranks, _plan(ranks, options, "redundant"), options)
     planned = _plan(_first_and_rest(ranks), options, "redundant")
-    first = replace(planned, program={0: [_alone(op) for op in planned.program[0]]}, sizes={0: ranks.num_ranks})
+    program = {0: [_alone(op) for op in planned.program[0]]}
+    early = estimate_prefetch([rank_seconds(program[0], options.cost)])
+    first = replace(planned, program=program, like={0: 0}, early=early)
     outcome = _outcome("redundant", ranks, first, options)
     note = f"rank 0 of {ranks.num_ranks} was simulated, all do the same; {outcome.note}".removesuffix("; ")
     return replace(
@@ -261,7 +341,7 @@ def _redundant(ranks: ExchangeRanks, options: PlanOptions) -> Outcome:
     )
 
 
-def _first_and_rest(ranks: ExchangeRanks) -> ExchangeRanks:
+def _first_and_rest(ranks: RankMatrices) -> RankMatrices:
     """Rank 0, and all others as one, who have what it does not have."""
     is_replicated = len(set(ranks.replica_of)) > 1
     known: dict[tuple[int, int], tuple[int, int]] = {}
@@ -270,7 +350,7 @@ def _first_and_rest(ranks: ExchangeRanks) -> ExchangeRanks:
         first = spec.held[0]
         key = (first, spec.numel if is_replicated else spec.numel - first)
         specs.append(replace(spec, held=known.setdefault(key, key)))
-    return ExchangeRanks(
+    return RankMatrices(
         specs=tuple(specs), replica_of=(0, 1) if is_replicated else (0, 0), adamw_bytes=ranks.adamw_bytes[:2]
     )
 
@@ -279,7 +359,7 @@ def _alone(op: Op) -> Op:
     return replace(op, group=(op.rank,)) if op.group else op
 
 
-def _coarse_enough(ranks: ExchangeRanks, options: PlanOptions, num_owners: int) -> int:
+def _coarse_enough(ranks: RankMatrices, options: CompareOptions, num_owners: int) -> int:
     """Bytes of a chunk that keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
     most_chunks = max(8, _MOST_OPS // (_OPS_PER_CHUNK * ranks.num_ranks))
     # Matrices that lie on one rank alone are in chunks of that rank, all others in chunks of all owners.
@@ -308,7 +388,90 @@ def _sole_holders(specs: Sequence[MatrixSpec]) -> dict[int, int | None]:
     return found
 
 
-def _coarse_note(chunk_bytes: int, options: PlanOptions) -> str:
+def _coarse_note(chunk_bytes: int, options: CompareOptions) -> str:
     if chunk_bytes == options.chunk_bytes:
         return ""
     return f"planned with chunks of {chunk_bytes / 2**20:,.0f} MiB per rank: smaller ones are too many to simulate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a config says of owners and transfers.
+
+    Attributes:
+        assignment: Of the config.
+        overlap: Of the config.
+        dedupe: Of the config.
+        num_matrices: Of the model.
+        num_shared: Matrices that have one owner for all replicas; None where there are no replicas.
+        row: The strategy of the tables that is the same, or None.
+    """
+
+    assignment: str
+    overlap: str
+    dedupe: str
+    num_matrices: int
+    num_shared: int | None
+    row: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """One or two lines."""
+        shared = (
+            f"dedupe={self.dedupe} (replicas share {self.num_shared} of {self.num_matrices} matrices)"
+            if self.num_shared is not None
+            else f"dedupe={self.dedupe} (no replicas)"
+        )
+        which = f"the row {self.row!r} (*)" if self.row is not None else "none of these rows"
+        return f"The config has assignment={self.assignment}, overlap={self.overlap}, {shared}: {which}."
+
+
+def wire_itemsize(optimizer: MuonConfig) -> int:
+    """Bytes of an element that travels, on CUDA, where ``"auto"`` is bfloat16."""
+    dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
+    return _ITEMSIZES[dtype]
+
+
+def choice_of(optimizer: MuonConfig, model: ModelShapes, mesh: Mesh, options: CompareOptions) -> Choice:
+    """What the config runs on this mesh.
+
+    Args:
+        optimizer: Options.
+        model: Shapes.
+        mesh: Sizes.
+        options: What the strategies were compared with.
+    """
+    groups = _exchange_groups(model, mesh, options, optimizer.dedupe)
+    num_matrices = sum(len(matrices) for _, matrices in groups)
+    num_shared = None
+    if mesh.replicate > 1:
+        num_shared = sum(len(matrices) for ranks, matrices in groups if ranks.spans_replicas)
+    return Choice(
+        assignment=optimizer.assignment,
+        overlap=optimizer.overlap,
+        dedupe=optimizer.dedupe,
+        num_matrices=num_matrices,
+        num_shared=num_shared,
+        row=_row(optimizer, mesh, num_shared, num_matrices),
+    )
+
+
+def _row(optimizer: MuonConfig, mesh: Mesh, num_shared: int | None, num_matrices: int) -> str | None:
+    is_serial = optimizer.overlap == "off"
+    if num_shared is not None and mesh.shard == 1:
+        # Replicas that do not share compute everything; the other rows share it.
+        if num_shared == 0:
+            return "redundant"
+        if num_shared < num_matrices:
+            return None
+    elif num_shared:
+        is_grid = num_shared == num_matrices and optimizer.assignment == "lpt" and not is_serial
+        return GRID if is_grid else None
+    if optimizer.assignment == "lpt":
+        return "lpt" if is_serial else PIPELINE
+    if optimizer.assignment == "round_robin":
+        return "round_robin" if is_serial else None
+    return None if is_serial else "redundant"

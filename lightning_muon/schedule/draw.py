@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_muon.schedule.crowd import Crowd
 from lightning_muon.schedule.program import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE
 from lightning_muon.schedule.simulate import Span, Timeline
 
@@ -40,9 +39,7 @@ _TRANSFERS, _ARITHMETIC = (0.06, 0.30), (0.38, 0.56)  # Top and height of the la
 _LETTER_WIDTH = 4.4  # Points, at the size of the labels.
 
 
-def draw_timelines(
-    timelines: Mapping[str, Timeline], path: Path, *, title: str, crowds: Mapping[str, Crowd] | None = None
-) -> None:
+def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str) -> None:
     """Draw timelines below each other on one time axis, and save them as what the suffix of ``path`` says.
 
     Each rank is a row with two lanes, transfers above arithmetic; ranks that all do the same are one row. Of more than
@@ -53,7 +50,6 @@ def draw_timelines(
         timelines: Title -> timeline.
         path: ``.png``, ``.svg`` or ``.pdf``.
         title: Of the figure.
-        crowds: Title of a timeline that stands for more ranks than it has -> those ranks.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -63,45 +59,31 @@ def draw_timelines(
         raise ValueError(f"{path}: pictures are .png, .svg or .pdf files")
     if not any(timeline.makespan for timeline in timelines.values()):
         raise ValueError(f"there is no timeline to draw in {path}")
-    canvas = _Canvas(timelines, title, crowds or {})
+    canvas = _Canvas(timelines, title)
     for index, (name, timeline) in enumerate(timelines.items()):
         canvas.draw_ranks(index, name, timeline)
-        canvas.draw_loads(index, name, timeline)
+        canvas.draw_loads(index, timeline)
     canvas.save(path)
 
 
-def rows_shown(timeline: Timeline, crowd: Crowd | None = None) -> dict[int, str]:
+def rows_shown(timeline: Timeline) -> dict[int, str]:
     """Rank -> label of its row: all of a few ranks; of many the busiest, the median and the idlest."""
-    sizes = crowd.sizes if crowd is not None else dict.fromkeys(timeline.spans, 1)
     ranks = sorted(timeline.spans)
-    times = {rank: [(span.op.name, span.start, span.end) for span in timeline.spans[rank]] for rank in ranks}
-    if all(each == times[ranks[0]] for each in times.values()):
-        return {ranks[0]: "each rank"} if sum(sizes.values()) > 1 else {ranks[0]: f"rank {ranks[0]}"}
-    if sum(sizes.values()) <= _MOST_ROWS:
+    times = ([(span.op.name, span.start, span.end) for span in timeline.spans[rank]] for rank in ranks)
+    first = next(times)
+    if all(each == first for each in times):
+        return {ranks[0]: "each rank"} if len(ranks) > 1 else {ranks[0]: f"rank {ranks[0]}"}
+    if len(ranks) <= _MOST_ROWS:
         return {rank: f"rank {rank}" for rank in ranks}
     ordered = sorted(ranks, key=lambda rank: (-timeline.ranks[rank].compute_seconds, rank))
-    chosen = (("busiest", ordered[0]), ("median", _median(ordered, sizes)), ("idlest", ordered[-1]))
-    labels: dict[int, str] = {}
-    for what, rank in chosen:
-        labels[rank] = f"{labels[rank].partition(chr(10))[0]}, {what}" if rank in labels else what
-        labels[rank] += f"\nrank {rank}" + (f" ({sizes[rank]} alike)" if sizes[rank] > 1 else "")
-    return labels
+    chosen = {"busiest": ordered[0], "median": ordered[len(ordered) // 2], "idlest": ordered[-1]}
+    return {rank: f"{what}\nrank {rank}" for what, rank in chosen.items()}
 
 
-def headline(name: str, timeline: Timeline, crowd: Crowd | None = None) -> str:
+def headline(name: str, timeline: Timeline) -> str:
     """Title of a panel: the strategy, its duration, and how well it hides communication."""
-    idle = timeline.idle if crowd is None else crowd.idle(timeline)
-    hidden = timeline.hidden if crowd is None else crowd.hidden(timeline)
-    return f"{name}: {_milliseconds(timeline.makespan)}, idle {idle:.1%}, communication hidden {hidden:.1%}"
-
-
-def _median(ordered: Sequence[int], sizes: Mapping[int, int]) -> int:
-    before, half = 0, sum(sizes.values()) / 2
-    for rank in ordered:
-        before += sizes[rank]
-        if before > half:
-            return rank
-    return ordered[-1]
+    duration = _milliseconds(timeline.makespan)
+    return f"{name}: {duration}, idle {timeline.idle:.1%}, communication hidden {timeline.hidden:.1%}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -112,11 +94,10 @@ def _milliseconds(seconds: float) -> str:
 class _Canvas:
     """A figure with one panel per timeline."""
 
-    def __init__(self, timelines: Mapping[str, Timeline], title: str, crowds: Mapping[str, Crowd]) -> None:
+    def __init__(self, timelines: Mapping[str, Timeline], title: str) -> None:
         self._patches = _matplotlib("patches")
-        self._crowds = crowds
-        self._rows = [rows_shown(timeline, crowds.get(name)) for name, timeline in timelines.items()]
-        self._has_loads = bool(crowds) or any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
+        self._rows = [rows_shown(timeline) for timeline in timelines.values()]
+        self._has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
         lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
         self._end = max(length for length in lengths if length <= _CUT * min(lengths))
         least = 3 * _ROW_HEIGHT if self._has_loads else _LEAST_PANEL
@@ -136,7 +117,7 @@ class _Canvas:
         panel, rows = self._panels[index][0], self._rows[index]
         for row, rank in enumerate(rows):
             self._draw_rank(panel, row, timeline.spans[rank])
-        panel.set_title(headline(name, timeline, self._crowds.get(name)), fontsize=9, loc="left")
+        panel.set_title(headline(name, timeline), fontsize=9, loc="left")
         panel.set_xlim(0, self._end * 1.005)
         panel.set_ylim(len(rows), 0)
         panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
@@ -177,13 +158,12 @@ class _Canvas:
         if width * points_per_ms > _LETTER_WIDTH * len(label) and start + width <= self._end * 1.005:
             panel.text(start + width / 2, middle, label, fontsize=6, ha="center", va="center")
 
-    def draw_loads(self, index: int, name: str, timeline: Timeline) -> None:
+    def draw_loads(self, index: int, timeline: Timeline) -> None:
         """Draw the load of all ranks, largest first, beside the timeline, if some are not in it."""
         if not self._has_loads:
             return
         panel = self._panels[index][1]
-        crowd = self._crowds.get(name)
-        loads = crowd.loads if crowd is not None else [each.compute_seconds for each in timeline.ranks.values()]
+        loads = [each.compute_seconds for each in timeline.ranks.values()]
         mean = sum(loads) / len(loads) or 1.0
         values = [load / mean for load in sorted(loads, reverse=True)]
         panel.stairs(values, baseline=0, fill=True, color=_STYLES[NEWTON_SCHULZ].color)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -59,7 +59,15 @@ class Timeline:
     @cached_property
     def ranks(self) -> dict[int, RankSummary]:
         """What became of each rank's time."""
-        return {rank: _summary(spans, self.makespan) for rank, spans in self.spans.items()}
+        # Ranks that do the same share one list.
+        found = {
+            id(spans): _summary(spans, self.makespan) for spans in {id(s): s for s in self.spans.values()}.values()
+        }
+        return {rank: found[id(spans)] for rank, spans in self.spans.items()}
+
+    def of_all_ranks(self, like: Mapping[int, int]) -> Timeline:
+        """The timeline of all ranks, from one of :func:`merge_equal_ranks`."""
+        return Timeline({rank: self.spans[kept] for rank, kept in like.items()})
 
     @property
     def idle(self) -> float:
@@ -104,6 +112,35 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
         spans[rank] = [Span(op, start[node], end[node]) for op, node in zip(ops, nodes, strict=True)]
         first += len(ops)
     return Timeline(spans)
+
+
+def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
+    """Keep one rank of those that do the same all the time, so that thousands of ranks are simulated quickly.
+
+    Communications of all ranks become communications of those that are left. As equal ranks run at equal times, the
+    timeline stays what it was.
+
+    Returns:
+        The smaller program, and for each rank the one in it that does the same.
+    """
+    first_like: dict[tuple[tuple[object, ...], ...], int] = {}
+    like: dict[int, int] = {}
+    for rank, ops in program.items():
+        # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.
+        pattern = tuple(
+            (op.kind, op.key, op.cost, op.lane, op.deps, op.bytes, op.axis_bytes, op.memory, id(op.group)) for op in ops
+        )
+        like[rank] = first_like.setdefault(pattern, rank)
+    kept = set(like.values())
+    members: dict[int, tuple[int, ...]] = {}
+    merged: Program = {}
+    for rank in sorted(kept):
+        merged[rank] = []
+        for op in program[rank]:
+            if id(op.group) not in members:
+                members[id(op.group)] = tuple(member for member in op.group if member in kept)
+            merged[rank].append(replace(op, group=members[id(op.group)]))
+    return merged, like
 
 
 def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:

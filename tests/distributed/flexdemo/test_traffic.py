@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import FlexDeMo
 from lightning_muon.cli.plan_flexdemo import node_traffic
-from lightning_muon.cli.plan_specs import Mesh
+from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, Full, Random
 from lightning_muon.schedule.shapes import ParameterShape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -13,20 +14,24 @@ import torch
 from lightning_muon.cli.plan_flexdemo import (
     LINKS,
     TOP_KS,
+    NodeTraffic,
     Row,
     SlowLinks,
-    Traffic,
     comparison,
+    exchange_name,
     node_traffic,
     shard_shapes,
     slow_links,
+    slow_links_as_dict,
+    slow_links_as_text,
 )
-from lightning_muon.cli.plan_specs import Mesh
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_report import WIDTH
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets, sent_bytes
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicator import Replicator
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 
 def _parameters(*shapes: tuple[int, ...], **options: Any) -> list[ParameterShape]:
@@ -49,7 +54,7 @@ def _config(top_k: int = 3, **options: Any) -> FlexDeMoConfig:
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 7])
-def test_components_and_dense_parameters_are_counted_as_by_hand(nodes: int) -> None:
+def test_components_and_dense_parameters_are_counted(nodes: int) -> None:
     # 130 x 70 are 3 x 2 blocks, each with 3 positions of 2 bytes and 3 values of 2 bytes: 36 bytes of each, which fill
     # 40; 10 dense values of 2 bytes fill 24.
     links = _links(_config(), (130, 70), (10,), nodes=nodes)
@@ -61,7 +66,7 @@ def test_components_and_dense_parameters_are_counted_as_by_hand(nodes: int) -> N
     assert links.all_reduce.traffic.sent == pytest.approx(2 * (nodes - 1) / nodes * 2 * 9110)
 
 
-def test_whole_blocks_take_the_bits_of_the_formula_and_break_even_at_32_over_bits() -> None:
+def test_whole_blocks_break_even_at_32_over_bits() -> None:
     row = _links(_config(32), (128, 640)).rows[0]
     assert row.bits_per_parameter == 0.25
     assert row.traffic.break_even(_links(_config(32), (128, 640)).all_reduce.traffic) == 128
@@ -70,7 +75,7 @@ def test_whole_blocks_take_the_bits_of_the_formula_and_break_even_at_32_over_bit
 @pytest.mark.parametrize(
     ("replicator", "values"), [(DCTTopK(top_k=5), "bf16"), (Random(1 / 7), "int8"), (Full(), "fp32")]
 )
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_shards", [1, 3])
 def test_a_node_sends_what_all_its_ranks_send(replicator: Replicator, values: Any, num_shards: int) -> None:
     draw = random.Random(num_shards)
     shapes = [tuple(draw.randint(1, 90) for _ in range(draw.choice([1, 2, 2, 3]))) for _ in range(12)] + [(3, 2000)]
@@ -94,7 +99,7 @@ def test_a_node_sends_what_all_its_ranks_send(replicator: Replicator, values: An
     assert found.sent == expected > 0
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("num_shards", [1, 3, 64])
 def test_shards_are_those_of_torch_along_any_dimension(num_shards: int) -> None:
     draw = random.Random(num_shards)
     parameters = [
@@ -133,11 +138,11 @@ def test_values_at_common_positions_never_exceed_the_all_reduce() -> None:
         assert traffic.sent == pytest.approx((nodes - 1) / nodes * (traffic.reduced + traffic.returned), rel=0.05)
 
 
-def test_more_bytes_than_the_all_reduce_break_even_at_no_number_of_nodes() -> None:
-    none = Traffic(gathered=0, reduced=10, returned=10, dense=0, sent=0)
-    more = Traffic(gathered=0, reduced=11, returned=11, dense=0, sent=0)
+def test_more_bytes_than_the_all_reduce_never_break_even() -> None:
+    none = NodeTraffic(gathered=0, reduced=10, returned=10, dense=0, sent=0)
+    more = NodeTraffic(gathered=0, reduced=11, returned=11, dense=0, sent=0)
     assert more.break_even(none) == 0.0 and none.break_even(more) is None and none.break_even(none) is None
-    assert Traffic(gathered=5, reduced=11, returned=11, dense=0, sent=0).break_even(none) == 0.0
+    assert NodeTraffic(gathered=5, reduced=11, returned=11, dense=0, sent=0).break_even(none) == 0.0
 
 
 def test_local_steps_send_weights_once_per_period_or_nothing() -> None:
@@ -154,7 +159,7 @@ def test_strips_are_counted() -> None:
     ].traffic.message == 94 * 4 * (2 + 2)
 
 
-def test_frozen_parameters_do_not_count_and_something_must_be_trained() -> None:
+def test_frozen_parameters_do_not_count() -> None:
     trained, frozen = _parameters((70, 80)), [replace(p, name="f") for p in _parameters((90, 90), frozen=True)]
     mesh = Mesh(replicate=2, shard=2)
     model = ModelShapes(name="m", source="", parameters=tuple(trained))
@@ -164,7 +169,7 @@ def test_frozen_parameters_do_not_count_and_something_must_be_trained() -> None:
         slow_links(replace(model, parameters=tuple(frozen)), mesh, _config())
 
 
-def test_the_comparison_has_the_configured_one_first_and_every_other_once() -> None:
+def test_the_comparison_has_the_configured_one_first() -> None:
     found = list(comparison(_config(8, value_format="int8", base="adamw")))
     assert found[0] == _config(8, value_format="int8", base="adamw")
     assert len(set(map(str, found))) == len(found)
@@ -182,7 +187,7 @@ def test_the_comparison_has_the_configured_one_first_and_every_other_once() -> N
 
 def _seconds(exchange: float, compute: float | None, **options: Any) -> float:
     config = FlexDeMoConfig(**options)
-    traffic = Traffic(gathered=0, reduced=0, returned=0, dense=0, sent=exchange * 1e9 / 8)
+    traffic = NodeTraffic(gathered=0, reduced=0, returned=0, dense=0, sent=exchange * 1e9 / 8)
     row = Row(config=config, traffic=traffic, bits_per_parameter=0)
     links = replace(_links(_config(), (70, 70)), compute_seconds=compute)
     return links.step_seconds(row, LINKS["1 Gbit/s"])
@@ -200,8 +205,81 @@ def _seconds(exchange: float, compute: float | None, **options: Any) -> float:
         (5.0, {"replicator": DiLoCo(period=3, overlap=True)}, 5.0),
     ],
 )
-def test_a_step_of_three_seconds_hides_what_the_options_let_it_hide(
-    exchange: float, options: dict[str, Any], expected: float
-) -> None:
+def test_a_step_hides_what_the_options_let_it_hide(exchange: float, options: dict[str, Any], expected: float) -> None:
     assert _seconds(exchange, 3.0, **options) == pytest.approx(expected)
     assert _seconds(exchange, None, **options) == pytest.approx(exchange)
+
+
+def _shipped(
+    replicator: Any, name: str = "t5-small", nodes: int = 2, compute: float | None = None, **options: Any
+) -> SlowLinks:
+    config = FlexDeMoConfig(replicator=replicator, **options)
+    return slow_links(read_shapes(name), Mesh(replicate=nodes, shard=2), config, compute_seconds=compute)
+
+
+def _row(text: str, start: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    return line.removeprefix(start).split()
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "replicator"),
+    [
+        ("t5-small", 1, DCTTopK()),
+        ("llama3-70b", 1000, Random(1 / 64)),
+        ("deepseek-v3", 2, DiLoCo(period=500)),
+        ("t5-small", 1000, NoReplication()),
+    ],
+)
+def test_every_line_fits_a_terminal(name: str, nodes: int, replicator: Any) -> None:
+    text = slow_links_as_text(_shipped(replicator, name, nodes, compute=12.5))
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    assert text.isascii()
+
+
+def test_the_table_shows_bits_bytes_break_even_and_times() -> None:
+    links = _shipped(DCTTopK(top_k=32), nodes=4)
+    text = slow_links_as_text(links)
+    asked, traffic = _row(text, "DCTTopK(64, 32) *"), links.rows[0].traffic
+    assert asked[0] == "bf16" and asked[1] == f"{links.rows[0].bits_per_parameter:.3f}"
+    assert float(asked[4]) == pytest.approx(traffic.sent / 1e6, abs=1e-3)
+    assert float(asked[6]) == pytest.approx(traffic.break_even(links.all_reduce.traffic) or 0, abs=0.1)
+    # 32 (R - 1) M values and indices of 16 bits over 1 Gbit/s, in milliseconds.
+    assert float(asked[9]) == pytest.approx(8 * traffic.sent / 1e6, abs=0.01)
+    reference = _row(text, "HSDP, all-reduce")
+    assert reference[:2] == ["bf16", "16.000"] and float(reference[5]) == 1
+    assert "Times are those of the exchange alone" in text and "C / 3" not in text
+
+
+def test_times_with_arithmetic_say_how_they_overlap() -> None:
+    text = slow_links_as_text(_shipped(DCTTopK(), compute=3.0, delay=1))
+    assert "3.00 s of forward and backward" in text and "C / 3 + max(2 C / 3, E)" in text
+    assert "1 step late" in text and _row(text, "DCTTopK(64, 32) *")[7:9] == ["3.00", "s"]
+
+
+def test_averaged_weights_travel_in_float32() -> None:
+    row = _row(slow_links_as_text(_shipped(DiLoCo(period=50))), "DiLoCo(50) *")
+    assert row[:2] == ["fp32", "0.640"] and row[6] == "never"
+
+
+@pytest.mark.parametrize(
+    ("replicator", "name"),
+    [(DCTTopK(16, 4), "DCTTopK(16, 4)"), (Random(1 / 3), "Random(1/3)"), (NoReplication(), "NoReplication()")],
+)
+def test_replicators_are_named_with_the_options_that_count(replicator: Any, name: str) -> None:
+    assert exchange_name(_shipped(replicator).rows[0]) == name
+
+
+def test_the_dictionary_has_all_numbers_and_survives_json() -> None:
+    links = _shipped(DCTTopK(top_k=8), nodes=3, compute=0.5)
+    found = json.loads(json.dumps(slow_links_as_dict(links)))
+    assert (found["nodes"], found["base"], found["compute_seconds"]) == (3, "sgd", 0.5)
+    assert len(found["rows"]) == len(links.rows)
+    first = found["rows"][0]
+    assert first["is_asked"] and not found["rows"][1]["is_asked"]
+    assert first["bytes"]["sent"] == 2 * first["bytes"]["message"] == 2 * links.rows[0].traffic.gathered
+    assert first["exchange_seconds"] == {
+        name: pytest.approx(8 * first["bytes"]["sent"] / rate) for name, rate in LINKS.items()
+    }
+    assert found["all_reduce"]["break_even_nodes"] is None
+    assert found["compressed"]["elements"] + found["dense"]["elements"] == 60_506_624

@@ -13,7 +13,7 @@ from lightning_muon.schedule.graph import DeadlockError
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
 from lightning_muon.schedule.passes import prefetch, with_backward
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
-from lightning_muon.schedule.simulate import simulate
+from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
 from tests.unit.schedule.programs import UNIT, collective, compute, programs, recv, send
 from tests.unit.schedule.specs import sharded
 
@@ -226,12 +226,25 @@ def test_the_10b_shapes_on_8_ranks_keep_the_arithmetic_busy() -> None:
     assert timeline.hidden >= 0.95
 
 
-def test_200000_ops_take_seconds() -> None:
-    num_ranks, num_buckets = 1000, 40
+@pytest.mark.parametrize("num_matrices", [20, 8])
+def test_equal_ranks_are_simulated_once(num_matrices: int) -> None:
+    # 20 matrices on 8 ranks: four ranks own three, the others two.
+    specs = sharded([8 * 2**18] * num_matrices, 8, flops=[10**12] * num_matrices)
+    program = prefetch(plan_step(specs, num_ranks=8, itemsize=2, chunk_bytes=1).program, 2)
+    merged, like = merge_equal_ranks(program)
+    assert len(merged) == (2 if num_matrices == 20 else 1)
+    assert all(set(op.group) <= set(merged) for ops in merged.values() for op in ops)
+    full, small = simulate(program, PRESETS["reference"]), simulate(merged, PRESETS["reference"]).of_all_ranks(like)
+    assert (small.makespan, small.idle, small.hidden) == (full.makespan, full.idle, full.hidden)
+    assert small.ranks == full.ranks
+
+
+def test_50000_ops_take_seconds() -> None:
+    num_ranks, num_buckets = 250, 40
     specs = [MatrixSpec(name="w", numel=num_ranks, flops=1, held=(1,) * num_ranks)] * (num_ranks * num_buckets)
     program = prefetch(plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=1).program, 2)
-    assert sum(len(ops) for ops in program.values()) == 200_000
+    assert sum(len(ops) for ops in program.values()) == 50_000
     start = time.perf_counter()
     assert simulate(program, UNIT).peak_bytes > 0
-    # Two seconds where nothing else runs; anything quadratic takes hours.
-    assert time.perf_counter() - start < 20
+    # Half a second where nothing else runs; anything quadratic takes hours.
+    assert time.perf_counter() - start < 10

@@ -1,4 +1,4 @@
-"""A YAML file of ``fit`` is read without training, processes or weights."""
+"""What is planned: YAML files read without training or weights, fused weights, and words for FlexDeMo."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_muon.cli.plan_config import read_config, shapes_of
+from lightning_muon.cli.plan_model import (
+    config_from_words,
+    muon_part,
+    read_config,
+    shapes_of,
+    with_fused,
+    with_stacks_cut_along,
+)
 from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Random
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 cli = pytest.importorskip("lightning.pytorch.cli")
 pytest.importorskip("jsonargparse")
@@ -60,7 +70,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return written
 
 
-def test_the_model_is_built_on_the_meta_device_with_the_layers_of_configure_model(write: Any) -> None:
+def test_the_model_is_built_on_the_meta_device(write: Any) -> None:
     planned = read_config(write(), cli.LightningCLI)
     assert [(p.name, p.shape, p.kind) for p in planned.shapes.parameters] == [
         ("first.weight", (6, 4), "matrix"),
@@ -127,3 +137,75 @@ def test_frozen_parameters_are_marked() -> None:
     module[0].weight.requires_grad_(False)
     shapes = shapes_of(module, MuonConfig(), name="net", source="")
     assert [parameter.frozen for parameter in shapes.parameters] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw")),
+        (["top_k=4"], FlexDeMoConfig(replicator=DCTTopK(16, 4), base="adamw")),
+        (["replicator=DCTTopK", "base=muon"], FlexDeMoConfig(base="muon")),
+        (
+            ["value_format=int8", "delay=1"],
+            FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw", value_format="int8", delay=1),
+        ),
+        (["rate=0.25", "replicator=Random"], FlexDeMoConfig(replicator=Random(0.25), base="adamw")),
+        (["replicator=DiLoCo", "period=9"], FlexDeMoConfig(replicator=DiLoCo(period=9), base="adamw")),
+    ],
+)
+def test_words_replace_what_they_name(words: list[str], expected: FlexDeMoConfig) -> None:
+    assert config_from_words(words, FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw")) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["top=3"], r"no key 'top' \(did you mean 'top_k'\?\); with DCTTopK there are "),
+        (["rate=0.5"], r"no key 'rate'"),
+        (["replicator=DCTTop"], r"no replicator 'DCTTop' \(did you mean 'DCTTopK'\?\)"),
+        (["replicator=Random"], r"replicator=Random: .*'rate'"),
+        (["top_k"], r"KEY=VALUE, such as top_k=8, got 'top_k'"),
+        (["=8"], r"KEY=VALUE"),
+        (["top_k=0"], r"top_k must be at least 1, got 0"),
+        (["base=lion"], r"base must be one of .*'lion'"),
+        (["lr=1"], r"no key 'lr'"),
+    ],
+)
+def test_a_wrong_word_is_explained(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_words(words, FlexDeMoConfig())
+
+
+def test_newton_schulz_gets_the_shared_options() -> None:
+    config = FlexDeMoConfig(ns_steps=3, adamw_patterns=("head*",), fused={"qkv": 3}, chunk_bytes=123, overlap="step")
+    part = muon_part(config)
+    assert (part.ns_steps, part.adamw_patterns, part.fused) == (3, ("head*",), {"qkv": 3})
+    assert (part.chunk_bytes, part.dedupe) == (MuonConfig.chunk_bytes, "never")
+
+
+def _model(*shapes: tuple[int, ...]) -> ModelShapes:
+    kinds = {2: "matrix", 3: "stack"}
+    parameters = [ParameterShape(name=f"w{i}", shape=shape, kind=kinds[len(shape)]) for i, shape in enumerate(shapes)]
+    return ModelShapes(name="model", source="", parameters=tuple(parameters))
+
+
+def test_fused_patterns_divide_weights_evenly_or_by_sizes() -> None:
+    fused = with_fused(_model((12, 4), (8, 4), (4, 4)), {"*0": (6, 3, 3), "*1": (2,)})
+    assert [parameter.splits for parameter in fused.parameters] == [(6, 3, 3), (4, 4), ()]
+
+
+def test_patterns_that_fit_nothing_are_refused() -> None:
+    model = _model((10, 4))
+    with pytest.raises(ValueError, match="'b' matches no matrix of model"):
+        with_fused(model, {"b": (2,)})
+    with pytest.raises(ValueError, match=r"w0 \(10, 4\) cannot be divided into 3 equal parts"):
+        with_fused(model, {"w0": (3,)})
+    with pytest.raises(ValueError, match="do not sum to dimension 0"):
+        with_fused(model, {"w0": (3, 3)})
+    with pytest.raises(ValueError, match="model has no stacks"):
+        with_stacks_cut_along(model, 1)
+
+
+def test_stacks_can_be_cut_along_rows() -> None:
+    model = with_stacks_cut_along(_model((8, 4), (2, 8, 4)), 1)
+    assert [parameter.shard_dim for parameter in model.parameters] == [0, 1]
