@@ -168,7 +168,7 @@ def test_an_error_says_when_chunks_cannot_be_smaller() -> None:
     few, mesh = replace(_OPTIONS, buffer_bytes=1000, chunk_bytes=1), Mesh(replicate=1, shard=4)
     with pytest.raises(ValueError, match=r"at least 1 matrices .* --chunk-bytes does not help .* with --fused"):
         _compare(_model(64), mesh, few)
-    with pytest.raises(ValueError, match=r"make the buckets smaller$"):
+    with pytest.raises(ValueError, match=r"make the chunks smaller$"):
         _compare(_model(64), mesh, replace(few, chunk_bytes=2**20))
 
 
