@@ -83,7 +83,7 @@ def test_chunks_that_are_sent_early_use_the_layout_of_the_first_step() -> None:
                 backward(found, [torch.zeros_like(tensor) for _, tensor in found])
                 optimizer.step()
         assert optimizer._bound is not None
-        num_chunks = len(optimizer._bound.matrix_step.buckets)
+        num_chunks = len(optimizer._bound.plan.buckets)
         assert sorted(made) == ["gather"] * num_chunks + ["scatter"] * num_chunks
 
 
