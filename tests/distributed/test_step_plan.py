@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_strategies import GRID, PIPELINE, CompareOptions, compare_strategies
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import step_plan as plan_module
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
@@ -20,8 +22,9 @@ from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equ
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import TensorLayout, local_tensor
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import machine_of
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 
 
@@ -193,3 +196,27 @@ def test_auto_starts_gathers_early_over_slow_links_and_the_user_is_obeyed(gloo: 
     assert gloo.run(_sends_early, "auto", fast, world_size=2) == [[alone, (False, True)]] * 2
     assert gloo.run(_sends_early, "step", slow, world_size=2) == [[alone, (False, False)]] * 2
     assert gloo.run(_sends_early, "backward", fast, world_size=2) == [[(True, False), (True, False)]] * 2
+
+
+def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
+    """Owners that ``lightning-muon plan`` finds from shapes, beside those of the optimizer on the same mesh."""
+    shapes = [(13, 7), (64, 32), (1, 9), (6, 6)]
+    mesh = init_device_mesh("cpu", (2, 2))
+    weights = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in shapes]
+    (group,) = _bind(*weights, dedupe=dedupe).exchange_groups
+    parameters = [ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes)]
+    options = CompareOptions(
+        ns_steps=5, wire_itemsize=4, chunk_bytes=10**6, look_ahead=2, buffer_bytes=None, cost=PRESETS["reference"]
+    )
+    model = ModelShapes(name="m", source="", parameters=tuple(parameters))
+    outcomes = {each.name: each for each in compare_strategies(model, Mesh(replicate=2, shard=2), options)}
+    outcome = outcomes[GRID if dedupe == "always" else PIPELINE]
+    held = [spec.held for spec in outcome.ranks.specs]
+    return [(outcome.owners, group.plan.owners), (held, [job.pieces.held for job in group.jobs])]
+
+
+@pytest.mark.parametrize("dedupe", ["always", "never"])
+def test_the_plan_command_finds_the_owners_of_the_optimizer(gloo: ProcessPool, dedupe: str) -> None:
+    for found in gloo.run(_planned_and_bound, dedupe, world_size=4):
+        for planned, bound in found:
+            assert planned == bound
