@@ -166,8 +166,9 @@ class DiLoCoSync(IndependentNodes):
         return [trained.states[parameter]["anchor"] for parameter in trained.parameters]
 
     @override
-    def step_part(self) -> StepPart:
+    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """An op at the end of the steps in which an average begins, or its sums are sent."""
+        del reads
         average = Op(kind=EXCHANGE, key="average", rank=0, when=(GRADIENTS,))
         return StepPart(
             ops=AddedOps(last=[average]),

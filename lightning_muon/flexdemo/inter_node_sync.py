@@ -122,8 +122,13 @@ class InterNodeSync(ABC):
         del trained, names, num_steps
         return None
 
-    def step_part(self) -> StepPart:
-        """Ops of this way in the program of a step, for what :meth:`plan` was called with; local."""
+    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
+        """Ops of this way in the program of a step, for what :meth:`plan` was called with; local.
+
+        Args:
+            reads: Names of the ops of the step that read updates, and whose.
+        """
+        del reads
         return StepPart()
 
     @property

@@ -345,15 +345,22 @@ class MomentumSync(InterNodeSync):
         return self._early
 
     @override
-    def step_part(self) -> StepPart:
+    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         if self._exchanges is None:
             return StepPart()
         keys = list(self._exchanges.buckets)
         early = [] if self._early is None else [_early_exchange(key) for key in keys]
         ops = [op for key in keys for op in _ops_of_bucket(key, is_early=self._early is not None)]
-        decode = [Op(kind=DECODE, key=key, rank=0) for key in keys]
+        users: dict[Tensor, list[str]] = {}
+        for name, tensors in reads.items():
+            for tensor in tensors:
+                users.setdefault(tensor, []).append(name)
+        decode = [
+            (Op(kind=DECODE, key=key, rank=0), {name for tensor in bucket.parameters for name in users[tensor]})
+            for key, bucket in self._exchanges.buckets.items()
+        ]
         return StepPart(
-            ops=AddedOps(first=[*early, *ops, *decode]),
+            ops=AddedOps(first=[*early, *ops], needed=decode),
             actions={
                 ENCODE: self._encode,
                 EXCHANGE: self._exchange,

@@ -300,8 +300,8 @@ class FlexDeMo(PlannedOptimizer):
             self._early_exchanges.run_on(step.executor)
         return self._early_exchanges
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        return self._sync.step_part()
+    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
+        return self._sync.step_part(reads)
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
         if agreed.deferred_check is not None:

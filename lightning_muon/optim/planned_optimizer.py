@@ -277,8 +277,9 @@ class PlannedOptimizer(CompleteStateOptimizer):
     def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
         """A plan will be made for these. Collective as :meth:`step` is; every rank must call it."""
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """What is in the program of a step beside matrices and AdamW; see :meth:`.Layout.step_part`."""
+    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
+        """What is in the program of a step beside matrices and AdamW; see :func:`.make_step_plan`."""
+        del reads
         return self._layout.step_part(done)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:

@@ -26,7 +26,7 @@ from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.program import ADAMW, GATHER, UPDATE, Op
+from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, UPDATE, Op
 from lightning_muon.schedule.step import fingerprint, step_program
 from lightning_muon.schedule.validate import check_step
 
@@ -159,7 +159,7 @@ def make_step_plan(
     private_groups: PrivateGroups,
     *,
     options: PlanOptions,
-    make_part: Callable[[Mapping[str, Sequence[Tensor]]], StepPart],
+    make_part: Callable[[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]], StepPart],
 ) -> StepPlan:
     """Make the plan and the program, check them, and check that all ranks made the same.
 
@@ -170,7 +170,8 @@ def make_step_plan(
         meshes: The meshes of these parameters.
         private_groups: Of this optimizer.
         options: Of the plan.
-        make_part: Returns what else the step does, see :meth:`.Layout.step_part`.
+        make_part: Returns what else the step does, see :meth:`.Layout.step_part`; its second argument are the names of
+            the ops that read gradients, and whose.
     """
     layout = parameters[0].layout
     groups = _exchange_groups(parameters, meshes, private_groups, options)
@@ -195,7 +196,9 @@ def make_step_plan(
     done: dict[str, list[Tensor]] = {op.name: [] for op in (*adamw, *matrices)}
     for tensor, name in last_op.items():
         done[name].append(tensor)
-    part = make_part(done)
+    reads = {op.name: each.tensors for op, each in zip(adamw, batches, strict=True)}
+    reads |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == MOMENTUM}
+    part = make_part(done, reads)
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=0 if options.overlap == "off" else options.look_ahead,

@@ -50,12 +50,15 @@ class AddedOps:
     Attributes:
         first: In front of all others of their phase.
         ahead: Name of an op of the step -> what comes in front of it.
+        needed: Ops in their order, and the names of those that need them: each comes right in front of the first op
+            that needs it, or one listed behind it.
         after: Name of an op of the step -> what follows it.
         last: Behind all others.
     """
 
     first: Sequence[Op] = ()
     ahead: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
+    needed: Sequence[tuple[Op, Collection[str]]] = ()
     after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
     last: Sequence[Op] = ()
 
@@ -116,7 +119,7 @@ def _with_branches(
         if op.kind != ADAMW:
             steps += around.place(_of_bucket(op, is_early=op.key in early))
         elif not is_late:
-            steps.append(replace(op, unless=(DEFERRED,)))
+            steps += [*around.needed_by(op), replace(op, unless=(DEFERRED,))]
     if not is_checked and issued:
         steps += _check_and_adamw(issued[0].rank, adamw, around, is_late=is_late)
     around.require_all_placed()
@@ -150,14 +153,22 @@ class _Around:
     """Puts added ops next to those that they belong to."""
 
     def __init__(self, added: AddedOps) -> None:
-        self._ahead, self._after = dict(added.ahead), dict(added.after)
+        self._ahead, self._after, self._needed = dict(added.ahead), dict(added.after), list(added.needed)
 
     def place(self, op: Op) -> list[Op]:
         """An op between its neighbors."""
-        return [*self._ahead.pop(op.name, ()), op, *self._after.pop(op.name, ())]
+        return [*self.needed_by(op), *self._ahead.pop(op.name, ()), op, *self._after.pop(op.name, ())]
+
+    def needed_by(self, op: Op) -> list[Op]:
+        """What an op needs, and all that is listed before it, if it was not placed already."""
+        users = [number for number, (_, names) in enumerate(self._needed, 1) if op.name in names]
+        placed, self._needed = self._needed[: max(users, default=0)], self._needed[max(users, default=0) :]
+        return [needed for needed, _ in placed]
 
     def require_all_placed(self) -> None:
         """Raise if a neighbor was never placed."""
+        for op, names in self._needed:
+            raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")
         for name in (*self._ahead, *self._after):
             raise ValueError(f"ops were added next to {name}, which is not in the step, or may be in two places")
 

@@ -47,7 +47,10 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", over
         overlap=overlap,  # type: ignore[arg-type]
     )
     require_equal_parameters(parameters, meshes, "")
-    return make_step_plan(parameters, meshes, PrivateGroups(), options=options, make_part=TensorLayout(mesh).step_part)
+    layout = TensorLayout(mesh)
+    return make_step_plan(
+        parameters, meshes, PrivateGroups(), options=options, make_part=lambda done, _: layout.step_part(done)
+    )
 
 
 Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]

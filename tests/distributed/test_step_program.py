@@ -109,6 +109,14 @@ def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> No
         assert EXCHANGE in kinds or "replicator" in options
 
 
+def test_updates_are_decoded_when_they_are_needed(gloo: ProcessPool) -> None:
+    options = {"base": "muon", "overlap": "step", "delay": 0}
+    for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
+        kinds = [op.partition("[")[0] for op in ran[0]]
+        last_decode = len(kinds) - 1 - kinds[::-1].index("decode")
+        assert kinds.index("decode") < kinds.index("momentum") < kinds.index("newton_schulz") < last_decode
+
+
 def _frames() -> int:
     mode, net, optimizer = _start("fsdp", (dist.get_world_size(),), {})
     depths: list[int] = []

@@ -42,9 +42,14 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) ->
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
     options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
-    part = TensorLayout(mesh).step_part
-    (group,) = make_step_plan(parameters, meshes, PrivateGroups(), options=options, make_part=part).exchange_groups
-    return group, full
+    plan = make_step_plan(
+        parameters,
+        meshes,
+        PrivateGroups(),
+        options=options,
+        make_part=lambda done, _: TensorLayout(mesh).step_part(done),
+    )
+    return plan.exchange_groups[0], full
 
 
 class _Wire:

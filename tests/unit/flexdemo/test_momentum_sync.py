@@ -277,8 +277,8 @@ def _mesh() -> Any:
 def _updated(sync: MomentumSync, trained: Trained, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """The updates of a step, whose ops run."""
     updates = sync.updates(trained, gradients)
-    part = sync.step_part()
-    for op in part.ops.first:
+    part = sync.step_part({"adamw[0]": trained.parameters})
+    for op in [*part.ops.first, *(op for op, _ in part.ops.needed)]:
         if op.phase == IN_STEP and runs(op, part.facts(gradients)):
             part.actions[op.kind](op)
     return updates

@@ -39,7 +39,9 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         look_ahead=2,
         overlap=overlap,  # type: ignore[arg-type]
     )
-    plan = make_step_plan(bound, meshes, PrivateGroups(), options=options, make_part=TensorLayout().step_part)
+    plan = make_step_plan(
+        bound, meshes, PrivateGroups(), options=options, make_part=lambda done, _: TensorLayout().step_part(done)
+    )
     return MatrixStep(
         plan,
         look_ahead=0 if overlap == "off" else 2,

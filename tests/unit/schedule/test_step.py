@@ -96,6 +96,34 @@ def test_added_ops_have_their_places(plan: MuonPlan) -> None:
         step_program(canonical, look_ahead=2, added={0: AddedOps(after={"update[9]": []})})
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_op_comes_in_front_of_the_first_that_needs_it(plan: MuonPlan, is_late: bool) -> None:
+    needed = [
+        (Op(kind="decode", key="a", rank=0), {"momentum[1]"}),
+        (Op(kind="decode", key="b", rank=0), {"adamw[0]", "momentum[2]"}),
+        (Op(kind="decode", key="c", rank=0), {"adamw[0]", "momentum[0]"}),
+        (Op(kind="decode", key="d", rank=0), {"momentum[2]"}),
+    ]
+    canonical = with_adamw({0: plan.program[0]}, [1])
+
+    def program(number: int) -> list[str]:
+        added = AddedOps(needed=needed[:number])
+        made = step_program(canonical, look_ahead=2, is_late=is_late, added={0: added})
+        check_step(made, [plan], is_whole=False)
+        for facts in (ALL_IN_STEP, ALL_IN_STEP | {DEFERRED: EVERY_KEY}):
+            assert [name for name in _names(made, facts) if "decode" in name] == [op.name for op, _ in needed[:number]]
+        return _names(made, ALL_IN_STEP)
+
+    names = program(2)
+    assert names[names.index("momentum[1]") - 1] == "decode[a]"
+    assert names[names.index("momentum[2]" if is_late else "adamw[0]") - 1] == "decode[b]"
+    names = program(4)
+    assert names[:3] == ["decode[a]", "decode[b]", "decode[c]"]
+    assert names[names.index("momentum[2]") - 1] == "decode[d]"
+    with pytest.raises(ValueError, match=r"decode\[a\] is needed by \['momentum\[9\]'\]"):
+        step_program(canonical, look_ahead=2, added={0: AddedOps(needed=[(needed[0][0], {"momentum[9]"})])})
+
+
 def test_a_change_before_the_check_is_refused(plan: MuonPlan) -> None:
     program = _program(plan)
     for ops in program.values():
