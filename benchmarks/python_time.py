@@ -134,10 +134,9 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.transfer.start_messages": lambda *_: [],
         f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.optim.matrix_step.orthogonalize": no_matrix,
-        "torch._foreach_norm": lambda tensors, *_, **__: [norm] * len(tensors),
-        "torch._foreach_lerp": first,
-        **dict.fromkeys(("torch._foreach_copy_", "torch._foreach_lerp_", "torch._foreach_add_"), nothing),
-        "torch._foreach_mul_": nothing,
+        f"{package}.compat.foreach.norm": lambda tensors, *_, **__: [norm] * len(tensors),
+        f"{package}.compat.foreach.lerp": first,
+        **{f"{package}.compat.foreach.{name}": nothing for name in ("add_", "copy_", "lerp_", "mul_")},
     }
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:

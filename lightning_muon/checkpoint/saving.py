@@ -81,7 +81,7 @@ def weights_to_save(
 def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
     """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
-    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)  # type: ignore[assignment]
+    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
     return numbered_optimizer_state(state, module, optimizer) if whole and state else state
 
 

@@ -176,7 +176,7 @@ def replace_accelerator() -> None:
 def _replace_class(package: ModuleType) -> None:
     ours = _classes().Accelerator
     package.Accelerator = ours  # type: ignore[attr-defined]
-    package.accelerator.Accelerator = ours  # type: ignore[attr-defined]
+    package.accelerator.Accelerator = ours
 
 
 def _replace_in_trainer(module: ModuleType) -> None:

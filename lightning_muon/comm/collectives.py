@@ -37,6 +37,10 @@ class Parts:
         flat = buffer[: self.numel].split(sizes)
         return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
 
+    def by_peer(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """One flat view per peer, of all its parts."""
+        return buffer[: self.numel].split(list(self.splits))
+
 
 def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Parts:
     """Describe a buffer whose parts are already in the order of their ``peers``."""
@@ -162,6 +166,11 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     let_gloo_finish_at_exit()
     (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
     return work
+
+
+def read_flags(flags: Tensor) -> list[bool]:
+    """The booleans of a 1-D tensor; waits for its device. Local."""
+    return flags.tolist()
 
 
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:

@@ -34,13 +34,13 @@ class Launched(dist.Work):
         return self._work.is_completed()
 
     @override
-    def wait(self) -> bool:  # type: ignore[override]
+    def wait(self) -> bool:
         result = self._work.wait()
         self._in_flight.pop(self, None)
         return result
 
     @override
-    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[Any]:
         return self._work.get_future()
 
 

@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses, and a defect of gloo; tests/unit/compat fails when one moves."""
+"""Private names of torch that the package uses, and a defect of gloo; tests/unit/compat fails when one moves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cpu_multiplies_bfloat16_fast() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def default_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+def default_store() -> dist.Store:
     """Key-value store of the default process group.
 
     Uses ``torch.distributed.distributed_c10d._get_default_store`` (2.11 to 2.13).
@@ -76,7 +76,7 @@ def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedel
             list(ranks),
             dist.Backend(backend),
             store,
-            name,  # type: ignore[arg-type]
+            name,
             timeout=timeout,
             device_id=None if backend == "gloo" else device,
             group_desc=name,
@@ -100,7 +100,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     Uses ``torch.autograd.Variable._execution_engine.queue_callback`` (2.11 to 2.13), as FSDP2 does.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 import torch
 from torch import Tensor
 
+from lightning_muon.compat import foreach
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Part, Place, aligned, message_bytes
 from lightning_muon.flexdemo.replicator import Components, ExchangeStep
 from lightning_muon.flexdemo.wire import pack_indices, unpack_indices
@@ -56,7 +57,7 @@ class MomentumBucket:
             else:
                 _copy_(into, residuals)
                 batch.mul_(decay)
-                torch._foreach_add_(into, added)  # pyright: ignore[reportPrivateImportUsage]
+                foreach.add_(into, added)
 
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
         """Blocks <- values, of the shapes of the shards of the parameters."""
@@ -133,7 +134,7 @@ def _flat(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Te
 
 def _copy_(into: list[Tensor], source: list[Tensor]) -> None:
     if into:
-        torch._foreach_copy_(into, source)  # pyright: ignore[reportPrivateImportUsage]
+        foreach.copy_(into, source)
 
 
 def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:

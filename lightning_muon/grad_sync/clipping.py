@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.compat import foreach
 from lightning_muon.params.layout import Layout, TensorLayout, sharded_axes
 
 _TENSORS = TensorLayout()
@@ -47,7 +48,7 @@ def clip_norm_(
     # Multiplied by 1 also: to look whether that is needed would make the host wait for the device.
     scale = torch.where(norm.isfinite(), scale, 1.0)
     for gradients in _by_device_and_dtype(_gradients(listed, layout)):
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
+        foreach.mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
     return norm.float()
 
 
@@ -64,10 +65,10 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
     _reduce_partial_sums(listed)
     for gradients in _by_device_and_dtype(_gradients(listed, layout)):
         # x - x is 0 where x is finite and NaN elsewhere: an Inf must not pass for a number.
-        nothing = torch._foreach_sub(gradients, gradients)
-        torch._foreach_clamp_min_(gradients, -max_value)
-        torch._foreach_clamp_max_(gradients, max_value)
-        torch._foreach_add_(gradients, nothing)
+        nothing = foreach.sub(gradients, gradients)
+        foreach.clamp_min_(gradients, -max_value)
+        foreach.clamp_max_(gradients, max_value)
+        foreach.add_(gradients, nothing)
 
 
 @torch.no_grad()
@@ -144,7 +145,7 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """
     norms: dict[int, Tensor] = {}
     for same in _by_device_and_dtype(gradients):
-        found = torch._foreach_norm(same, 2, dtype=torch.float32 if same[0].dtype.itemsize < 4 else None)
+        found = foreach.norm(same, 2, dtype=torch.float32 if same[0].dtype.itemsize < 4 else None)
         norms.update(zip(map(id, same), found, strict=True))
     return [norms[id(gradient)] for gradient in gradients]
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import Hop
 from lightning_muon.comm.reduce_scatter import SideStream
+from lightning_muon.compat import foreach
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 from lightning_muon.params.uses import parameter_uses
 
@@ -347,7 +348,7 @@ class _Travelling:
         targets = [part for _, parts, _ in self._received for part in parts]
         sources = [piece for buffer, parts, sizes in self._received if parts for piece in buffer.split(sizes)]
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach.copy_(targets, sources)
         for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
             if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))

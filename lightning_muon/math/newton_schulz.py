@@ -97,9 +97,13 @@ def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
 def _frobenius_norm(x: Tensor) -> Tensor:
     """Norm of a matrix, or of each of a batch, ``(batch, 1, 1)``."""
     if x.ndim == 2:
-        return x.norm()
+        return _norm(x)
     # One by one, as torch.optim.Muon takes it: a reduction over two of three dimensions has other bits.
-    return torch.stack([member.norm() for member in x.unbind()]).view(-1, 1, 1)
+    return torch.stack([_norm(member) for member in x.unbind()]).view(-1, 1, 1)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _panels(x: Tensor) -> list[tuple[int, int]]:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lightning_muon.compat import foreach
 from lightning_muon.params.layout import Layout, local_tensor
 
 _NOTHING_READ: Mapping[Tensor, float] = {}
+# A parameter, its gradient and its two moments.
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
 _LEAST_ALONE = 1 << 20
 
@@ -45,10 +48,10 @@ def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: flo
             converted = [
                 torch.empty(update.shape, dtype=target.dtype, device=target.device) for target, update in small
             ]
-            torch._foreach_copy_(converted, [update for _, update in small])
-            torch._foreach_add_([target for target, _ in small], converted, alpha=alpha)
+            foreach.copy_(converted, [update for _, update in small])
+            foreach.add_([target for target, _ in small], converted, alpha=alpha)
     if rest:
-        torch._foreach_add_([target for target, _ in rest], [update for _, update in rest], alpha=alpha)
+        foreach.add_([target for target, _ in rest], [update for _, update in rest], alpha=alpha)
 
 
 def adamw_step_(
@@ -67,12 +70,13 @@ def adamw_step_(
     beta1, beta2 = group["betas"]
     is_fused = params[0].device.type == "cpu"
     moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
-    given = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
+    given: list[_Four] = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
     used = list(given)
     apart = [n for n, tensors in enumerate(given) if is_fused and not all(map(Tensor.is_contiguous, tensors))]
     for n in apart:
         given[n] = _in_order_of_first(given[n])
-        used[n] = tuple(tensor.contiguous() for tensor in given[n])
+        param, grad, first, second = given[n]
+        used[n] = param.contiguous(), grad.contiguous(), first.contiguous(), second.contiguous()
     adamw(
         [tensors[0] for tensors in used],
         [tensors[1] for tensors in used],
@@ -97,7 +101,7 @@ def adamw_step_(
                 tensor.copy_(value)
 
 
-def _in_order_of_first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _in_order_of_first(tensors: _Four) -> _Four:
     """Views of tensors of one shape whose dimensions are in the order in which the first one lies in memory.
 
     The fused kernel of CPUs runs over ``numel`` elements of each tensor from the first address on: gaps between the
@@ -106,7 +110,10 @@ def _in_order_of_first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """
     strides = tensors[0].stride()
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    return tensors if order == list(range(len(strides))) else tuple(tensor.permute(order) for tensor in tensors)
+    if order == list(range(len(strides))):
+        return tensors
+    param, grad, first, second = tensors
+    return param.permute(order), grad.permute(order), first.permute(order), second.permute(order)
 
 
 def sgd_step_(
@@ -121,6 +128,6 @@ def sgd_step_(
     lr = number(group["lr"], numbers)
     if group["weight_decay"]:
         for param in params:
-            # Not torch._foreach_mul_, which rounds the factor to bfloat16 for such weights on a CPU.
+            # Not foreach.mul_, which rounds the factor to bfloat16 for such weights on a CPU.
             param.mul_(1 - lr * group["weight_decay"])
-    torch._foreach_add_(list(params), list(grads), alpha=-lr)
+    foreach.add_(list(params), list(grads), alpha=-lr)

@@ -8,9 +8,9 @@ handles.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,8 +103,12 @@ class HostExecutor(Executor):
         if not works:
             recorder.ended(op)
             return
+
+        def ended(_: torch.futures.Future[Any]) -> None:
+            recorder.ended(op)
+
         try:
-            works[-1].get_future().then(lambda _: recorder.ended(op))
+            works[-1].get_future().then(ended)  # pyright: ignore[reportUnknownMemberType]
         except RuntimeError:
             # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
             self._to_record[op.name] = recorder, op
@@ -122,7 +126,7 @@ class StreamExecutor(Executor):
         self._transfer = torch.cuda.Stream(device)
         self._early = torch.cuda.Stream(device)
         self._compute = torch.cuda.current_stream()
-        self._ended: dict[str, torch.cuda.Event] = {}
+        self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
     def execute(self, op: Op) -> None:
@@ -136,7 +140,7 @@ class StreamExecutor(Executor):
 
     @contextmanager
     @override
-    def memory_of_step(self) -> Iterator[None]:
+    def memory_of_step(self) -> Generator[None]:
         # Memory of the compute stream, for which the next forward pass can use it again. What this stream has been
         # given until now may still use it; the reduction of the gradients waits for that anyway.
         self._early.wait_stream(self._compute)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
+from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
+from lightning_muon.compat import foreach
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, MeshMembers
@@ -301,7 +302,7 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients) -> list[bool]:
     if not norms:
         return [False] * len(tensors)
     # All at once: one operation per norm would take a quarter of a step with many small parameters.
-    are_finite = dict(zip(norms, torch.stack(list(norms.values())).isfinite().tolist(), strict=True))
+    are_finite = dict(zip(norms, read_flags(torch.stack(list(norms.values())).isfinite()), strict=True))
     return [not are_finite.get(tensor, True) for tensor in tensors]
 
 
@@ -314,7 +315,7 @@ def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
         members = [tensor for tensor in filled if (found[tensor].dtype == torch.float16) is is_half]
         if members:  # In float16 a norm ends at 65504; bfloat16 has the range of float32, which takes twice as long.
             dtype = torch.float32 if is_half else None
-            norms.update(zip(members, torch._foreach_norm([found[t] for t in members], 2, dtype=dtype), strict=True))
+            norms.update(zip(members, foreach.norm([found[t] for t in members], 2, dtype=dtype), strict=True))
     return {tensor: norms[tensor] for tensor in filled}
 
 
@@ -444,7 +445,7 @@ def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
     replicas = _replicas(layout, tensor)
     if replicas is not None:
         found[tensor] = found[tensor].clone()
-        dist.all_reduce(found[tensor], group=replicas.group)
+        start_all_reduce_sum(found[tensor], replicas).wait()
         found[tensor].div_(replicas.size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool
+from lightning_muon.compat import foreach
 from lightning_muon.math.newton_schulz import lr_scale, orthogonalize, worth_batching
 from lightning_muon.optim.elementwise import adamw_step_, add_scaled_, number
 from lightning_muon.optim.executor import make_executor
@@ -236,7 +237,7 @@ class MatrixStep:
         return taking_part
 
     @contextmanager
-    def _looking_at(self, gradients: Gradients, states: States) -> Iterator[None]:
+    def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
         """Inside, ops look at these, which they must not change."""
         before = self._gradients, self._states, self._options
         self._gradients, self._states, self._options = gradients, states, {}
@@ -328,10 +329,10 @@ class MatrixStep:
                 continue
             grads, buffers = self._grads_and_buffers(jobs)
             if in_place:
-                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+                foreach.lerp_(buffers, grads, 1 - momentum)
             else:
-                buffers = torch._foreach_lerp(buffers, grads, 1 - momentum)
-            yield jobs, torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+                buffers = foreach.lerp(buffers, grads, 1 - momentum)
+            yield jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
@@ -371,16 +372,16 @@ class MatrixStep:
         if self._has_momentum and op.key not in self._committed:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 grads, buffers = self._grads_and_buffers(jobs)
-                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+                foreach.lerp_(buffers, grads, 1 - momentum)
         update_of = transfer.updates()
         for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
             views = [job.local_view(job.parameter.local) for job in jobs]
             if self._pool.device.type == "cpu":
                 for view in views:
-                    # Not torch._foreach_mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
+                    # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
                     view.mul_(1 - lr * weight_decay)
             else:
-                torch._foreach_mul_(views, 1 - lr * weight_decay)
+                foreach.mul_(views, 1 - lr * weight_decay)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
                 by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)

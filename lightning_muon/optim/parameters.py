@@ -235,13 +235,15 @@ def routes_of(
         RuntimeError: If the module holds unsharded weights.
         ValueError: If a group with ``algorithm="muon"`` has a parameter that is no matrix, or a pattern is wrong.
     """
-    patterns = {"adamw_patterns": adamw_patterns, "muon_patterns": muon_patterns, "fused": fused}
+    known: dict[Tensor, Route]
     if module is not None:
-        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+        by_name = route_module(module, adamw_patterns=adamw_patterns, muon_patterns=muon_patterns, fused=fused)
+        known = dict(zip(module.parameters(), by_name.values(), strict=True))
         _refuse_unsharded(groups, known)
     else:
         named = _named_parameters(groups)
-        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
+        by_name = route_named(named, adamw_patterns=adamw_patterns, muon_patterns=muon_patterns, fused=fused)
+        known = dict(zip(named.values(), by_name.values(), strict=True))
     routes: dict[Tensor, Route] = {}
     for group in groups:
         for parameter in group["params"]:

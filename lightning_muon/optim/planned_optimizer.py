@@ -147,7 +147,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         super().add_param_group(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Collective over the meshes of the parameters; every rank of them must call it."""
         loss = None
         if closure is not None:
@@ -225,14 +225,14 @@ class PlannedOptimizer(CompleteStateOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch."""
         super().__setstate__(state)
-        self.__dict__.setdefault("_private_groups", PrivateGroups())
-        self.__dict__.setdefault("_layout", self._own_layout())
-        self.__dict__.setdefault("is_fresh", False)
-        self.__dict__.setdefault("_is_reached", None)
-        self.__dict__.setdefault("_stop_watching", None)
-        self.__dict__.setdefault("_checked_groups", CheckedGroups())
-        self.__dict__.setdefault("_step_agreement", None)
-        self.__dict__.setdefault("_completion", self._own_completion())
+        vars(self).setdefault("_private_groups", PrivateGroups())
+        vars(self).setdefault("_layout", self._own_layout())
+        vars(self).setdefault("is_fresh", False)
+        vars(self).setdefault("_is_reached", None)
+        vars(self).setdefault("_stop_watching", None)
+        vars(self).setdefault("_checked_groups", CheckedGroups())
+        vars(self).setdefault("_step_agreement", None)
+        vars(self).setdefault("_completion", self._own_completion())
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state of every parameter is there also before the first step.
@@ -242,8 +242,9 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self._complete_state()
         packed = super().state_dict()
         parameters = self._all_parameters()
-        packed["state"] = {number: dict(state) for number, state in packed["state"].items()}
-        convert_([(parameters[number], state) for number, state in packed["state"].items()], self._layout.saved)
+        states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
+        convert_([(parameters[number], state) for number, state in states.items()], self._layout.saved)
+        packed["state"] = states
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum
 from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.optim.parameters import ADAMW_STATE, MUON_STATE, BoundParameter, MeshMembers, States, state_keys
 
@@ -88,7 +88,7 @@ class StateCompletion:
                 made = [tensor in self._made for tensor in members.tensors]
                 counts = torch.tensor(made, dtype=torch.int32, device="cpu")
                 start_all_reduce_sum(counts, members.host).wait()
-                is_lost = (counts > 0).logical_and(counts < members.host.size).tolist()
+                is_lost = read_flags((counts > 0).logical_and(counts < members.host.size))
                 lost += [tensor for tensor, one in zip(members.tensors, is_lost, strict=True) if one]
         lost = list(dict.fromkeys(lost))
         if lost:
@@ -121,7 +121,7 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
     is_fresh: bool
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
         """As in torch, and complete: zeros are made when it is first asked for.
 
         ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
@@ -132,7 +132,10 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
         return self._existing_state
 
     @state.setter
-    def state(self, state: dict[Tensor, Any]) -> None:
+    def state(self, state: dict[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._replace_state(state)
+
+    def _replace_state(self, state: dict[Tensor, Any]) -> None:
         # State without what the property adds to it.
         self._existing_state = state if isinstance(state, defaultdict) else defaultdict[Tensor, Any](dict, state)
 
@@ -140,7 +143,7 @@ class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
         """As in torch, where the state is an ordinary attribute."""
         own = dict(state)
         if "state" in own:
-            self.state = own.pop("state")
+            self._replace_state(own.pop("state"))
         super().__setstate__(own)
 
     def _can_make_state(self) -> bool:

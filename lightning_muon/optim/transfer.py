@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool, Parts, parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.compat import foreach
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.traffic import server_of
@@ -64,8 +64,7 @@ class Leg:
 
     def _start_messages(self, send: Tensor, receive: Tensor, group: AxisGroup) -> Sequence[dist.Work]:
         """As ``start``, for legs on which several ranks get the same."""
-        regions = send[: self.send_layout.numel].split(list(self.send_layout.splits))
-        sources = receive[: self.receive_layout.numel].split(list(self.receive_layout.splits))
+        regions, sources = self.send_layout.by_peer(send), self.receive_layout.by_peer(receive)
         return start_messages(
             {rank: regions[region] for rank, region in self._region_of.items()},
             {rank: source for rank, source in enumerate(sources) if source.numel()},
@@ -256,4 +255,4 @@ def _layout(messages: Iterable[tuple[int, _Message]], num_ranks: int) -> Parts:
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(list(targets), list(sources))  # type: ignore[arg-type]
+        foreach.copy_(list(targets), list(sources))

@@ -276,7 +276,7 @@ def _held_box(
         start, stop = _shard_of_dim(shape[dim], mesh_shape[0], coordinate[0])
         return Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
     divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
-    local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)  # type: ignore[arg-type]
+    local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
     return Box(offset, tuple(map(int.__add__, offset, local_shape)))
 
 

@@ -186,7 +186,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
     sizes.resolve(**layout)
     if not dist.is_initialized():
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return sizes.make(state.device.type, **layout)
 
 
