@@ -184,8 +184,8 @@ class FsdpCallLog:
 
     @staticmethod
     def differs(words: Sequence[int]) -> bool:
-        """Whether the maxima of :meth:`words` over the ranks show different orders."""
-        return any(words[at] != -words[at + 1] for at in range(0, len(words), 2))
+        """Whether the maxima of :meth:`words` over the ranks show different orders; places left empty show none."""
+        return any(words[at] not in (NO_WORD, -words[at + 1]) for at in range(0, len(words), 2))
 
     def compare(self, everyone: AxisGroup, host: AxisGroup) -> None:
         """Compare the calls and begin a new log. Collective over the mesh; every rank must call it.
