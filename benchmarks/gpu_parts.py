@@ -238,7 +238,7 @@ def race(device: Device) -> Iterator[Row]:
             rank.step()
             device.synchronize()
     held = sum(failed) == 0
-    yield Row("chunks sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
+    yield Row("buckets sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
 
 
 def two_ranks(device: Device) -> Iterator[Row]:

@@ -194,7 +194,7 @@ class ExchangeOptions:
     """How matrices get to their owners and back.
 
     Args:
-        chunk_bytes: How many bytes of a chunk, the matrices that travel together, a rank owns on average; a chunk has
+        chunk_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket has
             at least one matrix for each rank, however large.
         assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
             in turn. ``"redundant"``: every rank gathers and computes all of them.

@@ -213,8 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--wire-bytes", metavar="N", type=int, help="bytes of an element that travels (by the config's dtypes, or 2)"
     )
-    parser.add_argument("--chunk-bytes", metavar="N", type=int, help="of what a rank owns of a chunk (the config's)")
-    parser.add_argument("--look-ahead", metavar="N", type=int, help="chunks on their way at a time (the config's)")
+    parser.add_argument("--chunk-bytes", metavar="N", type=int, help="of what a rank owns of a bucket (the config's)")
+    parser.add_argument("--look-ahead", metavar="N", type=int, help="buckets on their way at a time (the config's)")
     parser.add_argument("--buffer-bytes", metavar="N", type=int, help="bound of a rank's buffers")
     _add_flexdemo(parser.add_argument_group("FlexDeMo"))
     _add_machine(parser.add_argument_group("machine"))

@@ -254,7 +254,7 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
 def muon_part(config: FlexDeMoConfig) -> MuonConfig:
     """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
     shared = {field.name for field in fields(MuonConfig)} & {field.name for field in fields(FlexDeMoConfig)}
-    # The chunks of FlexDeMo are those between nodes.
+    # FlexDeMo's is of the buckets that travel between nodes.
     taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
     return MuonConfig(**taken, dedupe="never")
 

@@ -113,14 +113,14 @@ def _settings(options: CompareOptions, outcomes: Sequence[Outcome]) -> str:
     cost, pipeline = options.cost, _pipeline(outcomes)
     links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
     latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
-    mean_bytes = sum(pipeline.chunk_bytes) / pipeline.num_chunks
+    mean_bytes = sum(pipeline.bucket_bytes) / pipeline.num_buckets
     lines = (
         f"machine: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), memory "
         f"{cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
-        f"{options.ns_steps} Newton-Schulz steps, {options.wire_itemsize} bytes per element on the wire, chunks of "
+        f"{options.ns_steps} Newton-Schulz steps, {options.wire_itemsize} bytes per element on the wire, buckets of "
         f"{options.chunk_bytes / _MIB:g} MiB per rank, look-ahead {options.look_ahead}",
-        f"chunks of {PIPELINE}, which have at least one matrix per rank: {mean_bytes / _MIB:,.1f} MiB per owner on "
-        f"average, {max(pipeline.chunk_bytes) / _MIB:,.1f} MiB at most",
+        f"buckets of {PIPELINE}, which have at least one matrix per rank: {mean_bytes / _MIB:,.1f} MiB per owner on "
+        f"average, {max(pipeline.bucket_bytes) / _MIB:,.1f} MiB at most",
     )
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
@@ -227,10 +227,10 @@ def _timelines(outcomes: Sequence[Outcome], choice: Choice | None) -> str:
                 f"{outcome.timeline.hidden:.1%}",
                 f"{1e3 * exposed:,.2f}",
                 f"{outcome.timeline.peak_bytes / _MIB:,.0f}",
-                str(outcome.num_chunks),
+                str(outcome.num_buckets),
             )
         )
-    header = ("strategy", "step ms", "/ best", "idle", "idlest", "hidden", "exposed ms", "buffers MiB", "chunks")
+    header = ("strategy", "step ms", "/ best", "idle", "idlest", "hidden", "exposed ms", "buffers MiB", "buckets")
     working = max(outcome.newton_schulz_bytes for outcome in outcomes)
     caption = [
         "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
@@ -350,8 +350,8 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         "peak_buffer_bytes": outcome.timeline.peak_bytes,
         "newton_schulz_bytes": outcome.newton_schulz_bytes,
         "early_gathers": {**asdict(outcome.early), "pay": outcome.early.pays} if outcome.early is not None else None,
-        "num_chunks": outcome.num_chunks,
-        "chunk_bytes": {"mean": sum(outcome.chunk_bytes) / outcome.num_chunks, "max": max(outcome.chunk_bytes)},
+        "num_buckets": outcome.num_buckets,
+        "bucket_bytes": {"mean": sum(outcome.bucket_bytes) / outcome.num_buckets, "max": max(outcome.bucket_bytes)},
         "load": {
             "max_flops": busiest,
             "mean_flops": mean,

@@ -47,9 +47,9 @@ MOST_RANKS_IN_FULL = 16
 # AdamW reads gradient, weight and two moments and writes the last three: 7 float32 numbers per element.
 _ADAMW_BYTES = 7 * 4
 _ITEMSIZES = {"auto": 2, "bfloat16": 2, "float32": 4}
-# More ops than this are simulated with larger chunks.
+# More ops than this are simulated with larger buckets.
 _MOST_OPS = 20_000
-_OPS_PER_CHUNK = 5
+_OPS_PER_BUCKET = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class CompareOptions:
     Attributes:
         ns_steps: Newton-Schulz iterations.
         wire_itemsize: Bytes of an element that travels.
-        chunk_bytes: Of whole matrices that an average rank owns of a chunk.
-        look_ahead: Chunks whose gathers may be on their way.
+        chunk_bytes: Of whole matrices that an average rank owns of a bucket.
+        look_ahead: Buckets whose gathers may be on their way.
         buffer_bytes: Upper bound of the buffers of a rank, or None.
         cost: The machine.
     """
@@ -101,7 +101,7 @@ class Outcome:
         name: For tables.
         ranks: Who takes part.
         owners: Owners of each matrix.
-        chunk_bytes: Of whole matrices of each chunk, per rank that owns some of it.
+        bucket_bytes: Of whole matrices of each bucket, per rank that owns some of it.
         loads: Newton-Schulz FLOPs of each rank.
         bytes: Of each rank.
         floor: The least that has to travel.
@@ -113,7 +113,7 @@ class Outcome:
     name: str
     ranks: RankMatrices
     owners: tuple[tuple[int, ...], ...]
-    chunk_bytes: tuple[int, ...]
+    bucket_bytes: tuple[int, ...]
     loads: tuple[int, ...]
     bytes: list[RankTraffic]
     floor: TrafficFloor
@@ -127,9 +127,9 @@ class Outcome:
         return lower_bound(self.ranks.specs, len(self.loads))
 
     @property
-    def num_chunks(self) -> int:
-        """Number of chunks."""
-        return len(self.chunk_bytes)
+    def num_buckets(self) -> int:
+        """Number of buckets."""
+        return len(self.bucket_bytes)
 
     @property
     def newton_schulz_bytes(self) -> int:
@@ -289,7 +289,7 @@ def _outcome(name: str, ranks: RankMatrices, planned: _Planned, options: Compare
         name=name,
         ranks=ranks,
         owners=planned.plan.owners,
-        chunk_bytes=_chunk_bytes(ranks, planned.plan, options),
+        bucket_bytes=_bucket_bytes(ranks, planned.plan, options),
         loads=planned.plan.flops,
         bytes=planned.bytes,
         floor=planned.floor,
@@ -303,22 +303,22 @@ def _issue(ranks: RankMatrices, planned: _Planned, options: CompareOptions) -> P
     try:
         return step_program(planned.program, look_ahead=options.look_ahead, memory_bytes=options.buffer_bytes)
     except ValueError as error:
-        largest = max(planned.plan.buckets, key=lambda chunk: sum(ranks.specs[matrix].numel for matrix in chunk))
+        largest = max(planned.plan.buckets, key=lambda bucket: sum(ranks.specs[matrix].numel for matrix in bucket))
         least = 1 if len(planned.plan.owners[largest[0]]) > 1 else ranks.num_ranks
         if len(largest) > least:
             raise
         raise ValueError(
-            f"{error}. A chunk has at least {least} matrices (one for each rank that shares it), and the largest one "
+            f"{error}. A bucket has at least {least} matrices (one for each rank that shares it), and the largest one "
             "has no more, so a smaller --chunk-bytes does not help here; divide fused weights with --fused"
         ) from error
 
 
-def _chunk_bytes(ranks: RankMatrices, plan: MuonPlan, options: CompareOptions) -> tuple[int, ...]:
-    """Whole matrices of each chunk, per rank that owns some of it; where all own all, all of the chunk."""
+def _bucket_bytes(ranks: RankMatrices, plan: MuonPlan, options: CompareOptions) -> tuple[int, ...]:
+    """Whole matrices of each bucket, per rank that owns some of it; where all own all, all of the bucket."""
     found: list[int] = []
-    for chunk in plan.buckets:
-        numel = sum(ranks.specs[matrix].numel for matrix in chunk)
-        num_owners = len({plan.owners[matrix][0] for matrix in chunk})
+    for bucket in plan.buckets:
+        numel = sum(ranks.specs[matrix].numel for matrix in bucket)
+        num_owners = len({plan.owners[matrix][0] for matrix in bucket})
         found.append(numel * options.wire_itemsize // num_owners)
     return tuple(found)
 
@@ -360,9 +360,9 @@ def _alone(op: Op) -> Op:
 
 
 def _coarse_enough(ranks: RankMatrices, options: CompareOptions, num_owners: int) -> int:
-    """Bytes of a chunk that keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
-    most_chunks = max(8, _MOST_OPS // (_OPS_PER_CHUNK * ranks.num_ranks))
-    # Matrices that lie on one rank alone are in chunks of that rank, all others in chunks of all owners.
+    """Bytes of a bucket that keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
+    most_buckets = max(8, _MOST_OPS // (_OPS_PER_BUCKET * ranks.num_ranks))
+    # Matrices that lie on one rank alone are in buckets of that rank, all others in buckets of all owners.
     holders = _sole_holders(ranks.specs)
     matrices: dict[int | None, int] = {}
     elements: dict[int | None, int] = {}
@@ -373,8 +373,8 @@ def _coarse_enough(ranks: RankMatrices, options: CompareOptions, num_owners: int
     least = options.chunk_bytes
     for holder, number in matrices.items():
         owners = num_owners if holder is None else 1
-        if number > most_chunks * owners:
-            least = max(least, math.ceil(elements[holder] * options.wire_itemsize / (most_chunks * owners)))
+        if number > most_buckets * owners:
+            least = max(least, math.ceil(elements[holder] * options.wire_itemsize / (most_buckets * owners)))
     return least
 
 
@@ -391,7 +391,7 @@ def _sole_holders(specs: Sequence[MatrixSpec]) -> dict[int, int | None]:
 def _coarse_note(chunk_bytes: int, options: CompareOptions) -> str:
     if chunk_bytes == options.chunk_bytes:
         return ""
-    return f"planned with chunks of {chunk_bytes / 2**20:,.0f} MiB per rank: smaller ones are too many to simulate"
+    return f"planned with buckets of {chunk_bytes / 2**20:,.0f} MiB per rank: smaller ones are too many to simulate"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ class FlexDeMoConfig(OptimizerConfig):
     @property
     def inside_nodes(self) -> MuonConfig:
         """What the ranks of one node do together: Newton-Schulz with one owner in each node, beside the exchange."""
-        # One owner for several nodes would have whole matrices travel between them. The chunks here are those between
+        # One owner for several nodes would have whole matrices travel between them. The buckets here are those between
         # nodes.
         shared = {key: value for key, value in vars(self).items() if key not in ("chunk_bytes", "overlap")}
         return from_arguments(MuonConfig, {**shared, "dedupe": "never", "overlap": "step"})

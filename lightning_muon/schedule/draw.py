@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_muon.schedule.program import ADAMW, BACKWARD, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE
+from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE
 from lightning_muon.schedule.simulate import Span, Timeline
 
 
@@ -23,7 +23,6 @@ class _Style(NamedTuple):
 # After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/), whose colors color-blind readers can tell apart; lighter
 # where black letters would be hard to read.
 _STYLES = {
-    BACKWARD: _Style("B", "backward", "#999999"),
     MOMENTUM: _Style("M", "momentum", "#CC79A7"),
     GATHER: _Style("G", "gather", "#56B4E9"),
     NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),

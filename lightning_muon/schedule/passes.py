@@ -8,7 +8,6 @@ from dataclasses import replace
 from lightning_muon.schedule.memory import peak_memory
 from lightning_muon.schedule.program import (
     ADAMW,
-    BACKWARD,
     COMPUTE,
     GATHER,
     MOMENTUM,
@@ -75,7 +74,7 @@ def prefetch(
         if look_ahead <= 1:
             raise ValueError(
                 f"rank {peak.rank} needs {peak.bytes} bytes of buffers at {peak.op} with look_ahead={look_ahead}, but "
-                f"memory_bytes is {memory_bytes}; raise it or make the chunks smaller"
+                f"memory_bytes is {memory_bytes}; raise it or lower chunk_bytes"
             )
         look_ahead -= 1
         scatter_buffers = min(scatter_buffers, max(2, look_ahead))
@@ -155,34 +154,3 @@ def with_adamw(program: Program, bytes_per_rank: Mapping[int, int] | Sequence[in
     return {
         rank: [*ops, Op(kind=ADAMW, key="0", rank=rank, bytes=bytes_per_rank[rank])] for rank, ops in program.items()
     }
-
-
-def with_backward(program: Program, flops_per_bucket: Sequence[int]) -> Program:
-    """Put the backward pass in front of a step whose gathers start as soon as their gradients are there.
-
-    Every rank first runs the backward of each bucket in turn, followed at once by the bucket's momentum and gather; all
-    gathers may be on their way together. The rest is in the order of :func:`prefetch`.
-
-    Args:
-        program: Canonical, see :func:`prefetch`.
-        flops_per_bucket: FLOPs of backward of each bucket on each rank.
-    """
-    return {rank: _behind_backward(ops, rank, flops_per_bucket) for rank, ops in program.items()}
-
-
-def _behind_backward(ops: Sequence[Op], rank: int, flops_per_bucket: Sequence[int]) -> list[Op]:
-    _, buckets = _by_bucket(ops)
-    if len(buckets) != len(flops_per_bucket):
-        raise ValueError(
-            f"flops_per_bucket has {len(flops_per_bucket)} numbers, but rank {rank} has {len(buckets)} buckets"
-        )
-    early: list[Op] = []
-    moved: set[str] = set()
-    for bucket, flops in zip(buckets, flops_per_bucket, strict=True):
-        backward = Op(kind=BACKWARD, key=next(iter(bucket.values())).key, rank=rank, cost=flops)
-        early.append(backward)
-        for op in _present(bucket, MOMENTUM, GATHER):
-            moved.add(op.name)
-            early.append(replace(op, deps=(*op.deps, backward.name)) if op.kind == MOMENTUM else op)
-    # Look-ahead over all buckets: only the order of what is left is taken from it.
-    return early + [op for op in _issue_ahead(ops, max(1, len(buckets)), 2) if op.name not in moved]

@@ -152,8 +152,6 @@ SETTLE = "settle"
 """Subtract from the residuals of a bucket what was sent."""
 DECODE = "decode"
 """Merge what all nodes have sent of a bucket into updates."""
-BACKWARD = "backward"
-"""The part of backward that ends with the last gradient of a bucket."""
 
 EARLY_KINDS = {EARLY_MOMENTUM: MOMENTUM, EARLY_GATHER: GATHER}
 """What runs during backward in the place of which op of the step."""

@@ -76,11 +76,6 @@ def validate(program: Program, *, memory_bytes: int | None = None) -> None:
             )
 
 
-def check_plan(plan: MuonPlan) -> None:
-    """Check the ops of one plan, see :func:`check_step`."""
-    check_step(plan.program, [plan], is_whole=len(plan.program) == len(plan.flops))
-
-
 def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
     """Check a program with :func:`validate`, and with :func:`validate_step` each of its branches.
 

@@ -105,10 +105,10 @@ def test_rank_0_stands_for_all_of_the_redundant_strategy(mesh: Mesh, monkeypatch
 def test_too_many_buckets_become_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_muon.cli.plan_strategies._MOST_OPS", 1)
     outcomes = _compare(_model(200), Mesh(replicate=1, shard=2), replace(_OPTIONS, chunk_bytes=1))
-    assert outcomes["lpt"].num_chunks <= 9
+    assert outcomes["lpt"].num_buckets <= 9
     assert "smaller ones are too many to simulate" in outcomes["lpt"].note
     experts = _compare(_model(50, kind="stack"), Mesh(replicate=1, shard=2), replace(_OPTIONS, chunk_bytes=1))
-    assert experts["lpt"].num_chunks <= 9
+    assert experts["lpt"].num_buckets <= 9
 
 
 def test_experts_that_lie_on_one_rank_stay_there() -> None:
@@ -164,20 +164,20 @@ def test_costs_are_those_of_newton_schulz_and_adamw() -> None:
     assert ranks.adamw_bytes == (28 * 4, 28 * 3, 28 * 3, 28)
 
 
-def test_an_error_says_when_chunks_cannot_be_smaller() -> None:
+def test_an_error_says_when_buckets_cannot_be_smaller() -> None:
     few, mesh = replace(_OPTIONS, buffer_bytes=1000, chunk_bytes=1), Mesh(replicate=1, shard=4)
     with pytest.raises(ValueError, match=r"at least 1 matrices .* --chunk-bytes does not help .* with --fused"):
         _compare(_model(64), mesh, few)
-    with pytest.raises(ValueError, match=r"make the chunks smaller$"):
+    with pytest.raises(ValueError, match=r"lower chunk_bytes$"):
         _compare(_model(64), mesh, replace(few, chunk_bytes=2**20))
 
 
-def test_chunks_are_told_by_the_bytes_of_an_owner() -> None:
+def test_buckets_are_told_by_the_bytes_of_an_owner() -> None:
     outcomes = _compare(_model(9), Mesh(replicate=1, shard=4))
     one = 256 * 128 * 2
-    assert outcomes[PIPELINE].chunk_bytes == (one, one, one)
-    assert outcomes[PIPELINE].num_chunks == 3
-    assert outcomes["redundant"].chunk_bytes == (one,) * 9
+    assert outcomes[PIPELINE].bucket_bytes == (one, one, one)
+    assert outcomes[PIPELINE].num_buckets == 3
+    assert outcomes["redundant"].bucket_bytes == (one,) * 9
 
 
 def test_newton_schulz_keeps_two_iterates_and_two_products() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
 from lightning_muon.schedule.program import COMPUTE, TRANSFER
-from lightning_muon.schedule.validate import check_plan
+from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import grid, replicated, sharded
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_asks_for_its_own_ops_gets_those_of_the_whole_plan(strategy:
         assert own.program == {rank: everything.program[rank]}
         assert replace(own, program=everything.program) == everything
         assert own.fingerprint() == everything.fingerprint()
-        check_plan(own)
+        check_step(own.program, [own], is_whole=False)
 
 
 def test_the_fingerprint_tells_another_order_of_communications() -> None:
@@ -179,5 +179,6 @@ def test_the_fingerprint_tells_another_order_of_communications() -> None:
 def test_a_matrix_that_a_rank_owns_and_does_not_compute_is_noticed_on_that_rank() -> None:
     plan = plan_step(sharded([10, 10, 10], 2), num_ranks=2, itemsize=2, chunk_bytes=20, ranks=(0,))
     idle = [replace(op, items=()) if op.kind == "newton_schulz" else op for op in plan.program[0]]
+    changed = replace(plan, program={0: idle})
     with pytest.raises(ValueError, match=r"of rank 0 has matrix \d 0 times"):
-        check_plan(replace(plan, program={0: idle}))
+        check_step(changed.program, [changed], is_whole=False)

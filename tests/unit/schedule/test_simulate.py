@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.graph import DeadlockError
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
-from lightning_muon.schedule.passes import prefetch, with_backward
+from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
 from tests.unit.schedule.programs import UNIT, collective, compute, programs, recv, send
@@ -196,15 +196,6 @@ def test_if_the_wire_is_the_bottleneck_it_is_never_idle() -> None:
     # The last Newton-Schulz stands between the last gather and the last scatter.
     assert timeline.makespan <= 10 * 4 + 1
     assert timeline.ranks[0].transfer_seconds == pytest.approx(40)
-
-
-def test_gathers_behind_backward_leave_only_the_last_one_open() -> None:
-    timeline = simulate(with_backward(_muon(5, 0.25), [500] * 5), MILLI)
-    starts = {span.op.name: span for span in timeline.spans[0]}
-    assert starts["backward[4]"].end == pytest.approx(2.5)
-    # All gathers but the last are there when backward ends.
-    assert starts["newton_schulz[0]"].start == pytest.approx(2.5)
-    assert timeline.makespan == pytest.approx(2.5 + 5 * 1 + 0.25)
 
 
 def test_the_10b_shapes_on_8_ranks_keep_the_arithmetic_busy() -> None:
