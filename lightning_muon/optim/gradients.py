@@ -178,7 +178,9 @@ def _with_known_gradients(
             found[tensor] = torch.zeros_like(layout.local(tensor))
     look = _Look(plan, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
     deferred_check = (lambda: look.start()()) if layout.arrives_late else look.start()
-    return AgreedGradients(gradients=found, deferred_check=deferred_check, numbers=numbers)
+    return AgreedGradients(
+        gradients=found, deferred_check=deferred_check, numbers=numbers, is_given_up=findings.is_stale
+    )
 
 
 def _looks_at_once(device: torch.device) -> bool:

@@ -56,6 +56,8 @@ class AgreedGradients:
             them, and raises, on all ranks, to give up the step. On CUDA the host waits for the device here, and nowhere
             else in a step.
         numbers: Values of hyper-parameters that are tensors on a device; ``deferred_check`` fills it.
+        is_given_up: Whether this rank knows that the deferred check will raise, and may lack state or have a wrong
+            hyper-parameter: it takes part in what travels, whatever is in the buffers.
     """
 
     gradients: Gradients
@@ -63,6 +65,7 @@ class AgreedGradients:
     valid: frozenset[str] = frozenset()
     deferred_check: Callable[[], None] | None = None
     numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
+    is_given_up: bool = False
 
 
 class Elementwise(Protocol):
@@ -129,6 +132,7 @@ class MatrixStep:
         self._gradients: Gradients = {}
         self._states: States = {}
         self._deferred_check: Callable[[], None] | None = None
+        self._is_given_up = False
         self._numbers: Mapping[Tensor, float] = {}
         # Hyper-parameters as numbers; one that is a tensor is read once per step.
         self._options: dict[tuple[int, str], Any] = {}
@@ -202,6 +206,7 @@ class MatrixStep:
         """
         self._gradients, self._states = agreed.gradients, states
         self._deferred_check, self._numbers = agreed.deferred_check, agreed.numbers
+        self._is_given_up = agreed.is_given_up
         self._options.clear()
         self._committed.clear()
         taking_part = self._begin(agreed)
@@ -311,6 +316,8 @@ class MatrixStep:
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
+        if op.phase == IN_STEP and self._is_given_up:
+            return ()
         in_place = op.phase == IN_STEP and self._deferred_check is None
         transfer = self._transfers[op.key]
         for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
@@ -336,6 +343,8 @@ class MatrixStep:
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
+        if self._is_given_up:
+            return ()
         transfer = self._transfers[op.key]
         batches = _batches(transfer.owned, self._pool.device.type)
         whole = [

@@ -154,6 +154,12 @@ def _change(kind: str, net: _Net, optimizer: torch.optim.Optimizer) -> None:
         weight.grad.mul_(float("nan"))
     elif kind == "frozen":
         weight.requires_grad_(False)
+    elif kind == "state is gone":
+        del optimizer.state[weight]
+    elif kind == "momentum is wrong":
+        optimizer.param_groups[0]["momentum"] = "much"
+    elif kind == "ns_steps is wrong":
+        optimizer.param_groups[0]["ns_steps"] = "many"
     elif kind == "gradients are gone":
         optimizer.zero_grad()
 
@@ -167,7 +173,7 @@ def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
             _change(kind, net, optimizer)
         try:
             optimizer.step()
-        except RuntimeError as problem:
+        except (RuntimeError, ValueError) as problem:
             error = str(problem)
             break
     mode.finish_parameters()
@@ -181,6 +187,11 @@ def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
         ("ddp", "gradient is new"),
         ("ddp", "NaN"),
         ("ddp", "frozen"),
+        ("ddp", "state is gone"),
+        ("ddp", "momentum is wrong"),
+        ("ddp", "ns_steps is wrong"),
+        ("zero2", "state is gone"),
+        ("zero2", "momentum is wrong"),
         ("zero2", "gradients are gone"),
         ("zero2", "frozen"),
         ("fsdp", "gradient is gone"),
