@@ -366,7 +366,7 @@ class _Look:
         """
         results: list[Tensor] = []
         stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
-        changed = torch.full_like(stop, int(self._has_changed))
+        changed = torch.ones_like(stop) if self._has_changed else stop
         work: dist.Work | None = None
         for members, keys in self._keys.items():
             flags = torch.cat([self._flags(members, keys), changed, stop])
