@@ -14,6 +14,7 @@ from lightning_muon.schedule.assign import assign_owners, even_out, longest_firs
 from lightning_muon.schedule.program import UNASSIGNED, Op, Program
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_largest_load_is_within_grahams_bound_of_the_optimum(costs: list[int], num_ranks: int) -> None:
     loads = [(0, 0)] * num_ranks
