@@ -30,17 +30,13 @@ Filters = Mapping[str, Callable[[str, Any], bool]]
 
 @dataclass
 class State:
-    """What a program saves or loads, by kind; the keys are its own.
+    """What a program saves or loads, by kind; the keys are its own."""
 
-    Attributes:
-        modules: Key -> a module and the optimizers that step it.
-        optimizers: Key -> an optimizer and the module that it steps, which comes first.
-        rest: Everything else.
-    """
-
+    # Key -> a module and the optimizers that step it.
     modules: dict[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]] = field(default_factory=dict)
+    # Key -> an optimizer and the module that it steps, which comes first.
     optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
 
 
 def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:

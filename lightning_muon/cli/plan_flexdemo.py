@@ -46,21 +46,13 @@ _MANY = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTraffic:
-    """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often.
+    """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often."""
 
-    Attributes:
-        gathered: Messages that go to each other node as they are.
-        reduced: Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
-        returned: The sums of all that is added up, which come back.
-        dense: What of ``gathered`` and ``reduced`` belongs to parameters that are not compressed.
-        sent: Over the link of the node, by :func:`~lightning_muon.flexdemo.bucket_plan.sent_bytes`; by formula
-            ``(R - 1) * gathered + (R - 1) / R * (reduced + returned)``.
-    """
-
-    gathered: float
-    reduced: float
-    returned: float
-    dense: float
+    gathered: float  # Messages that go to each other node as they are.
+    reduced: float  # Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
+    returned: float  # The sums of all that is added up, which come back.
+    dense: float  # What of `gathered` and `reduced` belongs to parameters that are not compressed.
+    # Over the link of the node, by `sent_bytes`; by formula `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
     sent: float
 
     @property
@@ -83,42 +75,25 @@ class NodeTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to exchange, for the table.
+    """One way to exchange, for the table."""
 
-    Attributes:
-        config: What it stands for; ``None``: the all-reduce of hybrid sharding.
-        traffic: Bytes.
-        bits_per_parameter: Of one message, over all trained parameters.
-        is_asked: Whether it is what the user has configured.
-    """
-
-    config: FlexDeMoConfig | None
-    traffic: NodeTraffic
-    bits_per_parameter: float
-    is_asked: bool = False
+    config: FlexDeMoConfig | None  # What it stands for; `None`: the all-reduce of hybrid sharding.
+    traffic: NodeTraffic  # Bytes.
+    bits_per_parameter: float  # Of one message, over all trained parameters.
+    is_asked: bool = False  # Whether it is what the user has configured.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLinks:
-    """All that ``plan`` says about the exchange between nodes.
+    """All that ``plan`` says about the exchange between nodes."""
 
-    Attributes:
-        config: What the user has configured.
-        num_nodes: Of the replicate axis.
-        compressed: Number of parameters and of elements that the replicator takes.
-        dense: Number of parameters and of elements that travel as they are.
-        all_reduce: Hybrid sharding.
-        rows: FlexDeMo, the user's first.
-        compute_seconds: Forward and backward of one step; ``None`` if unknown.
-    """
-
-    config: FlexDeMoConfig
-    num_nodes: int
-    compressed: tuple[int, int]
-    dense: tuple[int, int]
-    all_reduce: Row
-    rows: tuple[Row, ...]
-    compute_seconds: float | None
+    config: FlexDeMoConfig  # What the user has configured.
+    num_nodes: int  # Of the replicate axis.
+    compressed: tuple[int, int]  # Number of parameters and of elements that the replicator takes.
+    dense: tuple[int, int]  # Number of parameters and of elements that travel as they are.
+    all_reduce: Row  # Hybrid sharding.
+    rows: tuple[Row, ...]  # FlexDeMo, the user's first.
+    compute_seconds: float | None  # Forward and backward of one step; `None` if unknown.
 
     def exchange_seconds(self, row: Row, bits_per_second: float) -> float:
         """Of what a node sends in one step, at the full rate of its link, without latency."""

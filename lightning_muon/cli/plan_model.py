@@ -29,15 +29,10 @@ _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Replicas of so many shards each.
+    """Replicas of so many shards each."""
 
-    Attributes:
-        replicate: Number of replicas.
-        shard: Ranks that share one replica.
-    """
-
-    replicate: int
-    shard: int
+    replicate: int  # Number of replicas.
+    shard: int  # Ranks that share one replica.
 
     @property
     def size(self) -> int:
@@ -47,21 +42,13 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """What a YAML file says of a training.
+    """What a YAML file says of a training."""
 
-    Attributes:
-        shapes: The parameters, routed as the optimizer will route them.
-        optimizer: Options of the strategy, or the defaults; those that FlexDeMo shares with ParallelMuon.
-        replicate: Replicas that the file asks for, if it does.
-        shard: Ranks per replica that the file asks for, if it does.
-        flexdemo: Options of the strategy's FlexDeMo, if that is its optimizer.
-    """
-
-    shapes: ModelShapes
-    optimizer: MuonConfig
-    replicate: int | None
-    shard: int | None
-    flexdemo: FlexDeMoConfig | None = None
+    shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
+    optimizer: MuonConfig  # Options of the strategy, or the defaults; those that FlexDeMo shares with ParallelMuon.
+    replicate: int | None  # Replicas that the file asks for, if it does.
+    shard: int | None  # Ranks per replica that the file asks for, if it does.
+    flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
 
 
 def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:

@@ -268,21 +268,13 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Bytes of one strategy in one direction over one axis.
+    """Bytes of one strategy in one direction over one axis."""
 
-    Attributes:
-        direction: ``"gather"`` or ``"scatter"``.
-        axis: Name.
-        most: Of the busiest rank, the larger of sent and received.
-        total: Sent by all ranks.
-        floor: Least total.
-    """
-
-    direction: str
-    axis: str
-    most: int
-    total: int
-    floor: int
+    direction: str  # `"gather"` or `"scatter"`.
+    axis: str  # Name.
+    most: int  # Of the busiest rank, the larger of sent and received.
+    total: int  # Sent by all ranks.
+    floor: int  # Least total.
 
 
 def moved(outcome: Outcome) -> list[Moved]:
@@ -369,14 +361,10 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Zero2Plan:
-    """All ways of one step.
+    """All ways of one step."""
 
-    Attributes:
-        ways: Direct, and hierarchical if there is such a way.
-        chosen: The faster one. A run chooses by the rates of ``h100``, and on a CPU keeps the smallest buckets.
-    """
-
-    ways: list[ShardExchange]
+    ways: list[ShardExchange]  # Direct, and hierarchical if there is such a way.
+    # The faster one. A run chooses by the rates of `h100`, and on a CPU keeps the smallest buckets.
     chosen: ShardExchange
 
     def to_dict(self) -> list[dict[str, Any]]:

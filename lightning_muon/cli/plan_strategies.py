@@ -75,17 +75,11 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMatrices:
-    """Matrices, and what each of the ranks among which they travel holds.
+    """Matrices, and what each of the ranks among which they travel holds."""
 
-    Attributes:
-        specs: One for each trainable matrix, in the order of the forward pass.
-        replica_of: Replica of each rank.
-        adamw_bytes: Memory traffic of AdamW on each rank.
-    """
-
-    specs: tuple[MatrixSpec, ...]
-    replica_of: tuple[int, ...]
-    adamw_bytes: tuple[int, ...]
+    specs: tuple[MatrixSpec, ...]  # One for each trainable matrix, in the order of the forward pass.
+    replica_of: tuple[int, ...]  # Replica of each rank.
+    adamw_bytes: tuple[int, ...]  # Memory traffic of AdamW on each rank.
 
     @property
     def num_ranks(self) -> int:
@@ -95,31 +89,18 @@ class RankMatrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One strategy.
+    """One strategy."""
 
-    Attributes:
-        name: For tables.
-        ranks: Who takes part.
-        owners: Owners of each matrix.
-        bucket_bytes: Of whole matrices of each bucket, per rank that owns some of it.
-        loads: Newton-Schulz FLOPs of each rank.
-        bytes: Of each rank.
-        floor: The least that has to travel.
-        timeline: Of all ranks; of rank 0 where all do the same.
-        early: Whether gathers during backward would pay; ``None`` if nothing is gathered.
-        note: What was simplified.
-    """
-
-    name: str
-    ranks: RankMatrices
-    owners: tuple[tuple[int, ...], ...]
-    bucket_bytes: tuple[int, ...]
-    loads: tuple[int, ...]
-    bytes: list[RankTraffic]
-    floor: TrafficFloor
-    timeline: Timeline
-    early: PrefetchEstimate | None
-    note: str = ""
+    name: str  # For tables.
+    ranks: RankMatrices  # Who takes part.
+    owners: tuple[tuple[int, ...], ...]  # Owners of each matrix.
+    bucket_bytes: tuple[int, ...]  # Of whole matrices of each bucket, per rank that owns some of it.
+    loads: tuple[int, ...]  # Newton-Schulz FLOPs of each rank.
+    bytes: list[RankTraffic]  # Of each rank.
+    floor: TrafficFloor  # The least that has to travel.
+    timeline: Timeline  # Of all ranks; of rank 0 where all do the same.
+    early: PrefetchEstimate | None  # Whether gathers during backward would pay; `None` if nothing is gathered.
+    note: str = ""  # What was simplified.
 
     @property
     def lower_bound(self) -> float:
@@ -238,15 +219,11 @@ def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A plan before its transfers are overlapped with arithmetic.
-
-    Attributes:
-        like: Rank -> the rank of ``program`` that does the same.
-    """
+    """A plan before its transfers are overlapped with arithmetic."""
 
     plan: MuonPlan
     program: Program
-    like: dict[int, int]
+    like: dict[int, int]  # Rank -> the rank of `program` that does the same.
     early: PrefetchEstimate | None
     bytes: list[RankTraffic]
     floor: TrafficFloor
@@ -396,23 +373,14 @@ def _coarse_note(chunk_bytes: int, options: CompareOptions) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a config says of owners and transfers.
+    """What a config says of owners and transfers."""
 
-    Attributes:
-        assignment: Of the config.
-        overlap: Of the config.
-        dedupe: Of the config.
-        num_matrices: Of the model.
-        num_shared: Matrices that have one owner for all replicas; None where there are no replicas.
-        row: The strategy of the tables that is the same, or None.
-    """
-
-    assignment: str
-    overlap: str
-    dedupe: str
-    num_matrices: int
-    num_shared: int | None
-    row: str | None
+    assignment: str  # Of the config.
+    overlap: str  # Of the config.
+    dedupe: str  # Of the config.
+    num_matrices: int  # Of the model.
+    num_shared: int | None  # Matrices that have one owner for all replicas; None where there are no replicas.
+    row: str | None  # The strategy of the tables that is the same, or None.
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

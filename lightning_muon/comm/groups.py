@@ -46,20 +46,14 @@ class Launched(dist.Work):
 
 @dataclass(eq=False)
 class PrivateGroup:
-    """A process group over which one owner at a time communicates.
+    """A process group over which one owner at a time communicates."""
 
-    Attributes:
-        group: The process group.
-        is_free: Whether this rank has no owner for it.
-        num_launched: Communications that this rank has begun; messages that are begun together count once.
-        in_flight: Those that nobody has waited for, in their order. An owner may be thrown away before it does; the
-            handles must outlive it, because gloo gives a message whose handle is gone to the next one that is
-            received, or ends the process if the sizes differ.
-    """
-
-    group: dist.ProcessGroup
-    is_free: bool = True
-    num_launched: int = 0
+    group: dist.ProcessGroup  # The process group.
+    is_free: bool = True  # Whether this rank has no owner for it.
+    num_launched: int = 0  # Communications that this rank has begun; messages that are begun together count once.
+    # Those that nobody has waited for, in their order. An owner may be thrown away before it does; the handles must
+    # outlive it, because gloo gives a message whose handle is gone to the next one that is received, or ends the
+    # process if the sizes differ.
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
 
     def track(self, works: Sequence[dist.Work]) -> list[dist.Work]:
@@ -202,18 +196,12 @@ def _connect(group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The ranks that differ from this one only along some axes of a mesh.
+    """The ranks that differ from this one only along some axes of a mesh."""
 
-    Attributes:
-        group: Process group of these ranks, ``None`` where this process is alone.
-        rank: This process in the group.
-        coordinates: Mesh coordinate of each rank of the group.
-        lease: Keeps a private group from being given to others.
-    """
-
-    group: dist.ProcessGroup | None
-    rank: int
-    coordinates: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup | None  # Process group of these ranks, `None` where this process is alone.
+    rank: int  # This process in the group.
+    coordinates: tuple[tuple[int, ...], ...]  # Mesh coordinate of each rank of the group.
+    # Keeps a private group from being given to others.
     lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -361,15 +349,11 @@ def nodes_of(group: AxisGroup) -> list[int]:
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange on the way of shares to the ranks of a shard axis that hold the sums; values take the way back.
+    """One exchange on the way of shares to the ranks of a shard axis that hold the sums; values take the way back."""
 
-    Attributes:
-        group: Ranks that exchange, with a process group that nobody else communicates over.
-        parts: For each of them the ranks of the shard axis whose parts it adds up here. The part of the calling rank's
-            place in the next hop comes last, so that what it keeps and what it sends are one range each.
-    """
-
-    group: AxisGroup
+    group: AxisGroup  # Ranks that exchange, with a process group that nobody else communicates over.
+    # For each of them the ranks of the shard axis whose parts it adds up here. The part of the calling rank's place in
+    # the next hop comes last, so that what it keeps and what it sends are one range each.
     parts: tuple[tuple[int, ...], ...]
 
 

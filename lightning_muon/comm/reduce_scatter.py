@@ -76,15 +76,10 @@ class SideStream:
 
 @dataclass(frozen=True)
 class ReduceLeg:
-    """One exchange on the way of a sum, after which each rank of ``group`` has added up its part of what it had before.
+    """One exchange on the way of a sum; after it each rank of ``group`` has added up its part of what it had before."""
 
-    Attributes:
-        group: Ranks that get different parts.
-        counts: Elements for each of them; parts of different ranks may be copies of the same elements.
-    """
-
-    group: AxisGroup
-    counts: Sequence[int]
+    group: AxisGroup  # Ranks that get different parts.
+    counts: Sequence[int]  # Elements for each of them; parts of different ranks may be copies of the same elements.
 
 
 class PendingSum:

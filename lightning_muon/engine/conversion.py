@@ -204,19 +204,12 @@ _OWN_MOMENTUM = ("momentum", "nesterov")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversion:
-    """What became of an optimizer.
+    """What became of an optimizer."""
 
-    Attributes:
-        optimizer: The new one, or the given one if it is kept.
-        summary: One line for the log.
-        kept_because: Why it was kept; empty if it runs on ParallelMuon now.
-        caution: What the user may not have meant; empty if there is nothing.
-    """
-
-    optimizer: torch.optim.Optimizer
-    summary: str
-    kept_because: str = ""
-    caution: str = ""
+    optimizer: torch.optim.Optimizer  # The new one, or the given one if it is kept.
+    summary: str  # One line for the log.
+    kept_because: str = ""  # Why it was kept; empty if it runs on ParallelMuon now.
+    caution: str = ""  # What the user may not have meant; empty if there is nothing.
 
     @property
     def is_as_configured(self) -> bool:

@@ -20,28 +20,19 @@ _NUM_PROCESSES = "the number of processes (devices and num_nodes of a Trainer or
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Meshes:
-    """The meshes of a run, seen from one rank.
+    """The meshes of a run, seen from one rank."""
 
-    Attributes:
-        user: What the program sees (``LightningModule.device_mesh``): axes ``("replicate", "shard")``, then
-            ``"context"`` and ``"tensor"`` where they are larger than 1; or Lightning's ``("data_parallel",
-            "tensor_parallel")``.
-        data: Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard
-            axis covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
-        nodes: As ``data``, but (replicate, shard) also for one replica; ``None`` with Lightning's axes.
-        context: The ranks that share the sequences of one data rank, ``None`` for one rank.
-        tensor: The ranks that share each layer that the user parallelizes, ``None`` for one rank.
-        data_rank: Which samples this rank sees; equal on the context and tensor ranks that share them.
-        num_data_ranks: Number of different ``data_rank`` values: replicas x shards.
-    """
-
+    # What the program sees (`LightningModule.device_mesh`): axes `("replicate", "shard")`, then `"context"` and
+    # `"tensor"` where they are larger than 1; or Lightning's `("data_parallel", "tensor_parallel")`.
     user: DeviceMesh
+    # Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard axis
+    # covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
     data: DeviceMesh
-    nodes: DeviceMesh | None
-    context: DeviceMesh | None
-    tensor: DeviceMesh | None
-    data_rank: int
-    num_data_ranks: int
+    nodes: DeviceMesh | None  # As `data`, but (replicate, shard) also for one replica; `None` with Lightning's axes.
+    context: DeviceMesh | None  # The ranks that share the sequences of one data rank, `None` for one rank.
+    tensor: DeviceMesh | None  # The ranks that share each layer that the user parallelizes, `None` for one rank.
+    data_rank: int  # Which samples this rank sees; equal on the context and tensor ranks that share them.
+    num_data_ranks: int  # Number of different `data_rank` values: replicas x shards.
 
     def for_gradients(self, *, by_nodes: bool) -> DeviceMesh:
         """The ranks with batches of their own; (replicate, shard) if replicas are nodes that average by themselves."""
@@ -52,27 +43,21 @@ class Meshes:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate.
+    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate."""
 
-    Args:
-        replicate_size: Number of replicas of the model. ``"auto"``: one per node (one in all if context and tensor
-            ranks do not fit into a node), or what ``shard_size`` leaves.
-        shard_size: Number of data ranks over which each replica is sharded. ``"auto"``: those of a node, or what
-            ``replicate_size`` leaves.
-        context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
-        tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
-        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
-            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that a ``configure_model``
-            written for that strategy finds them; also if ``tensor_parallel_size`` alone is given, and more than 1.
-        tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
-    """
-
+    # Number of replicas of the model. `"auto"`: one per node (one in all if context and tensor ranks do not fit into a
+    # node), or what `shard_size` leaves.
     replicate_size: Size = "auto"
+    # Number of data ranks over which each replica is sharded. `"auto"`: those of a node, or what `replicate_size`
+    # leaves.
     shard_size: Size = "auto"
-    context_size: int = 1
-    tensor_size: int = 1
+    context_size: int = 1  # Number of ranks that share the sequences of a data rank; weights are sharded over them too.
+    tensor_size: int = 1  # Number of ranks that share each layer which `configure_model` parallelizes.
+    # As in Lightning's `ModelParallelStrategy`: shard over that many ranks, with one replica. The mesh then has
+    # Lightning's axes `("data_parallel", "tensor_parallel")`, so that a `configure_model` written for that strategy
+    # finds them; also if `tensor_parallel_size` alone is given, and more than 1.
     data_parallel_size: Size = "auto"
-    tensor_parallel_size: Size = "auto"
+    tensor_parallel_size: Size = "auto"  # Lightning's name of `tensor_size`. `"auto"` is `tensor_size`.
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():

@@ -23,42 +23,25 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in its part.
+    """Where a parameter lies in its part."""
 
-    Attributes:
-        number: Of the parameter in its bucket.
-        rows: Of its local shard, read as a matrix.
-        cols: As ``rows``.
-        first: First block, or first element where blocks are not cut.
-        count: Blocks, or elements.
-    """
-
-    number: int
-    rows: int
-    cols: int
-    first: int
-    count: int
+    number: int  # Of the parameter in its bucket.
+    rows: int  # Of its local shard, read as a matrix.
+    cols: int  # As `rows`.
+    first: int  # First block, or first element where blocks are not cut.
+    count: int  # Blocks, or elements.
 
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks of one shape that are encoded as one batch.
+    """Blocks of one shape that are encoded as one batch."""
 
-    Attributes:
-        replicator: Encodes them.
-        values: Format of the values.
-        block_shape: ``()`` where all is one block of ``numel`` elements.
-        num_blocks: In this part.
-        block_numel: Elements of a block, padding included.
-        places: The parameters.
-    """
-
-    replicator: Replicator
-    values: ValueFormat
-    block_shape: tuple[int, ...]
-    num_blocks: int
-    block_numel: int
-    places: tuple[Place, ...]
+    replicator: Replicator  # Encodes them.
+    values: ValueFormat  # Format of the values.
+    block_shape: tuple[int, ...]  # `()` where all is one block of `numel` elements.
+    num_blocks: int  # In this part.
+    block_numel: int  # Elements of a block, padding included.
+    places: tuple[Place, ...]  # The parameters.
 
     @property
     def num_sent(self) -> int:
@@ -97,15 +80,10 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The parts of the message of one rank for some parameters.
+    """The parts of the message of one rank for some parameters."""
 
-    Attributes:
-        members: Numbers of the parameters, in the order in which backward finishes them.
-        parts: Without those that are empty on this rank.
-    """
-
-    members: tuple[int, ...]
-    parts: tuple[Part, ...]
+    members: tuple[int, ...]  # Numbers of the parameters, in the order in which backward finishes them.
+    parts: tuple[Part, ...]  # Without those that are empty on this rank.
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What an optimizer holds now.
+    """What an optimizer holds now."""
 
-    Attributes:
-        parameters: In the order of the param groups.
-        states: Of the parameters.
-    """
-
-    parameters: Sequence[Tensor]
-    states: States
+    parameters: Sequence[Tensor]  # In the order of the param groups.
+    states: States  # Of the parameters.
 
     @property
     def trainable(self) -> Sequence[Tensor]:

@@ -41,21 +41,13 @@ from lightning_muon.schedule.step import AddedOps
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A bucket on its way.
+    """A bucket on its way."""
 
-    Attributes:
-        bucket: Which.
-        number: Of the exchange.
-        sent: What this node sends.
-        exchange: Its messages, once they are on their way.
-        taking_part: The parameters that are updated by it.
-    """
-
-    bucket: MomentumBucket
-    number: ExchangeStep
-    sent: Sequence[Components]
-    exchange: Exchange | None = None
-    taking_part: frozenset[Tensor] = frozenset()
+    bucket: MomentumBucket  # Which.
+    number: ExchangeStep  # Of the exchange.
+    sent: Sequence[Components]  # What this node sends.
+    exchange: Exchange | None = None  # Its messages, once they are on their way.
+    taking_part: frozenset[Tensor] = frozenset()  # The parameters that are updated by it.
 
     def result(self, rule: str) -> list[Components]:
         """See :meth:`Exchange.result`."""
@@ -69,15 +61,11 @@ class InFlight:
 
 @dataclass(frozen=True, eq=False)
 class _Fingerprint:
-    """By what changed gradients are known without computing all over again.
+    """By what changed gradients are known without computing all over again."""
 
-    Attributes:
-        versions: Where each of them is, and how often torch has written to it, as a DTensor and to the local part.
-        prints: Numbers that depend on the value and the place of every element.
-    """
-
+    # Where each of them is, and how often torch has written to it, as a DTensor and to the local part.
     versions: Sequence[tuple[int, int, int]]
-    prints: Tensor
+    prints: Tensor  # Numbers that depend on the value and the place of every element.
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], gradients: Gradients) -> _Fingerprint:

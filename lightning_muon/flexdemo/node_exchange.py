@@ -29,16 +29,11 @@ Messages = Work | Delivery
 
 @dataclass(frozen=True, eq=False)
 class NodeGroups:
-    """The ranks of all nodes that hold the same shards.
+    """The ranks of all nodes that hold the same shards."""
 
-    Attributes:
-        reduce_group: For what every rank sends first.
-        gather_group: For the sums. A separate group: ranks interleave reduce and gather differently.
-        waiting: Exchanges whose sums are still to be sent, in the order in which they were begun, equal on all ranks.
-    """
-
-    reduce_group: AxisGroup
-    gather_group: AxisGroup
+    reduce_group: AxisGroup  # For what every rank sends first.
+    gather_group: AxisGroup  # For the sums. A separate group: ranks interleave reduce and gather differently.
+    # Exchanges whose sums are still to be sent, in the order in which they were begun, equal on all ranks.
     waiting: deque[Exchange] = field(default_factory=deque["Exchange"])
 
     def send_sums(self, step: int) -> None:
@@ -62,18 +57,12 @@ class Exchange:
 
     Made by every rank of ``groups``, in the same order, which is the collective part; so is :meth:`result`. Nothing
     travels if no rank holds anything of the bucket.
-
-    Args:
-        plan: Of the bucket.
-        own: What this node sends, rounded.
-        groups: Who takes part.
-        due: Number of the step that takes the result.
     """
 
-    plan: BucketPlan
-    own: Sequence[Components]
-    groups: NodeGroups
-    due: int = 0
+    plan: BucketPlan  # Of the bucket.
+    own: Sequence[Components]  # What this node sends, rounded.
+    groups: NodeGroups  # Who takes part.
+    due: int = 0  # Number of the step that takes the result.
     _works: Sequence[Messages] = ()
     _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _kept: list[Tensor] = field(default_factory=list[Tensor])

@@ -196,12 +196,9 @@ class PeriodicReplicator(Replicator):
 
     So no indices travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
     value: ``v / n``.
-
-    Attributes:
-        rate: Part of the elements that is sent, in (0, 1].
     """
 
-    rate: float
+    rate: float  # Part of the elements that is sent, in (0, 1].
 
     sends_indices: ClassVar[bool] = False
 

@@ -92,17 +92,11 @@ def total_norm(parameters: Iterable[Tensor], *, layout: Layout = _TENSORS, pipel
 
 @dataclass(frozen=True, eq=False)
 class Sharers:
-    """Parameters that are shared out over the same ranks.
+    """Parameters that are shared out over the same ranks."""
 
-    Attributes:
-        group: These ranks.
-        device: Where tensors must be to travel between them.
-        parameters: The parameters, in the order in which they were listed.
-    """
-
-    group: AxisGroup
-    device: torch.device
-    parameters: list[Tensor] = field(default_factory=list)
+    group: AxisGroup  # These ranks.
+    device: torch.device  # Where tensors must be to travel between them.
+    parameters: list[Tensor] = field(default_factory=list)  # The parameters, in the order in which they were listed.
 
 
 def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> list[Sharers]:

@@ -34,15 +34,10 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class GradientBucket:
-    """Parameters of one dtype and device.
+    """Parameters of one dtype and device."""
 
-    Attributes:
-        index: Place in the order of launches.
-        parameters: In the order in which backward is expected to reach them.
-    """
-
-    index: int
-    parameters: tuple[Tensor, ...]
+    index: int  # Place in the order of launches.
+    parameters: tuple[Tensor, ...]  # In the order in which backward is expected to reach them.
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -135,22 +130,15 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What the ranks know together at the end of a step.
+    """What the ranks know together at the end of a step."""
 
-    Attributes:
-        num_launched: Buckets that any rank has launched.
-        computed: Parameters that any rank has a gradient for.
-        left_over: Those of launched buckets for which any rank has a gradient that was not sent.
-        resends: Whether any rank sends a sum over the ranks again.
-        num_given_up: The largest number of backward passes that were given up on a rank, and the smallest.
-        kept: Parameters that have sums of an earlier step on all ranks; ``None`` if some have one on some ranks only.
-    """
-
+    # The largest number of backward passes that were given up on a rank, and the smallest.
     num_given_up: tuple[int, int]
-    num_launched: int
-    resends: bool
-    computed: set[Tensor]
-    left_over: set[Tensor]
+    num_launched: int  # Buckets that any rank has launched.
+    resends: bool  # Whether any rank sends a sum over the ranks again.
+    computed: set[Tensor]  # Parameters that any rank has a gradient for.
+    left_over: set[Tensor]  # Those of launched buckets for which any rank has a gradient that was not sent.
+    # Parameters that have sums of an earlier step on all ranks; `None` if some have one on some ranks only.
     kept: set[Tensor] | None
 
 

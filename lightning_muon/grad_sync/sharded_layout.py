@@ -295,21 +295,13 @@ def to_owners(tensors: Sequence[DTensor], parameters: Sequence[Tensor], shard_ma
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of the ``index``-th tensor on their way between two ranks of the shard axis.
+    """Some rows of the ``index``-th tensor on their way between two ranks of the shard axis."""
 
-    Attributes:
-        index: Of the tensor.
-        source: Rank that sends the rows.
-        target: Rank that receives them.
-        start: First row in the local tensor of ``source``.
-        shape: Of the rows.
-    """
-
-    index: int
-    source: int
-    target: int
-    start: int
-    shape: tuple[int, ...]
+    index: int  # Of the tensor.
+    source: int  # Rank that sends the rows.
+    target: int  # Rank that receives them.
+    start: int  # First row in the local tensor of `source`.
+    shape: tuple[int, ...]  # Of the rows.
 
 
 def _exchange(pieces: Sequence[_Piece], tensors: Sequence[Tensor], group: AxisGroup) -> Iterator[tuple[_Piece, Tensor]]:

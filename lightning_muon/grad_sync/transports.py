@@ -65,15 +65,11 @@ class Transport(ABC):
 
 @dataclass
 class LaunchLog:
-    """What was launched for one step.
+    """What was launched for one step."""
 
-    Attributes:
-        launches: Index of the bucket and bytes of gradients, in order.
-        overlapped_bytes: Of those that were launched by hooks, before backward was over.
-    """
-
+    # Index of the bucket and bytes of gradients, in order.
     launches: list[tuple[int, int]] = field(default_factory=list)
-    overlapped_bytes: int = 0
+    overlapped_bytes: int = 0  # Of those that were launched by hooks, before backward was over.
 
     @property
     def total_bytes(self) -> int:

@@ -285,19 +285,12 @@ def _agree(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step as it ran and as it was predicted.
+    """One step as it ran and as it was predicted."""
 
-    Attributes:
-        recording: The fastest of the steps that were recorded: other work on the machine only ever adds.
-        cost: Measured just before.
-        predicted: The same ops in the same order, simulated.
-        measured_seconds: Duration of each recorded step.
-    """
-
-    recording: Recording
-    cost: CostModel
-    predicted: Timeline
-    measured_seconds: tuple[float, ...]
+    recording: Recording  # The fastest of the steps that were recorded: other work on the machine only ever adds.
+    cost: CostModel  # Measured just before.
+    predicted: Timeline  # The same ops in the same order, simulated.
+    measured_seconds: tuple[float, ...]  # Duration of each recorded step.
 
     @property
     def measured(self) -> float:

@@ -21,36 +21,22 @@ _TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """What one rank publishes.
+    """What one rank publishes."""
 
-    Attributes:
-        step: Steps and evaluations that this rank has ended.
-        shard: The lowest rank with which it shares the weights.
-        mesh: The lowest rank with which it shares gradients.
-        skipped: Number of calls of this step that are left out, the first ones; ranks further apart prove nothing.
-        calls: The other calls of :class:`~lightning_muon.sharding.fsdp_call_log.FsdpCallLog`.
-        crossing_skipped: As ``skipped``, of the calls that all ranks have in common.
-        crossing: These calls.
-        group: Name of the process group in whose collective the rank waits, ``None`` if it does something else. A
-            barrier of the call log counts as a group of its own.
-        counts: Collectives launched in each process group.
-        beat: How often the rank has looked since it last got on.
-        left: Whether the rank has ended its run.
-        failure: The exception that ended the step of this rank.
-    """
-
-    step: int
-    shard: int
-    mesh: int
-    skipped: int
-    calls: list[int]
-    crossing_skipped: int
-    crossing: list[int]
+    step: int  # Steps and evaluations that this rank has ended.
+    shard: int  # The lowest rank with which it shares the weights.
+    mesh: int  # The lowest rank with which it shares gradients.
+    skipped: int  # Number of calls of this step that are left out, the first ones; ranks further apart prove nothing.
+    calls: list[int]  # The other calls of `FsdpCallLog`.
+    crossing_skipped: int  # As `skipped`, of the calls that all ranks have in common.
+    crossing: list[int]  # These calls.
+    # Name of the process group in whose collective the rank waits, `None` if it does something else. A barrier of the
+    # call log counts as a group of its own.
     group: str | None
-    counts: dict[str, int]
-    beat: int = 0
-    left: bool = False
-    failure: str | None = None
+    counts: dict[str, int]  # Collectives launched in each process group.
+    beat: int = 0  # How often the rank has looked since it last got on.
+    left: bool = False  # Whether the rank has ended its run.
+    failure: str | None = None  # The exception that ended the step of this rank.
 
     @classmethod
     def current(
@@ -171,17 +157,11 @@ def _place(position: Position, call_log: FsdpCallLog) -> str:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that others on the same host can look up.
+    """A process that others on the same host can look up."""
 
-    Attributes:
-        host: The running kernel and the namespace of process numbers; empty where the system does not tell them.
-        pid: Number of the process in that namespace.
-        start: When it was started, in ticks since the kernel was; tells it from a later process of the same number.
-    """
-
-    host: str
-    pid: int
-    start: str
+    host: str  # The running kernel and the namespace of process numbers; empty where the system does not tell them.
+    pid: int  # Number of the process in that namespace.
+    start: str  # When it was started, in ticks since the kernel was; tells it from a later process of the same number.
 
     @classmethod
     def current(cls) -> ProcessIdentity:

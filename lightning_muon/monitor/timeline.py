@@ -94,20 +94,14 @@ class TimelineRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A step as it ran.
+    """A step as it ran."""
 
-    Attributes:
-        timeline: Of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of
-            its group have reached it, as in :func:`~lightning_muon.schedule.simulate.simulate`.
-        seconds: From there until the last rank has finished the step.
-        program: The ops in the order in which they were issued; ranks are global ranks.
-        matrices: Rank -> name of an op -> names of the matrices that it works on.
-    """
-
+    # Of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of its group
+    # have reached it, as in `simulate`.
     timeline: Timeline
-    seconds: float
-    program: Program
-    matrices: dict[int, dict[str, list[str]]]
+    seconds: float  # From there until the last rank has finished the step.
+    program: Program  # The ops in the order in which they were issued; ranks are global ranks.
+    matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
     @property
     def op_seconds(self) -> float:

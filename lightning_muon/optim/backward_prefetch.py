@@ -36,19 +36,12 @@ _FREE_FAILURES, _LONGEST_PAUSE = 1, 64
 
 @dataclass
 class _Progress:
-    """Of one bucket.
+    """Of one bucket."""
 
-    Attributes:
-        missing: Parameters whose gradients are still to come.
-        is_sent: Whether this rank has sent it since the last step.
-        failures: How often in a row it was sent in vain.
-        resume: Number of the step from which on it may be sent again.
-    """
-
-    missing: set[Tensor]
-    is_sent: bool = False
-    failures: int = 0
-    resume: int = 0
+    missing: set[Tensor]  # Parameters whose gradients are still to come.
+    is_sent: bool = False  # Whether this rank has sent it since the last step.
+    failures: int = 0  # How often in a row it was sent in vain.
+    resume: int = 0  # Number of the step from which on it may be sent again.
 
 
 class BackwardPrefetch(ABC):

@@ -46,25 +46,18 @@ from lightning_muon.schedule.program import (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AgreedGradients:
-    """What all ranks know of the gradients of a step, equal on all of them but for the tensors.
+    """What all ranks know of the gradients of a step, equal on all of them but for the tensors."""
 
-    Attributes:
-        gradients: Local gradient of every parameter that takes part.
-        sent: Buckets that any rank has sent during backward.
-        valid: Those of them whose gradients are still what was sent.
-        deferred_check: Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for
-            them, and raises, on all ranks, to give up the step. On CUDA the host waits for the device here, and nowhere
-            else in a step.
-        numbers: Values of hyper-parameters that are tensors on a device; ``deferred_check`` fills it.
-        is_given_up: Whether this rank knows that the deferred check will raise, and may lack state or have a wrong
-            hyper-parameter: it takes part in what travels, whatever is in the buffers.
-    """
-
-    gradients: Gradients
-    sent: frozenset[str] = frozenset()
-    valid: frozenset[str] = frozenset()
+    gradients: Gradients  # Local gradient of every parameter that takes part.
+    sent: frozenset[str] = frozenset()  # Buckets that any rank has sent during backward.
+    valid: frozenset[str] = frozenset()  # Those of them whose gradients are still what was sent.
+    # Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for them, and raises,
+    # on all ranks, to give up the step. On CUDA the host waits for the device here, and nowhere else in a step.
     deferred_check: Callable[[], None] | None = None
+    # Values of hyper-parameters that are tensors on a device; `deferred_check` fills it.
     numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
+    # Whether this rank knows that the deferred check will raise, and may lack state or have a wrong hyper-parameter: it
+    # takes part in what travels, whatever is in the buffers.
     is_given_up: bool = False
 
 

@@ -137,19 +137,12 @@ class BoundParameter:
 
 @dataclass(frozen=True, eq=False)
 class MeshMembers:
-    """Parameters that live on one mesh (``None``: local tensors).
+    """Parameters that live on one mesh (``None``: local tensors)."""
 
-    Attributes:
-        mesh: The mesh.
-        axes: The group over all axes of it.
-        host: The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
-        tensors: The parameters.
-    """
-
-    mesh: DeviceMesh | None
-    axes: AxisGroup
-    host: AxisGroup
-    tensors: tuple[Tensor, ...]
+    mesh: DeviceMesh | None  # The mesh.
+    axes: AxisGroup  # The group over all axes of it.
+    host: AxisGroup  # The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
+    tensors: tuple[Tensor, ...]  # The parameters.
 
 
 def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:

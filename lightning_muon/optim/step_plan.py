@@ -36,17 +36,11 @@ _ADAMW_TENSORS = 7
 
 @dataclass(frozen=True, eq=False)
 class MatrixJob:
-    """One Newton-Schulz job: a logical matrix and where it lies.
+    """One Newton-Schulz job: a logical matrix and where it lies."""
 
-    Attributes:
-        parameter: The parameter it belongs to.
-        matrix: Its box in the parameter.
-        pieces: Where it lies.
-    """
-
-    parameter: BoundParameter
-    matrix: LogicalMatrix
-    pieces: Pieces
+    parameter: BoundParameter  # The parameter it belongs to.
+    matrix: LogicalMatrix  # Its box in the parameter.
+    pieces: Pieces  # Where it lies.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
@@ -56,22 +50,15 @@ class MatrixJob:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeGroup:
-    """The jobs whose pieces lie on the same ranks, and their plan.
+    """The jobs whose pieces lie on the same ranks, and their plan."""
 
-    Attributes:
-        axes: Ranks that communicate, over a process group of this exchange group alone.
-        replica_of: Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
-        jobs: Matrices.
-        plan: Owners and buckets.
-        sends_early: Whether gathers start during backward; equal on all ranks of the mesh.
-        estimate: What ``overlap="auto"`` has decided by; ``None`` if nothing is gathered or the user has decided.
-    """
-
-    axes: AxisGroup
+    axes: AxisGroup  # Ranks that communicate, over a process group of this exchange group alone.
+    # Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
     replica_of: tuple[int, ...]
-    jobs: tuple[MatrixJob, ...]
-    plan: MuonPlan
-    sends_early: bool
+    jobs: tuple[MatrixJob, ...]  # Matrices.
+    plan: MuonPlan  # Owners and buckets.
+    sends_early: bool  # Whether gathers start during backward; equal on all ranks of the mesh.
+    # What `overlap="auto"` has decided by; `None` if nothing is gathered or the user has decided.
     estimate: PrefetchEstimate | None
 
     @cached_property
@@ -87,17 +74,11 @@ class ExchangeGroup:
 
 @dataclass(frozen=True, eq=False)
 class MatrixBucket:
-    """Matrices that travel together.
+    """Matrices that travel together."""
 
-    Attributes:
-        key: Of its ops.
-        group: Their exchange group.
-        taken: Their indices in ``group.jobs``.
-    """
-
-    key: str
-    group: ExchangeGroup
-    taken: tuple[int, ...]
+    key: str  # Of its ops.
+    group: ExchangeGroup  # Their exchange group.
+    taken: tuple[int, ...]  # Their indices in `group.jobs`.
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -119,27 +100,18 @@ class ElementwiseBatch:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters.
+    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters."""
 
-    Attributes:
-        parameters: All of them, in the order of the param groups.
-        meshes: On which they live.
-        layout: Where they lie on these.
-        exchange_groups: Matrices by the ranks among which they travel.
-        buckets: Matrices that travel together, by the key of their ops, in the order of the step.
-        batches: Other parameters, by the number in the key of their op.
-        part: What the layout or the optimizer adds to the step.
-        ops: Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
-            checked here, and nowhere changed.
-    """
-
-    parameters: tuple[BoundParameter, ...]
-    meshes: tuple[MeshMembers, ...]
-    layout: Layout
-    exchange_groups: tuple[ExchangeGroup, ...]
+    parameters: tuple[BoundParameter, ...]  # All of them, in the order of the param groups.
+    meshes: tuple[MeshMembers, ...]  # On which they live.
+    layout: Layout  # Where they lie on these.
+    exchange_groups: tuple[ExchangeGroup, ...]  # Matrices by the ranks among which they travel.
+    # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
-    batches: tuple[ElementwiseBatch, ...]
-    part: StepPart
+    batches: tuple[ElementwiseBatch, ...]  # Other parameters, by the number in the key of their op.
+    part: StepPart  # What the layout or the optimizer adds to the step.
+    # Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
+    # checked here, and nowhere changed.
     ops: tuple[Op, ...]
 
     @cached_property

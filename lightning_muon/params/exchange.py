@@ -41,17 +41,11 @@ class PlanOptions(ExchangeOptions):
 
 @dataclass(frozen=True, eq=False)
 class MeshRanks:
-    """The ranks of a device mesh, and the one that the plan is made for. Each mesh is one object.
+    """The ranks of a device mesh, and the one that the plan is made for. Each mesh is one object."""
 
-    Attributes:
-        shape: Sizes of the axes; empty for tensors of one process alone.
-        coordinates: Mesh coordinate of each rank, in the order of the global ranks.
-        rank: Index of the planning rank in ``coordinates``.
-    """
-
-    shape: tuple[int, ...]
-    coordinates: tuple[Coordinate, ...]
-    rank: int = 0
+    shape: tuple[int, ...]  # Sizes of the axes; empty for tensors of one process alone.
+    coordinates: tuple[Coordinate, ...]  # Mesh coordinate of each rank, in the order of the global ranks.
+    rank: int = 0  # Index of the planning rank in `coordinates`.
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], rank: int = 0) -> MeshRanks:
@@ -78,23 +72,14 @@ class ParameterToPlan:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRanks:
-    """The ranks among which some matrices travel.
+    """The ranks among which some matrices travel."""
 
-    Attributes:
-        mesh: Mesh of the parameters.
-        mesh_axes: Axes of ``mesh`` over which matrices travel.
-        sharded: Those of them that shard matrices; the others replicate them.
-        coordinates: Of the ranks that differ from the planning one along ``mesh_axes``.
-        rank: Index of the planning rank in ``coordinates``.
-        replica_of: Replica of each of these ranks, numbered from 0.
-    """
-
-    mesh: MeshRanks
-    mesh_axes: tuple[int, ...]
-    sharded: tuple[int, ...]
-    coordinates: tuple[Coordinate, ...]
-    rank: int
-    replica_of: tuple[int, ...]
+    mesh: MeshRanks  # Mesh of the parameters.
+    mesh_axes: tuple[int, ...]  # Axes of `mesh` over which matrices travel.
+    sharded: tuple[int, ...]  # Those of them that shard matrices; the others replicate them.
+    coordinates: tuple[Coordinate, ...]  # Of the ranks that differ from the planning one along `mesh_axes`.
+    rank: int  # Index of the planning rank in `coordinates`.
+    replica_of: tuple[int, ...]  # Replica of each of these ranks, numbered from 0.
 
     @property
     def size(self) -> int:
@@ -128,18 +113,12 @@ def exchange_ranks(mesh: MeshRanks, sharded: tuple[int, ...], is_shared: bool) -
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object.
+    """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object."""
 
-    Attributes:
-        box: The matrix.
-        shards: Of its parameter.
-        held: Number of elements on each rank.
-        slices: The planning rank's part in its local tensor; ``None`` if that is all of it, or nothing.
-    """
-
-    box: Box
-    shards: Shards
-    held: tuple[int, ...]
+    box: Box  # The matrix.
+    shards: Shards  # Of its parameter.
+    held: tuple[int, ...]  # Number of elements on each rank.
+    # The planning rank's part in its local tensor; `None` if that is all of it, or nothing.
     slices: tuple[slice, ...] | None
 
     @cached_property
@@ -168,36 +147,22 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class PlacedMatrix:
-    """A matrix, and where it lies.
+    """A matrix, and where it lies."""
 
-    Attributes:
-        parameter: Index of its parameter among those of :func:`plan_exchanges`.
-        matrix: Its box in the parameter.
-        pieces: Where it lies.
-        flops: Of Newton-Schulz.
-    """
-
-    parameter: int
-    matrix: LogicalMatrix
-    pieces: Pieces
-    flops: int
+    parameter: int  # Index of its parameter among those of `plan_exchanges`.
+    matrix: LogicalMatrix  # Its box in the parameter.
+    pieces: Pieces  # Where it lies.
+    flops: int  # Of Newton-Schulz.
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedExchange:
-    """The matrices that travel among the same ranks.
+    """The matrices that travel among the same ranks."""
 
-    Attributes:
-        ranks: Among which they travel.
-        matrices: In the order of the parameters.
-        specs: What the planner was told of each matrix.
-        plan: Owners and buckets of the matrices, and the program of a step.
-    """
-
-    ranks: ExchangeRanks
-    matrices: tuple[PlacedMatrix, ...]
-    specs: tuple[MatrixSpec, ...]
-    plan: MuonPlan
+    ranks: ExchangeRanks  # Among which they travel.
+    matrices: tuple[PlacedMatrix, ...]  # In the order of the parameters.
+    specs: tuple[MatrixSpec, ...]  # What the planner was told of each matrix.
+    plan: MuonPlan  # Owners and buckets of the matrices, and the program of a step.
 
 
 def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) -> list[PlannedExchange]:

@@ -161,15 +161,11 @@ _NOT_NETWORK = re.compile(r"Loss|Metric")
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHeads:
-    """Parameters of output heads.
+    """Parameters of output heads."""
 
-    Args:
-        known: id of a weight -> reason, for heads that the model declares or that match an embedding in shape.
-        guessed: id of the weight of the last layer, if nothing better is known.
-    """
-
+    # id of a weight -> reason, for heads that the model declares or that match an embedding in shape.
     known: dict[int, str] = field(default_factory=dict[int, str])
-    guessed: int | None = None
+    guessed: int | None = None  # id of the weight of the last layer, if nothing better is known.
 
 
 def find_output_heads(module: nn.Module) -> OutputHeads:

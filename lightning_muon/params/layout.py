@@ -51,18 +51,14 @@ def _no_facts(parameters: Collection[Tensor]) -> Mapping[str, Collection[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """What is in the program of a step beside matrices and AdamW.
+    """What is in the program of a step beside matrices and AdamW."""
 
-    Attributes:
-        ops: The ops, with keys of their own.
-        actions: Kind of op -> runs one; returns the handles of the communication that it has started, if any.
-        facts: Parameters that take part in a step -> the conditions of these ops.
-    """
-
-    ops: AddedOps = NOTHING_ADDED
+    ops: AddedOps = NOTHING_ADDED  # The ops, with keys of their own.
+    # Kind of op -> runs one; returns the handles of the communication that it has started, if any.
     actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(
         default_factory=dict[str, Callable[[Op], Sequence[Any]]]
     )
+    # Parameters that take part in a step -> the conditions of these ops.
     facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = _no_facts
 
 

@@ -20,22 +20,15 @@ from lightning_muon.schedule.shapes import ParameterShape
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What a parameter is to the optimizer.
+    """What a parameter is to the optimizer."""
 
-    Args:
-        name: Qualified name, without the parts that wrappers such as ``torch.compile`` add.
-        kind: ``"matrix"`` (2-D), ``"convolution"`` (flattened to (dim 0, rest)), ``"stack"`` (dim 0 counts matrices) or
-            ``"elementwise"``.
-        reason: Short phrase for the table.
-        splits: Sizes of fused sub-matrices along ``split_dim``; empty if the weight is one matrix.
-        split_dim: 0, or 1 for layers that store (inputs, outputs).
-    """
-
-    name: str
+    name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
+    # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (dim 0 counts matrices) or
+    # `"elementwise"`.
     kind: Kind
-    reason: str
-    splits: tuple[int, ...] = ()
-    split_dim: int = 0
+    reason: str  # Short phrase for the table.
+    splits: tuple[int, ...] = ()  # Sizes of fused sub-matrices along `split_dim`; empty if the weight is one matrix.
+    split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
 
     @property
     def algorithm(self) -> Literal["muon", "adamw"]:

@@ -15,21 +15,13 @@ _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One place where a parameter is registered.
+    """One place where a parameter is registered."""
 
-    Args:
-        name: Qualified name without the parts that wrappers add.
-        attribute: Name of the parameter inside ``owner``.
-        owner: The module that holds the parameter.
-        path: Qualified names and modules from the root down to ``owner``.
-        parameter: The parameter.
-    """
-
-    name: str
-    attribute: str
-    owner: nn.Module
-    path: tuple[tuple[str, nn.Module], ...]
-    parameter: nn.Parameter
+    name: str  # Qualified name without the parts that wrappers add.
+    attribute: str  # Name of the parameter inside `owner`.
+    owner: nn.Module  # The module that holds the parameter.
+    path: tuple[tuple[str, nn.Module], ...]  # Qualified names and modules from the root down to `owner`.
+    parameter: nn.Parameter  # The parameter.
 
 
 def clean_name(name: str) -> str:

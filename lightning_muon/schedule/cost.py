@@ -19,24 +19,17 @@ class CostModel:
     Axes beyond the last bandwidth share the link of the last one: on a machine with one entry, all bytes of an op go
     over one link.
 
-    Args:
-        flops_per_second: Of large matrix products.
-        memory_bytes_per_second: Of elementwise work.
-        op_seconds: What every compute op takes in addition, for example to launch its kernels.
-        bandwidth: Bytes per second that a rank can send, and at the same time receive.
-        latency_seconds: What every transfer takes in addition.
-
     Example:
         >>> machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e11, bandwidth=(1e9,))
         >>> machine.seconds(Op(kind="newton_schulz", key="0", rank=0, cost=2 * 10**12, bytes=10**10))
         2.1
     """
 
-    flops_per_second: float
-    memory_bytes_per_second: float
-    bandwidth: tuple[float, ...]
-    op_seconds: float = 0.0
-    latency_seconds: tuple[float, ...] = (0.0,)
+    flops_per_second: float  # Of large matrix products.
+    memory_bytes_per_second: float  # Of elementwise work.
+    bandwidth: tuple[float, ...]  # Bytes per second that a rank can send, and at the same time receive.
+    op_seconds: float = 0.0  # What every compute op takes in addition, for example to launch its kernels.
+    latency_seconds: tuple[float, ...] = (0.0,)  # What every transfer takes in addition.
 
     def __post_init__(self) -> None:
         for name in ("flops_per_second", "memory_bytes_per_second", "bandwidth"):

@@ -57,17 +57,11 @@ _BYTES_OF_CHECK = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchEstimate:
-    """Predicted seconds of a step of one exchange group, after backward and without AdamW.
+    """Predicted seconds of a step of one exchange group, after backward and without AdamW."""
 
-    Attributes:
-        in_step_seconds: All gathers start in the step.
-        in_backward_seconds: They start during backward; with the check.
-        check_seconds: Of these, finding out whether what was sent is what the step would send.
-    """
-
-    in_step_seconds: float
-    in_backward_seconds: float
-    check_seconds: float
+    in_step_seconds: float  # All gathers start in the step.
+    in_backward_seconds: float  # They start during backward; with the check.
+    check_seconds: float  # Of these, finding out whether what was sent is what the step would send.
 
     @property
     def pays(self) -> bool:
@@ -102,23 +96,14 @@ def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> C
 
 @dataclass(frozen=True, kw_only=True)
 class RankSeconds:
-    """Predicted seconds of the ops of one rank, without AdamW.
+    """Predicted seconds of the ops of one rank, without AdamW."""
 
-    Attributes:
-        gathers: By bucket.
-        scatters: By bucket.
-        momentum: Of all buckets, as the next two.
-        newton_schulz: Or whatever else is computed on whole matrices.
-        update: Of the weights.
-        check: Finding out whether what was sent early is what the step would send.
-    """
-
-    gathers: Mapping[str, float]
-    scatters: Mapping[str, float]
-    momentum: float
-    newton_schulz: float
-    update: float
-    check: float
+    gathers: Mapping[str, float]  # By bucket.
+    scatters: Mapping[str, float]  # By bucket.
+    momentum: float  # Of all buckets, as the next two.
+    newton_schulz: float  # Or whatever else is computed on whole matrices.
+    update: float  # Of the weights.
+    check: float  # Finding out whether what was sent early is what the step would send.
 
 
 def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
@@ -196,19 +181,12 @@ Grid = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardExchange:
-    """One way, and what it costs in a step.
+    """One way, and what it costs in a step."""
 
-    Attributes:
-        grid: For each node the ranks of the shard axis on it, if nodes sum first; empty: direct.
-        bucket_bytes: Of gradients that travel together.
-        node_bytes: That leave each node for others, gradients and new values together; mean over the nodes.
-        seconds: Of the step's transfers and sums, one bucket after the other.
-    """
-
-    grid: Grid
-    bucket_bytes: int
-    node_bytes: int
-    seconds: float
+    grid: Grid  # For each node the ranks of the shard axis on it, if nodes sum first; empty: direct.
+    bucket_bytes: int  # Of gradients that travel together.
+    node_bytes: int  # That leave each node for others, gradients and new values together; mean over the nodes.
+    seconds: float  # Of the step's transfers and sums, one bucket after the other.
 
 
 def node_grid(nodes: Sequence[int]) -> Grid:

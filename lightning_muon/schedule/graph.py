@@ -18,33 +18,21 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Ops that begin and end together: one op, or the ops of all ranks of a communication.
+    """Ops that begin and end together: one op, or the ops of all ranks of a communication."""
 
-    Attributes:
-        ops: The ops, as indices into :attr:`Graph.ops`.
-        num_members: Number of ops there must be; the node never begins with fewer.
-        after: Nodes that wait for this one, as indices, each as often as it has reasons to.
-    """
-
-    ops: list[int]
-    num_members: int
-    after: list[int]
+    ops: list[int]  # The ops, as indices into `ops`.
+    num_members: int  # Number of ops there must be; the node never begins with fewer.
+    after: list[int]  # Nodes that wait for this one, as indices, each as often as it has reasons to.
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All ops of a program, and what they wait for.
+    """All ops of a program, and what they wait for."""
 
-    Attributes:
-        ops: Of all ranks.
-        nodes: See :class:`Node`.
-        node_of: Node of each op.
-        waits: For each op the ops of its rank that must end before: those of ``deps``, and the one before in its lane.
-    """
-
-    ops: list[Op]
-    nodes: list[Node]
-    node_of: list[int]
+    ops: list[Op]  # Of all ranks.
+    nodes: list[Node]  # See `Node`.
+    node_of: list[int]  # Node of each op.
+    # For each op the ops of its rank that must end before: those of `deps`, and the one before in its lane.
     waits: list[list[int]]
 
     def order(self) -> Iterator[int]:

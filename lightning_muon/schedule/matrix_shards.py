@@ -8,58 +8,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
-    """What the planner must know of one matrix.
+    """What the planner must know of one matrix."""
 
-    Attributes:
-        name: Qualified name, for people and for the fingerprint.
-        numel: Number of elements.
-        flops: Cost of Newton-Schulz.
-        held: Number of elements on each rank of the exchange group. The ranks of one replica hold ``numel`` together.
-            Share one tuple among matrices of one shape: planning for thousands of ranks is then fast.
-        rows: For reports.
-        cols: For reports.
-    """
-
-    name: str
-    numel: int
-    flops: int
+    name: str  # Qualified name, for people and for the fingerprint.
+    numel: int  # Number of elements.
+    flops: int  # Cost of Newton-Schulz.
+    # Number of elements on each rank of the exchange group. The ranks of one replica hold `numel` together. Share one
+    # tuple among matrices of one shape: planning for thousands of ranks is then fast.
     held: tuple[int, ...]
-    rows: int = 0
-    cols: int = 0
+    rows: int = 0  # For reports.
+    cols: int = 0  # For reports.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MatrixShards:
-    """One way in which matrices lie on the ranks; matrices that lie alike share one object.
+    """One way in which matrices lie on the ranks; matrices that lie alike share one object."""
 
-    Attributes:
-        held: Number of elements on each rank.
-        by_replica: Replica -> its ranks with elements, and how many each has.
-        replica_numel: Replica -> elements of its ranks together.
-        total: Elements of all ranks together.
-        sole_holder: The rank that holds all elements while no other has any; rank 0 if there are no elements.
-    """
-
-    held: tuple[int, ...]
-    by_replica: dict[int, list[tuple[int, int]]]
-    replica_numel: dict[int, int]
-    total: int
-    sole_holder: int | None
+    held: tuple[int, ...]  # Number of elements on each rank.
+    by_replica: dict[int, list[tuple[int, int]]]  # Replica -> its ranks with elements, and how many each has.
+    replica_numel: dict[int, int]  # Replica -> elements of its ranks together.
+    total: int  # Elements of all ranks together.
+    sole_holder: int | None  # The rank that holds all elements while no other has any; rank 0 if there are no elements.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMatrices:
-    """Where the matrices lie.
+    """Where the matrices lie."""
 
-    Attributes:
-        specs: The matrices.
-        replica_of: Replica of each rank of the exchange group.
-        shards: How each matrix lies on the ranks.
-    """
-
-    specs: tuple[MatrixSpec, ...]
-    replica_of: tuple[int, ...]
-    shards: tuple[MatrixShards, ...]
+    specs: tuple[MatrixSpec, ...]  # The matrices.
+    replica_of: tuple[int, ...]  # Replica of each rank of the exchange group.
+    shards: tuple[MatrixShards, ...]  # How each matrix lies on the ranks.
 
     @property
     def num_ranks(self) -> int:

@@ -17,21 +17,16 @@ __all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class MuonPlan:
-    """Plan for the matrices of one exchange group, equal on all of its ranks but for the ranks in ``program``.
+    """Plan for the matrices of one exchange group, equal on all of its ranks but for the ranks in ``program``."""
 
-    Attributes:
-        owners: For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the
-            strategy ``"redundant"``.
-        buckets: The matrices of each bucket, in the order in which backward finishes them; those of a bucket travel
-            together. Buckets of matrices that lie on one rank alone come first.
-        flops: Newton-Schulz load of each rank.
-        program: For each rank that was asked for the ops of bucket after bucket: momentum, gather, newton_schulz,
-            scatter, update.
-    """
-
+    # For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the strategy
+    # `"redundant"`.
     owners: tuple[tuple[int, ...], ...]
+    # The matrices of each bucket, in the order in which backward finishes them; those of a bucket travel together.
+    # Buckets of matrices that lie on one rank alone come first.
     buckets: tuple[tuple[int, ...], ...]
-    flops: tuple[int, ...]
+    flops: tuple[int, ...]  # Newton-Schulz load of each rank.
+    # For each rank that was asked for the ops of bucket after bucket: momentum, gather, newton_schulz, scatter, update.
     program: Program
 
     def fingerprint(self) -> str:

@@ -30,44 +30,32 @@ DEFERRED = "deferred"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One step of one rank. Sizes are of this rank; an op never says how long it takes, a cost model does.
+    """One step of one rank. Sizes are of this rank; an op never says how long it takes, a cost model does."""
 
-    Attributes:
-        kind: What is done, for example ``"gather"``. Programs are free to invent kinds.
-        key: Which one, for example the number of a bucket. ``kind`` and ``key`` name the op within its rank.
-        rank: Who does it.
-        cost: FLOPs.
-        lane: Ops of one lane (``"compute"`` or ``"transfer"``) run one after the other, in program order; the lanes run
-            side by side.
-        deps: Names of ops of the same rank that must end before this one begins.
-        bytes: On the transfer lane, what this rank sends or receives, whichever is more. On the compute lane, what the
-            op reads and writes in memory beside its FLOPs.
-        axis_bytes: ``bytes`` by kind of link, the fastest first, for links of different speed; for each of them what
-            is sent or received, whichever is more. Empty where there is one kind of link.
-        memory: Bytes of the op's result, which live until the last op that depends on it has ended.
-        items: Indices of what it works on, for example matrices.
-        group: Ranks that take part in a communication. It begins when all of them have reached their op of this name.
-            Empty for what a rank does alone.
-        phase: When it runs: ``IN_BACKWARD`` or ``IN_STEP``.
-        when: Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not
-            run do not wait for it.
-        unless: Conditions under which it does not run, whatever ``when`` says.
-    """
-
-    kind: str
-    key: str
-    rank: int
-    cost: int = 0
+    kind: str  # What is done, for example `"gather"`. Programs are free to invent kinds.
+    key: str  # Which one, for example the number of a bucket. `kind` and `key` name the op within its rank.
+    rank: int  # Who does it.
+    cost: int = 0  # FLOPs.
+    # Ops of one lane (`"compute"` or `"transfer"`) run one after the other, in program order; the lanes run side by
+    # side.
     lane: str = COMPUTE
-    deps: tuple[str, ...] = ()
+    deps: tuple[str, ...] = ()  # Names of ops of the same rank that must end before this one begins.
+    # On the transfer lane, what this rank sends or receives, whichever is more. On the compute lane, what the op reads
+    # and writes in memory beside its FLOPs.
     bytes: int = 0
+    # `bytes` by kind of link, the fastest first, for links of different speed; for each of them what is sent or
+    # received, whichever is more. Empty where there is one kind of link.
     axis_bytes: tuple[int, ...] = ()
-    memory: int = 0
-    items: tuple[int, ...] = ()
+    memory: int = 0  # Bytes of the op's result, which live until the last op that depends on it has ended.
+    items: tuple[int, ...] = ()  # Indices of what it works on, for example matrices.
+    # Ranks that take part in a communication. It begins when all of them have reached their op of this name. Empty for
+    # what a rank does alone.
     group: tuple[int, ...] = ()
-    phase: str = IN_STEP
+    phase: str = IN_STEP  # When it runs: `IN_BACKWARD` or `IN_STEP`.
+    # Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not run do not
+    # wait for it.
     when: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()  # Conditions under which it does not run, whatever `when` says.
 
     @property
     def name(self) -> str:

@@ -15,28 +15,19 @@ _KINDS = ("matrix", "convolution", "stack", "elementwise")
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """One parameter of a model that is planned without being built.
+    """One parameter of a model that is planned without being built."""
 
-    Attributes:
-        name: Qualified name.
-        shape: Global shape.
-        kind: ``"matrix"``, ``"convolution"``, ``"stack"`` (all but the last two dimensions count matrices) or
-            ``"elementwise"`` (AdamW).
-        reason: Why it is of this kind, for the table.
-        splits: Sizes of the fused sub-matrices (Q, K, V) along ``split_dim``; empty if the weight is one matrix.
-        split_dim: 0, or 1 for layers that store (inputs, outputs).
-        shard_dim: Dimension along which FSDP2 cuts it.
-        frozen: Whether it is not trained.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # Qualified name.
+    shape: tuple[int, ...]  # Global shape.
+    # `"matrix"`, `"convolution"`, `"stack"` (all but the last two dimensions count matrices) or `"elementwise"`
+    # (AdamW).
     kind: str
-    reason: str = ""
+    reason: str = ""  # Why it is of this kind, for the table.
+    # Sizes of the fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
     splits: tuple[int, ...] = ()
-    split_dim: int = 0
-    shard_dim: int = 0
-    frozen: bool = False
+    split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
+    shard_dim: int = 0  # Dimension along which FSDP2 cuts it.
+    frozen: bool = False  # Whether it is not trained.
 
     def __post_init__(self) -> None:
         where = f"parameter {self.name!r} {self.shape}"
@@ -59,17 +50,11 @@ class ParameterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """The parameters of a model.
+    """The parameters of a model."""
 
-    Attributes:
-        name: For titles.
-        source: Where the dimensions come from.
-        parameters: In the order of the forward pass.
-    """
-
-    name: str
-    source: str
-    parameters: tuple[ParameterShape, ...]
+    name: str  # For titles.
+    source: str  # Where the dimensions come from.
+    parameters: tuple[ParameterShape, ...]  # In the order of the forward pass.
 
 
 def shipped_shapes() -> dict[str, Path]:

@@ -22,21 +22,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """How one rank spent the time of the program.
+    """How one rank spent the time of the program."""
 
-    Attributes:
-        compute_seconds: The compute lane was busy.
-        idle: Share of the makespan in which the compute lane was idle.
-        transfer_seconds: A transfer was running; waiting for another rank does not count.
-        exposed_seconds: A transfer was running and the compute lane was idle.
-        peak_bytes: Most bytes of results at one time; a result lives from the start of its op to the end of its last
-            user.
-    """
-
-    compute_seconds: float
-    idle: float
-    transfer_seconds: float
-    exposed_seconds: float
+    compute_seconds: float  # The compute lane was busy.
+    idle: float  # Share of the makespan in which the compute lane was idle.
+    transfer_seconds: float  # A transfer was running; waiting for another rank does not count.
+    exposed_seconds: float  # A transfer was running and the compute lane was idle.
+    # Most bytes of results at one time; a result lives from the start of its op to the end of its last user.
     peak_bytes: int
 
     @property

@@ -45,22 +45,17 @@ _AFTER_CHECK = "after check"
 
 @dataclass(frozen=True, kw_only=True)
 class AddedOps:
-    """Ops of one rank that are not of its matrices: sums of gradients, messages between nodes, new values of weights.
+    """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
 
-    Attributes:
-        first: In front of all others of their phase.
-        ahead: Name of an op of the step -> what comes in front of it.
-        needed: Ops in their order, and the names of those that need them: each comes right in front of the first op
-            that needs it, or one listed behind it.
-        after: Name of an op of the step -> what follows it.
-        last: Behind all others.
-    """
-
-    first: Sequence[Op] = ()
+    first: Sequence[Op] = ()  # In front of all others of their phase.
+    # Name of an op of the step -> what comes in front of it.
     ahead: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
+    # Ops in their order, and the names of those that need them: each comes right in front of the first op that needs
+    # it, or one listed behind it.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
+    # Name of an op of the step -> what follows it.
     after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
-    last: Sequence[Op] = ()
+    last: Sequence[Op] = ()  # Behind all others.
 
 
 NOTHING_ADDED = AddedOps()

@@ -27,19 +27,12 @@ _NUM_KEPT = 4096
 
 
 class Barrier(NamedTuple):
-    """What ranks have to reach together before they communicate.
+    """What ranks have to reach together before they communicate."""
 
-    Attributes:
-        name: Names the ranks; the same on all of them.
-        ranks: Global ranks that have to come, in ascending order.
-        number: How many calls these ranks have logged in total.
-        call: The last of them.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    number: int
-    call: int
+    name: str  # Names the ranks; the same on all of them.
+    ranks: tuple[int, ...]  # Global ranks that have to come, in ascending order.
+    number: int  # How many calls these ranks have logged in total.
+    call: int  # The last of them.
 
 
 class CallList:
