@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.params.layout import AxisPlacement, Decoupled, TensorLayout, local_tensor
+from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 from lightning_muon.sharding.weights import mesh_device
 
 AXES = ("replicate", "shard")
 Rule = Literal["sum", "mean"]
 
 
-class NodeLayout(TensorLayout):
+class NodeLayout(Layout):
     """DTensors on ``mesh["shard"]`` and plain tensors, seen on the whole mesh: each node has its own gradients.
 
     Args:

@@ -38,7 +38,7 @@ from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.state import StateCompletion
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, StepPart, TensorLayout
+from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
@@ -264,7 +264,7 @@ class FlexDeMo(PlannedOptimizer):
         super().__setstate__(state)
 
     def _own_layout(self) -> Layout:
-        return TensorLayout() if self._mesh is None else NodeLayout(self._mesh)
+        return Layout() if self._mesh is None else NodeLayout(self._mesh)
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:

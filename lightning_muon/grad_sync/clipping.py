@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
-from lightning_muon.params.layout import Layout, TensorLayout, sharded_axes
+from lightning_muon.params.layout import Layout, sharded_axes
 
-_TENSORS = TensorLayout()
+_TENSORS = Layout()
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.grad_sync.clipping import Sharers, by_ranks, local_norms, part_of_gradient
-from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.layout import Layout
 
-_TENSORS = TensorLayout()
+_TENSORS = Layout()
 
 
 class FiniteCheck:

@@ -49,9 +49,8 @@ class ShardedLayout(Layout):
         gradients: ReduceScatterToOwners,
         all_gather: ParameterAllGather,
     ) -> None:
-        self.arrives_late = False
+        super().__init__(shard_map.mesh)
         self.may_arrive_late = shard_map.mesh.size() > 1
-        self.agreed: Collection[Tensor] | None = None
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
 

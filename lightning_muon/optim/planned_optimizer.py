@@ -41,7 +41,7 @@ from lightning_muon.optim.parameters import (
 from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, StepPart, TensorLayout
+from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.routing import Route, require_muon, routing_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -269,7 +269,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
-        return TensorLayout(self._mesh)
+        return Layout(self._mesh)
 
     def _settings(self) -> str:
         """What else must be the same on all ranks."""

@@ -28,15 +28,10 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ExchangeOptions):
-    """What decides over owners, buckets and order.
+    """What decides over owners, buckets and order."""
 
-    Attributes:
-        itemsize: Bytes of an element on the wire.
-        device_type: Where Newton-Schulz runs.
-    """
-
-    itemsize: int
-    device_type: str
+    itemsize: int  # Bytes of an element on the wire.
+    device_type: str  # Where Newton-Schulz runs.
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +46,6 @@ class MeshRanks:
     def of_shape(cls, shape: Sequence[int], rank: int = 0) -> MeshRanks:
         """A mesh whose ranks are numbered as ``init_device_mesh`` does, the last axis fastest."""
         return cls(tuple(shape), tuple(product(*map(range, shape))), rank)
-
-    def along(self, axes: Sequence[int]) -> tuple[Coordinate, ...]:
-        """Coordinates of the ranks that differ from the planning one along ``axes`` only, in their order."""
-        own = self.coordinates[self.rank]
-        others = [axis for axis in range(len(self.shape)) if axis not in axes]
-        return tuple(each for each in self.coordinates if all(each[axis] == own[axis] for axis in others))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,22 +82,20 @@ class ExchangeRanks:
 
 
 def exchange_ranks(mesh: MeshRanks, sharded: tuple[int, ...], is_shared: bool) -> ExchangeRanks:
-    """The ranks of matrices that are sharded over the axes ``sharded`` of ``mesh`` and replicated over the others.
+    """The ranks of matrices that are sharded over the axes ``sharded`` of ``mesh``, replicated over the others.
 
-    Args:
-        mesh: Of the parameters.
-        sharded: Indices of axes of more than one rank.
-        is_shared: One owner for all replicas, on any rank of the mesh; otherwise one in each replica.
+    With ``is_shared`` one owner serves all replicas, on any rank of the mesh; otherwise each replica has its own.
     """
+    own = mesh.coordinates[mesh.rank]
     mesh_axes = tuple(range(len(mesh.shape))) if is_shared else sharded
-    coordinates = mesh.along(mesh_axes)
+    fixed = [axis for axis in range(len(mesh.shape)) if axis not in mesh_axes]
+    coordinates = tuple(each for each in mesh.coordinates if all(each[axis] == own[axis] for axis in fixed))
     replicas: dict[Coordinate, int] = {}
     replica_of = tuple(
         replicas.setdefault(tuple(index for axis, index in enumerate(each) if axis not in sharded), len(replicas))
         for each in coordinates
     )
-    rank = coordinates.index(mesh.coordinates[mesh.rank])
-    return ExchangeRanks(mesh, mesh_axes, sharded, coordinates, rank, replica_of)
+    return ExchangeRanks(mesh, mesh_axes, sharded, coordinates, coordinates.index(own), replica_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,22 +114,20 @@ class Pieces:
         return self.shards.pieces(self.box)
 
     @cached_property
-    def _cut(self) -> tuple[int, tuple[int, ...]] | None:
-        return cut_of(self.by_rank.values())
+    def _parts(self) -> tuple[list[Box], tuple[int, tuple[int, ...]] | None]:
+        """The different parts, in the order in which they start, and how ``Tensor.split`` makes them, if it does."""
+        parts = sorted(set(self.by_rank.values()), key=lambda part: part.start)
+        return parts, cut_of(parts)
 
-    @cached_property
-    def _parts(self) -> list[Box]:
-        """The different parts, in the order in which they start."""
-        return sorted(set(self.by_rank.values()), key=lambda part: part.start)
-
-    def views(self, whole: Tensor, box: Box) -> dict[tuple[int, ...], Tensor]:
+    def views(self, whole: Tensor, box: Box) -> dict[Coordinate, Tensor]:
         """The part of every rank in a tensor that holds just ``box``, the matrix; by the start of its box."""
-        if self._cut is None:
-            parts = [whole[part.slices_in(box)] for part in self._parts]
+        parts, cut = self._parts
+        if cut is None:
+            views = [whole[part.slices_in(box)] for part in parts]
         else:
-            dim, sizes = self._cut
-            parts = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
-        return dict(zip((part.start for part in self._parts), parts, strict=True))
+            dim, sizes = cut
+            views = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
+        return dict(zip((part.start for part in parts), views, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,16 +153,9 @@ class PlannedExchange:
 def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) -> list[PlannedExchange]:
     """Owners, buckets and program of every exchange group, those that stay within a replica first.
 
-    Every rank of the meshes comes to the same owners and buckets. The program is that of the planning rank.
-
-    Args:
-        parameters: All trainable ones, in the order of the forward pass, the same on all ranks of their mesh.
-        options: Of the plan.
-
-    Raises:
-        ValueError: If the shards of a matrix do not make up the whole.
+    Every rank of the meshes comes to the same owners and buckets; the program is that of the planning rank.
+    ``parameters`` are all trainable ones in the order of the forward pass, the same on all ranks of their mesh.
     """
-    loads = Loads()
     planned: list[PlannedExchange] = []
     for number, (ranks, matrices) in enumerate(group_matrices(parameters, options)):
         specs = matrix_specs(matrices)
@@ -188,11 +166,10 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
             chunk_bytes=options.chunk_bytes,
             strategy=options.assignment,
             replica_of=ranks.replica_of,
-            loads=loads.of(ranks),
+            loads=loads_so_far(ranks, planned, options.itemsize),
             key_prefix=f"{number}.",
             ranks=(ranks.rank,),
         )
-        loads.add(ranks, specs, plan, options.itemsize)
         planned.append(PlannedExchange(ranks, tuple(matrices), specs, plan))
     return planned
 
@@ -222,42 +199,22 @@ def group_matrices(
             sides = matrix.rows, matrix.cols
             if sides not in answers:
                 flops = newton_schulz_flops(*sides, each.ns_steps)
-                is_shared = _is_shared(
-                    each.mesh,
-                    sharded,
-                    options,
-                    flops=flops,
-                    wire_bytes=matrix.box.numel * options.itemsize,
-                    num_matrices=num_alike[each.mesh, sharded],
-                )
+                is_shared = options.dedupe == "always"
+                if options.dedupe == "auto":
+                    replica_ranks = math.prod(each.mesh.shape[axis] for axis in sharded)
+                    is_shared = sharing_pays(
+                        flops,
+                        matrix.box.numel * options.itemsize,
+                        device_type=options.device_type,
+                        num_matrices=num_alike[each.mesh, sharded],
+                        num_replicas=math.prod(each.mesh.shape) // replica_ranks,
+                        replica_ranks=replica_ranks,
+                    )
                 ranks = ranks_of(each.mesh, sharded, is_shared)
                 answers[sides] = groups.setdefault(ranks, []), shards_of(each.shape, each.placements, ranks), flops
             placed, shards, flops = answers[sides]
             placed.append(PlacedMatrix(index, matrix, shards.pieces(matrix), flops))
     return sorted(groups.items(), key=lambda item: item[0].spans_replicas)
-
-
-def _is_shared(
-    mesh: MeshRanks,
-    sharded: tuple[int, ...],
-    options: PlanOptions,
-    *,
-    flops: int,
-    wire_bytes: int,
-    num_matrices: int,
-) -> bool:
-    """Whether one owner serves all replicas; ``num_matrices`` are sharded over the same axes of the mesh."""
-    if options.dedupe != "auto":
-        return options.dedupe == "always"
-    replica_ranks = math.prod(mesh.shape[axis] for axis in sharded)
-    return sharing_pays(
-        flops,
-        wire_bytes,
-        device_type=options.device_type,
-        num_matrices=num_matrices,
-        num_replicas=math.prod(mesh.shape) // replica_ranks,
-        replica_ranks=replica_ranks,
-    )
 
 
 class _ParameterShards:
@@ -313,45 +270,28 @@ def matrix_specs(matrices: Sequence[PlacedMatrix]) -> tuple[MatrixSpec, ...]:
     )
 
 
-class Loads:
-    """FLOPs and bytes that each rank of a mesh owns so far, so that later matrices even out earlier ones."""
+def loads_so_far(ranks: ExchangeRanks, earlier: Sequence[PlannedExchange], itemsize: int) -> list[tuple[int, int]]:
+    """``(FLOPs, bytes)`` that every rank of an exchange group owns of ``earlier`` ones; the same in each replica.
 
-    def __init__(self) -> None:
-        self._owned: list[tuple[ExchangeRanks, dict[Coordinate, tuple[int, int]]]] = []
-
-    def of(self, ranks: ExchangeRanks) -> list[tuple[int, int]]:
-        """``(FLOPs, bytes)`` of every rank of an exchange group; the same in each of its replicas.
-
-        Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch
-        may get other bits than alone. Where their loads differ the largest one counts.
-        """
-        return [
-            (sum(flops for flops, _ in found), sum(size for _, size in found))
-            for found in (self._at(ranks, coordinate) for coordinate in ranks.coordinates)
-        ]
-
-    def add(self, ranks: ExchangeRanks, specs: Sequence[MatrixSpec], plan: MuonPlan, itemsize: int) -> None:
-        """Count the matrices of an exchange group; where it is one replica of several, the others do the same."""
-        loads = [(0, 0)] * ranks.size
-        for spec, owners in zip(specs, plan.owners, strict=True):
+    Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch may
+    get other bits than alone. Where their loads differ the largest one counts.
+    """
+    totals = [(0, 0)] * ranks.size
+    for each in earlier:
+        if each.ranks.mesh is not ranks.mesh:
+            continue
+        owned = [(0, 0)] * each.ranks.size
+        for spec, owners in zip(each.specs, each.plan.owners, strict=True):
             for owner in owners:
-                flops, size = loads[owner]
-                loads[owner] = (flops + spec.flops, size + spec.numel * itemsize)
-        places = [tuple(coordinate[axis] for axis in ranks.mesh_axes) for coordinate in ranks.coordinates]
-        self._owned.append((ranks, dict(zip(places, loads, strict=True))))
-
-    def _at(self, ranks: ExchangeRanks, coordinate: Coordinate) -> list[tuple[int, int]]:
-        """The load of each earlier exchange group at this coordinate."""
-        return [
-            max(
-                load
-                for place, load in loads.items()
-                if all(
-                    coordinate[axis] == index
-                    for axis, index in zip(earlier.mesh_axes, place, strict=True)
-                    if axis in ranks.mesh_axes
-                )
-            )
-            for earlier, loads in self._owned
-            if earlier.mesh is ranks.mesh
-        ]
+                flops, size = owned[owner]
+                owned[owner] = flops + spec.flops, size + spec.numel * itemsize
+        # Replicas of the earlier group on other ranks of the mesh do the same as this one.
+        common = [axis for axis in each.ranks.mesh_axes if axis in ranks.mesh_axes]
+        largest: dict[Coordinate, tuple[int, int]] = {}
+        for coordinate, load in zip(each.ranks.coordinates, owned, strict=True):
+            place = tuple(coordinate[axis] for axis in common)
+            largest[place] = max(load, largest.get(place, load))
+        for index, coordinate in enumerate(ranks.coordinates):
+            flops, size = largest[tuple(coordinate[axis] for axis in common)]
+            totals[index] = totals[index][0] + flops, totals[index][1] + size
+    return totals

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -49,12 +48,7 @@ _MATRIX_WORDS = frozenset("proj projection projector mix mixer mixing kernel".sp
 
 
 def layer_kind(use: Use) -> tuple[Kind, str]:
-    """Return kind and reason for one use of a parameter, from the type of its layer.
-
-    Type first: embeddings, norms, ``Linear``, convolutions, recurrent layers, attention, ``Bilinear`` and the
-    ``Conv1D`` of transformers. A layer of another type is judged by its class name (``Norm``, ``Embedding``), then
-    by the parameter's shape and name.
-    """
+    """Kind and reason for one use of a parameter: by the type of its layer, by its class name, by shape and name."""
     parameter, owner, attribute = use.parameter, use.owner, use.attribute
     if isinstance(owner, ParametrizationList) and len(use.path) > 2:
         # parametrizations.weight.original0 stands for `weight` of the layer two levels up.
@@ -62,15 +56,21 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
         owner = use.path[-3][1]
     elif attribute in _REPARAMETRIZED_WEIGHT:
         attribute = "weight"
-    if is_embedding(owner):
+    if _is_embedding(owner):
         return "elementwise", "embedding"
     if parameter.ndim < 2:
         return "elementwise", f"{parameter.ndim}-D"
     if not parameter.is_floating_point():
         return "elementwise", f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-    if is_norm(owner):
+    # By type, or by a class name such as `T5LayerNorm`.
+    names = _class_names(owner)
+    if isinstance(owner, _NORMS) or any(
+        _NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in names
+    ):
         return "elementwise", "norm"
-    if attribute == "weight" and (reason := _direct_kind(owner, parameter.ndim)) is not None and not _is_magnitude(use):
+    # One number per row or column of the weight (weight_norm).
+    is_magnitude = isinstance(use.owner, ParametrizationList) and sum(size > 1 for size in parameter.shape) < 2
+    if attribute == "weight" and (reason := _direct_kind(owner, parameter.ndim)) is not None and not is_magnitude:
         return reason
     if isinstance(owner, _RECURRENT) and parameter.ndim == 2:
         return "matrix", f"{_layer_name(owner)} weight"
@@ -79,29 +79,22 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
     return _raw_kind(use)
 
 
-def is_embedding(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a look-up table by type, or a raw-parameter layer whose class name says so."""
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether ``module`` is a look-up table by type, or a layer without a known type whose class name says so."""
     if isinstance(module, _EMBEDDINGS):
         return True
     if _direct_kind(module, 2) is not None or isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
         return False
-    return any(_EMBEDDING_CLASS.search(name) for name in _class_names(module)) and hasattr(module, "weight")
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a normalization layer, by type or by a class name such as ``T5LayerNorm``."""
-    if isinstance(module, _NORMS):
-        return True
-    return any(_NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in _class_names(module))
+    return _is_table_class(module) and hasattr(module, "weight")
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Tell whether ``module`` is the ``Conv1D`` of transformers: a linear layer with a weight of (inputs, outputs)."""
+    """Whether ``module`` is the ``Conv1D`` of transformers: a linear layer with a weight of (inputs, outputs)."""
     return "Conv1D" in _class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
 
 
 def _direct_kind(module: nn.Module, ndim: int) -> tuple[Kind, str] | None:
-    """Return kind and reason of the ``weight`` of a layer of torch or of a subclass, None for any other layer."""
+    """Kind and reason of the ``weight`` of a layer of torch or of a subclass, ``None`` for any other layer."""
     if isinstance(module, nn.Linear) and ndim == 2:
         return "matrix", "Linear weight"
     if isinstance(module, _CONVOLUTIONS) and ndim > 2:
@@ -111,11 +104,6 @@ def _direct_kind(module: nn.Module, ndim: int) -> tuple[Kind, str] | None:
     if is_transposed_linear(module) and ndim == 2:
         return "matrix", "Conv1D (linear) weight"
     return None
-
-
-def _is_magnitude(use: Use) -> bool:
-    """Tell whether a parametrization holds one number per row or column of the weight (weight_norm)."""
-    return isinstance(use.owner, ParametrizationList) and sum(size > 1 for size in use.parameter.shape) < 2
 
 
 def _raw_kind(use: Use) -> tuple[Kind, str]:
@@ -128,8 +116,7 @@ def _raw_kind(use: Use) -> tuple[Kind, str]:
     words = _words(use)
     if words & _BIAS_WORDS:
         return "elementwise", "bias"
-    class_is_table = any(_EMBEDDING_CLASS.search(name) for name in _class_names(use.owner))
-    if (words & _TABLE_WORDS or class_is_table) and not words & _MATRIX_WORDS:
+    if (words & _TABLE_WORDS or _is_table_class(use.owner)) and not words & _MATRIX_WORDS:
         return "elementwise", "learned table"
     if len(shape) == 2:
         return "matrix", "raw 2-D parameter"
@@ -137,11 +124,15 @@ def _raw_kind(use: Use) -> tuple[Kind, str]:
 
 
 def _words(use: Use) -> set[str]:
-    """Split the attribute name into lower-case words; entries of a ParameterList are named by the list."""
+    """Lower-case words of the attribute name; entries of a ParameterList are named by the list."""
     name = use.attribute
     if isinstance(use.owner, nn.ParameterList | nn.ParameterDict):
         name = f"{use.path[-1][0].rsplit('.', 1)[-1]}_{name}"
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def _is_table_class(module: nn.Module) -> bool:
+    return any(_EMBEDDING_CLASS.search(name) for name in _class_names(module))
 
 
 def _class_names(module: nn.Module) -> list[str]:
@@ -159,26 +150,15 @@ def _layer_name(module: nn.Module) -> str:
 _NOT_NETWORK = re.compile(r"Loss|Metric")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputHeads:
-    """Parameters of output heads."""
-
-    # id of a weight -> reason, for heads that the model declares or that match an embedding in shape.
-    known: dict[int, str] = field(default_factory=dict[int, str])
-    guessed: int | None = None  # id of the weight of the last layer, if nothing better is known.
-
-
-def find_output_heads(module: nn.Module) -> OutputHeads:
-    """Return the output heads of ``module``.
+def find_output_heads(module: nn.Module) -> tuple[dict[int, str], int | None]:
+    """The output heads of ``module``: id of a weight -> reason, or else the id of a weight that is a guess.
 
     In this order: what ``get_output_embeddings()`` of any submodule returns; linear layers that are as wide as an
-    embedding and have one output per entry of it; otherwise the last layer that has a weight, if it is linear and lies
+    embedding and have one output per entry of it; as a guess the last layer that has a weight, if it is linear and lies
     in no repeated block.
     """
-    known = dict(_declared_heads(module))
-    if not known:
-        known = dict(_vocabulary_heads(module))
-    return OutputHeads(known=known, guessed=None if known else _last_linear(module))
+    known = dict(_declared_heads(module)) or dict(_vocabulary_heads(module))
+    return known, None if known else _last_linear(module)
 
 
 def _declared_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
@@ -217,10 +197,9 @@ def _vocabulary_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
 def _last_linear(module: nn.Module) -> int | None:
     last = None
     for path in walk(module):
-        layer = path[-1][1]
-        if next(layer.parameters(recurse=False), None) is None:
-            continue
-        if not any(_is_loss_or_metric(ancestor) for _, ancestor in path[1:]):
+        has_parameters = next(path[-1][1].parameters(recurse=False), None) is not None
+        classes = [base.__name__ for _, ancestor in path[1:] for base in type(ancestor).__mro__]
+        if has_parameters and not any(map(_NOT_NETWORK.search, classes)):
             last = path
     if last is None or not isinstance(last[-1][1], nn.Linear) or inside_repeated_block(last):
         return None
@@ -229,9 +208,5 @@ def _last_linear(module: nn.Module) -> int | None:
 
 
 def _registered_weight(layer: nn.Module) -> nn.Parameter | None:
-    """Return the parameter ``weight``, None if a parametrization computes it anew at each access."""
+    """The parameter ``weight``, ``None`` if a parametrization computes it anew at each access."""
     return dict(layer.named_parameters(recurse=False)).get("weight")
-
-
-def _is_loss_or_metric(module: nn.Module) -> bool:
-    return any(_NOT_NETWORK.search(base.__name__) for base in type(module).__mro__)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from typing_extensions import override
 
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients_of,
@@ -43,12 +42,6 @@ AxisPlacement = Placement | OwnedBy | Decoupled
 _COPIES = Replicate | Decoupled
 
 
-def _no_facts(parameters: Collection[Tensor]) -> Mapping[str, Collection[str]]:
-    """No op has a condition."""
-    del parameters
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
     """What is in the program of a step beside matrices and AdamW."""
@@ -59,52 +52,61 @@ class StepPart:
         default_factory=dict[str, Callable[[Op], Sequence[Any]]]
     )
     # Parameters that take part in a step -> the conditions of these ops.
-    facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = _no_facts
+    facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
 
 
-class Layout(Protocol):
+class Layout:
     """Where the parts of parameters and their gradients lie; what an optimizer asks, and what it tells.
 
-    A parameter is always named by the tensor that its module holds. The methods that are not abstract do what is right
-    for gradients that no FSDP2 unit holds.
-
-    Attributes:
-        may_arrive_late: Whether ``arrives_late`` is ever true.
-        arrives_late: Whether gradients may still be on their way, so that an optimizer should not ask for all of them
-            before it begins. Equal on all ranks.
-        agreed: Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients
-            of this step. ``None`` if an optimizer has to ask; equal on all ranks.
+    This one is that of DTensors and of plain tensors, which know it themselves; subclasses know more. A parameter is
+    always named by the tensor that its module holds.
     """
 
-    may_arrive_late: bool = False
-    arrives_late: bool
-    agreed: Collection[Tensor] | None
+    # Whether gradients may still be on their way, so that an optimizer should not ask for all of them before it begins;
+    # equal on all ranks. The other one: whether that is ever so.
+    arrives_late = False
+    may_arrive_late = False
+    # Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients of this
+    # step. `None` if an optimizer has to ask; equal on all ranks.
+    agreed: Collection[Tensor] | None = None
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
+        self._mesh = mesh
+        self._fsdp_units: Sequence[FSDPModule] = ()  # One of each model.
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
         """Mesh, and one placement for each of its axes; ``None`` and nothing for a tensor of this process alone."""
-        ...
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh, tuple(parameter.placements)
+        return self._mesh, (Replicate(),) * (self._mesh.ndim if self._mesh is not None else 0)
 
     def local(self, parameter: Tensor) -> Tensor:
         """The part of the parameter that the calling rank updates. Shares memory."""
-        ...
+        return local_tensor(parameter)
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether :meth:`gradient` is a tensor; does not wait."""
-        ...
+        return parameter.grad is not None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Gradient of :meth:`local`, whose shape it has; waits until it is there. Shares memory."""
-        ...
+        return None if parameter.grad is None else local_tensor(parameter.grad)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """These gradients are not wanted any more; local."""
 
+    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
+        """Drop gradients of micro-batches that FSDP2 keeps at its whole weights of these; local."""
+        drop_unreduced_gradients_of(parameters)
+
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """These parameters, the same on all ranks, will be updated."""
+        self.agreed = None
 
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """These parameters in the order in which their gradients arrive, those together that arrive together."""
-        ...
+        return [parameters]
 
     def updated(self, parameters: Collection[Tensor]) -> None:
         """The local parts of these have their new values."""
@@ -113,113 +115,35 @@ class Layout(Protocol):
         """All parameters of :meth:`begin_step` are updated."""
 
     def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """What a step of these parameters does beside updating them.
-
-        Args:
-            done: The names of the ops of the step, those that update parameters in their order, and the parameters that
-                have their new values after each.
-        """
-        del done
+        """What a step does beside updates; ``done``: its updating ops in order -> parameters with new values then."""
         return StepPart()
 
     def watch(self, parameters: Collection[Tensor]) -> None:
         """A plan was made for these; what follows is asked about them. Local."""
+        self._fsdp_units = fsdp_units_of(parameters)
 
     def backward_has_failed(self) -> bool:
-        """Whether an exception has ended a backward pass, so that gradients are missing until it is reset; local."""
-        return False
+        """Whether an exception has left FSDP2 in the middle of a backward pass, and it was not reset; local."""
+        return not is_in_backward() and any(map(has_unfinished_backward, self._fsdp_units))
 
     def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
-        """Whether ``parameters`` are all that train of the models whose parameters are watched; local."""
-        del parameters
-        return False
-
-    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
-        """Gradients of these that no backward pass has reduced yet are not wanted any more; local."""
+        """Whether ``parameters`` are all that train of the FSDP2 models whose parameters are watched; local."""
+        return holds_all_of(self._fsdp_units, parameters)
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Zeros laid out like the parameter: optimizer state."""
-        ...
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Pairs of parameter and state, as :meth:`zeros_like` makes it -> states as a checkpoint has them.
 
-        DTensors in which each element is on some rank, or whole tensors. Collective over the mesh of the parameters.
+        DTensors in which each element is on some rank, or whole tensors. Collective over the mesh of the parameters;
+        every rank must call it.
         """
-        ...
-
-    def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Inverse of :meth:`saved`; takes whole tensors as well. Collective over the mesh of the parameters."""
-        ...
-
-
-class TensorLayout(Layout):
-    """The layout of DTensors and of plain tensors, who know it themselves; nothing is to be done around a step.
-
-    Args:
-        mesh: Where plain tensors are replicated with equal gradients; without it they are local to their process.
-    """
-
-    arrives_late = False
-
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self._mesh = mesh
-        self.agreed: Collection[Tensor] | None = None
-        # One of each model.
-        self._fsdp_units: Sequence[FSDPModule] = ()
-
-    def watch(self, parameters: Collection[Tensor]) -> None:
-        """As in :class:`Layout`."""
-        self._fsdp_units = fsdp_units_of(parameters)
-
-    def backward_has_failed(self) -> bool:
-        """As in :class:`Layout`: FSDP2 is left in the middle of the pass."""
-        return not is_in_backward() and any(map(has_unfinished_backward, self._fsdp_units))
-
-    def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
-        """As in :class:`Layout`."""
-        return holds_all_of(self._fsdp_units, parameters)
-
-    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
-        """As in :class:`Layout`: FSDP2 keeps those of micro-batches at its whole weights."""
-        drop_unreduced_gradients_of(parameters)
-
-    @override
-    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh, tuple(parameter.placements)
-        return self._mesh, (Replicate(),) * (self._mesh.ndim if self._mesh is not None else 0)
-
-    @override
-    def local(self, parameter: Tensor) -> Tensor:
-        return local_tensor(parameter)
-
-    @override
-    def has_gradient(self, parameter: Tensor) -> bool:
-        return parameter.grad is not None
-
-    @override
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local_tensor(parameter.grad)
-
-    @override
-    def begin_step(self, parameters: Collection[Tensor]) -> None:
-        self.agreed = None
-
-    @override
-    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        return [parameters]
-
-    @override
-    def zeros_like(self, parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-    @override
-    def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         return [state for _, state in states]
 
-    @override
     def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is; every rank must call it."""
         return [state for _, state in states]
 
 
@@ -246,26 +170,18 @@ def held_boxes(
 ) -> tuple[Box, ...]:
     """Box of the parameter that the rank at each of the mesh ``coordinates`` holds; uneven and empty ones included."""
     axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, _COPIES)]
+    sizes, divided = [mesh_shape[axis] for axis in axes], [placements[axis] for axis in axes]
+    places = [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
     # Replicas hold the same, and asking torch takes 25 microseconds.
-    found: dict[tuple[int, ...], Box] = {}
-    boxes: list[Box] = []
-    for coordinate in coordinates:
-        place = tuple(coordinate[axis] for axis in axes)
-        if place not in found:
-            found[place] = _held_box(
-                shape, [mesh_shape[axis] for axis in axes], [placements[axis] for axis in axes], place
-            )
-        boxes.append(found[place])
-    return tuple(boxes)
+    found = {place: _held_box(shape, sizes, divided, place) for place in set(places)}
+    return tuple(found[place] for place in places)
 
 
 def _held_box(
     shape: tuple[int, ...], mesh_shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
 ) -> Box:
     """The box at a coordinate of the axes that divide the parameter."""
-    if any(
-        isinstance(each, OwnedBy) and each.rank != index for each, index in zip(placements, coordinate, strict=True)
-    ):
+    if any(isinstance(each, OwnedBy) and each.rank != i for each, i in zip(placements, coordinate, strict=True)):
         return Box((0,) * len(shape), (0,) * len(shape))
     if len(placements) == 1 and type(placements[0]) is Shard:
         dim = placements[0].dim

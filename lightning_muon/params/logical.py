@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 
 from lightning_muon.params.routing import Route
 
@@ -56,10 +56,7 @@ def tile(parts: Sequence[Box], box: Box) -> bool:
 
 
 def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
-    """The dimension, and the sizes along it, if ``parts`` are what ``Tensor.split`` makes; otherwise ``None``.
-
-    In the order in which they start; equal parts count once.
-    """
+    """The dimension, and the sizes along it in order, if the different ``parts`` are what ``Tensor.split`` makes."""
     ordered = sorted(set(parts), key=lambda part: part.start)
     cut = [dim for dim in range(len(ordered[0].start)) if len({(p.start[dim], p.stop[dim]) for p in ordered}) > 1]
     dim = cut[0] if cut else 0
@@ -69,11 +66,7 @@ def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
 
 
 class Shards:
-    """The boxes of one tensor, of at least one dimension, that the ranks of a group hold.
-
-    Args:
-        boxes: One for each rank; they may be empty, equal (replicas) or overlap.
-    """
+    """The boxes of one tensor, of at least one dimension, on the ranks of a group: empty, equal or overlapping ones."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = tuple(boxes)
@@ -103,11 +96,6 @@ class Shards:
         return {rank: found[rank] for rank in sorted(found) if found[rank].numel}
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box of all elements."""
-    return Box((0,) * len(shape), shape)
-
-
 @dataclass(frozen=True)
 class LogicalMatrix:
     """One matrix for Newton-Schulz: a box of a parameter, read as ``rows x cols`` in row-major order."""
@@ -127,28 +115,17 @@ def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatri
     if route.kind == "elementwise" or 0 in shape:
         return ()
     if route.kind == "stack":
-        return _stack(shape, route.name)
-    sizes = route.splits or (shape[route.split_dim],)
+        *leading, rows, cols = shape
+        return tuple(
+            LogicalMatrix(
+                f"{route.name}{list(index)}", Box((*index, 0, 0), (*(i + 1 for i in index), rows, cols)), rows, cols
+            )
+            for index in product(*map(range, leading))
+        )
+    dim, sizes = route.split_dim, route.splits or (shape[route.split_dim],)
     parts: list[LogicalMatrix] = []
-    offset = 0
-    for index, size in enumerate(sizes):
-        start, stop = [0] * len(shape), list(shape)
-        start[route.split_dim], stop[route.split_dim] = offset, offset + size
-        box = Box(tuple(start), tuple(stop))
+    for index, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        box = Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
         name = f"{route.name}[{index}]" if len(sizes) > 1 else route.name
         parts.append(LogicalMatrix(name, box, box.shape[0], box.numel // box.shape[0]))
-        offset += size
     return tuple(parts)
-
-
-def _stack(shape: tuple[int, ...], name: str) -> tuple[LogicalMatrix, ...]:
-    *leading, rows, cols = shape
-    matrices: list[LogicalMatrix] = []
-    for flat in range(math.prod(leading)):
-        index: list[int] = []
-        for size in reversed(leading):
-            flat, position = divmod(flat, size)
-            index.insert(0, position)
-        box = Box((*index, 0, 0), (*(position + 1 for position in index), rows, cols))
-        matrices.append(LogicalMatrix(f"{name}{index}", box, rows, cols))
-    return tuple(matrices)

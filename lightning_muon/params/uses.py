@@ -13,6 +13,10 @@ from torch.nn.parameter import UninitializedParameter
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
+# Qualified names and modules from a root down.
+Path = tuple[tuple[str, nn.Module], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """One place where a parameter is registered."""
@@ -20,21 +24,17 @@ class Use:
     name: str  # Qualified name without the parts that wrappers add.
     attribute: str  # Name of the parameter inside `owner`.
     owner: nn.Module  # The module that holds the parameter.
-    path: tuple[tuple[str, nn.Module], ...]  # Qualified names and modules from the root down to `owner`.
-    parameter: nn.Parameter  # The parameter.
+    path: Path  # From the root down to `owner`.
+    parameter: nn.Parameter
 
 
 def clean_name(name: str) -> str:
-    """Return ``name`` without the parts that ``torch.compile`` and activation checkpointing add."""
+    """``name`` without the parts that ``torch.compile`` and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def parameter_uses(module: nn.Module) -> list[tuple[Use, ...]]:
-    """Return the places of each distinct parameter, in the order of ``module.named_parameters()``.
-
-    Raises:
-        ValueError: If a parameter of a lazy module has no shape yet.
-    """
+    """The places of each distinct parameter, in the order of ``module.named_parameters()``."""
     uses: dict[int, list[Use]] = {}
     for path in walk(module):
         prefix, owner = path[-1]
@@ -50,23 +50,19 @@ def parameter_uses(module: nn.Module) -> list[tuple[Use, ...]]:
     return [tuple(places) for places in uses.values()]
 
 
-def walk(module: nn.Module, name: str = "") -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[Path]:
     """Yield the path to every module, parents first; a shared module is yielded once for each of its names."""
-    yield from _walk(((name, module),))
-
-
-def _walk(path: tuple[tuple[str, nn.Module], ...]) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    path = (*above, (name, module))
     yield path
-    prefix, module = path[-1]
     # A module that contains itself through an attribute would be walked forever.
     ancestors = {id(ancestor) for _, ancestor in path}
     for attribute, child in module._modules.items():
         if child is not None and id(child) not in ancestors:
-            yield from _walk((*path, (f"{prefix}.{attribute}" if prefix else attribute, child)))
+            yield from walk(child, f"{name}.{attribute}" if name else attribute, path)
 
 
-def inside_repeated_block(path: tuple[tuple[str, nn.Module], ...]) -> bool:
-    """Tell whether a module lies in a composite that is repeated, such as one layer of a transformer.
+def inside_repeated_block(path: Path) -> bool:
+    """Whether a module lies in a composite that is repeated, such as one layer of a transformer.
 
     A composite child of a ``ModuleList`` counts also when it is alone (a transformer with one layer); in a
     ``Sequential`` it needs a sibling of its class.

@@ -19,7 +19,7 @@ from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.transports import Transport
-from lightning_muon.params.layout import Layout, TensorLayout
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import Route
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.units import WrapPolicy
@@ -174,7 +174,7 @@ class ShardingMode(ABC):
     @property
     def layout(self) -> Layout:
         """Where the gradients of the parameters are found. Local."""
-        return TensorLayout()
+        return Layout()
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.

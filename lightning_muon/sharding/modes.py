@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.grad_sync.transports import AllReduce, Results
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.mode import ModeOptions, ReplicatedWeights, ShardingMode, attach_optimizers
 from lightning_muon.sharding.weights import names_of
@@ -85,7 +85,7 @@ class Ddp(ReplicatedWeights):
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
-        self._layout = TensorLayout(mesh)
+        self._layout = Layout(mesh)
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:

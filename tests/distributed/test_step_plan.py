@@ -20,7 +20,7 @@ from lightning_muon.optim import step_plan as plan_module
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import TensorLayout, local_tensor
+from lightning_muon.params.layout import Layout, local_tensor
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import machine_of
@@ -31,12 +31,10 @@ from tests.support.processes import ProcessPool
 def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", overlap: str = "step") -> StepPlan:
     group = {"ns_steps": 5}
     parameters = [
-        BoundParameter(
-            nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), TensorLayout(mesh)
-        )
+        BoundParameter(nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), Layout(mesh))
         for index, tensor in enumerate(tensors)
     ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], Layout(mesh))
     options = PlanOptions(
         itemsize=4,
         device_type="cpu",
@@ -47,7 +45,7 @@ def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", over
         overlap=overlap,  # type: ignore[arg-type]
     )
     require_equal_parameters(parameters, meshes, "")
-    layout = TensorLayout(mesh)
+    layout = Layout(mesh)
     return make_step_plan(
         parameters, meshes, PrivateGroups(), options=options, make_part=lambda done, _: layout.step_part(done)
     )

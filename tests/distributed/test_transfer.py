@@ -19,7 +19,7 @@ from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
 from lightning_muon.optim.step_plan import ExchangeGroup, make_step_plan
 from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.traffic import traffic, traffic_floor
@@ -37,17 +37,17 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) ->
     placements = [*[Replicate()] * (len(mesh_shape) - num_sharded), *map(Shard, range(num_sharded))]
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in full]
     parameters = [
-        BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), TensorLayout(mesh))
+        BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), Layout(mesh))
         for i, t in enumerate(placed)
     ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], TensorLayout(mesh))
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], Layout(mesh))
     options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
     plan = make_step_plan(
         parameters,
         meshes,
         PrivateGroups(),
         options=options,
-        make_part=lambda done, _: TensorLayout(mesh).step_part(done),
+        make_part=lambda done, _: Layout(mesh).step_part(done),
     )
     return plan.exchange_groups[0], full
 

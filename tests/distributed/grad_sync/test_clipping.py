@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms, total_norm
-from lightning_muon.params.layout import AxisPlacement, OwnedBy, TensorLayout
+from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
 from tests.support.processes import ProcessPool
 
 _SHAPES = [(13, 7), (5,), (3, 4), (1, 9), (2, 3, 5), ()]
@@ -175,7 +175,7 @@ def test_layers_on_other_stages_of_a_pipeline_count(gloo: ProcessPool) -> None:
         torch.testing.assert_close(results[stage][1], expected, rtol=1e-6, atol=0)
 
 
-class _Owned(TensorLayout):
+class _Owned(Layout):
     """Whole parameters by turns on the ranks of one axis."""
 
     def __init__(self, parameters: list[Tensor], mesh: DeviceMesh) -> None:
@@ -251,7 +251,7 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero(gloo: ProcessPool) -> Non
 
 def _num_rank_sets() -> tuple[list[int], list[int]]:
     parameters = _parameters()
-    layout = TensorLayout()
+    layout = Layout()
     return tuple([each.group.size for each in by_ranks(parameters, layout, sharded=d)] for d in (True, False))  # type: ignore[return-value]
 
 

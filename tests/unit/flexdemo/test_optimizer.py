@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon, Random
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 from tests.support.processes import ProcessPool
 
 SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
@@ -205,7 +205,7 @@ def test_routes_are_those_of_the_base() -> None:
 def test_another_layout_is_refused() -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="takes gradients that FSDP2 has averaged inside of a node"):
-        FlexDeMo(model).attach(model, TensorLayout())
+        FlexDeMo(model).attach(model, Layout())
 
 
 def test_the_summary_says_what_runs_and_what_travels() -> None:

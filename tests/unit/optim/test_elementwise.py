@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 
 
 def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
     torch.manual_seed(0)
     mine = [torch.randn(shape) for shape in ((5,), (3, 4), (), (0, 4))]
     theirs = [nn.Parameter(tensor.clone()) for tensor in mine]
-    states = [init_adamw_state(tensor, TensorLayout()) for tensor in mine]
+    states = [init_adamw_state(tensor, Layout()) for tensor in mine]
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "adamw_eps": 1e-5}
     reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5, fused=True)
     for _ in range(4):
@@ -65,7 +65,7 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.3, foreach=False)
     state = {
         key: LAYOUTS[layout_of_state](value) if value.ndim else value
-        for key, value in init_adamw_state(weight, TensorLayout()).items()
+        for key, value in init_adamw_state(weight, Layout()).items()
     }
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.999), "adamw_eps": 1e-8}
     addresses = [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
@@ -83,7 +83,7 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
 def test_nothing_beside_the_elements_changes() -> None:
     wide = torch.ones(6, 20)
     weight = wide[:, 3:13]
-    state = init_adamw_state(weight, TensorLayout())
+    state = init_adamw_state(weight, Layout())
     adamw_step_(
         [weight],
         [torch.ones(6, 10)],

@@ -18,7 +18,7 @@ from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
 from lightning_muon.optim.step_plan import make_step_plan
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.program import Op, branch
 
@@ -26,10 +26,9 @@ from lightning_muon.schedule.program import Op, branch
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
     bound = [
-        BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), TensorLayout())
-        for i, p in enumerate(parameters)
+        BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), Layout()) for i, p in enumerate(parameters)
     ]
-    meshes = group_by_mesh(parameters, TensorLayout())
+    meshes = group_by_mesh(parameters, Layout())
     options = PlanOptions(
         itemsize=4,
         device_type=parameters[0].device.type,
@@ -40,7 +39,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
         overlap=overlap,  # type: ignore[arg-type]
     )
     plan = make_step_plan(
-        bound, meshes, PrivateGroups(), options=options, make_part=lambda done, _: TensorLayout().step_part(done)
+        bound, meshes, PrivateGroups(), options=options, make_part=lambda done, _: Layout().step_part(done)
     )
     return MatrixStep(
         plan,
@@ -52,8 +51,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
     return {
-        p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else init_adamw_state(p, TensorLayout())
-        for p in parameters
+        p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else init_adamw_state(p, Layout()) for p in parameters
     }
 
 

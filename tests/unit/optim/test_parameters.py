@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_muon.optim.parameters import fail_on_all_meshes, group_by_mesh, routes_of
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 
 NO_PATTERNS: dict[str, Any] = {"adamw_patterns": (), "muon_patterns": (), "fused": None}
 
@@ -47,13 +47,13 @@ def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
 
 def test_local_tensors_are_alone() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    (members,) = group_by_mesh(tensors, TensorLayout())
+    (members,) = group_by_mesh(tensors, Layout())
     assert members.axes.group is None
     assert all(one is other for one, other in zip(members.tensors, tensors, strict=True))
 
 
 def test_without_other_ranks_an_error_is_just_raised() -> None:
-    meshes = group_by_mesh([torch.ones(2)], TensorLayout())
+    meshes = group_by_mesh([torch.ones(2)], Layout())
     fail_on_all_meshes(None, meshes)
     with pytest.raises(ValueError, match="wrong"):
         fail_on_all_meshes(ValueError("wrong"), meshes)

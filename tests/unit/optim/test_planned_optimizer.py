@@ -13,7 +13,7 @@ from torch import nn
 from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 
 KINDS: list[Any] = [ParallelMuon, FlexDeMo]
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -79,15 +79,15 @@ def test_state_that_is_there_cannot_be_laid_out_anew() -> None:
     model = _model()
     optimizer = _make(ParallelMuon, model)
     optimizer.attach(model)
-    optimizer.attach(model, TensorLayout())
+    optimizer.attach(model, Layout())
     assert len(optimizer.state) == 6, "zeros can be made again"
     _train(model, optimizer, range(1))
     with pytest.raises(RuntimeError, match=r"ParallelMuon has state already.*before its first step"):
-        optimizer.attach(model, TensorLayout())
+        optimizer.attach(model, Layout())
     loaded = _make(ParallelMuon, model)
     loaded.load_state_dict(optimizer.state_dict())
     with pytest.raises(RuntimeError, match="has state already"):
-        loaded.attach(model, TensorLayout())
+        loaded.attach(model, Layout())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.optim.state import convert_
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 
 
 def test_only_what_is_laid_out_like_its_parameter_is_converted() -> None:
@@ -35,13 +35,13 @@ def test_state_that_was_used_is_not_divided_anew() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     optimizer = ParallelMuon(net)
     optimizer.state_dict()
-    layout = TensorLayout()
+    layout = Layout()
     optimizer.attach(net, layout)  # Zeros are as good as other zeros.
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.attach(net, layout)
     with pytest.raises(RuntimeError, match="has state already"):
-        optimizer.attach(net, TensorLayout())
+        optimizer.attach(net, Layout())
 
 
 def _net() -> nn.Sequential:

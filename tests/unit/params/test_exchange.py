@@ -1,22 +1,27 @@
-"""Who owns what, planned from shapes alone; from tensors on real meshes in tests/distributed/test_binding.py."""
+"""Who owns what, planned from shapes alone; from tensors on real meshes in tests/distributed/test_step_plan.py."""
 
 from __future__ import annotations
 
+import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.params.exchange import (
     ExchangeRanks,
-    Loads,
     MeshRanks,
     ParameterToPlan,
+    PlannedExchange,
     PlanOptions,
     exchange_ranks,
+    loads_so_far,
     plan_exchanges,
 )
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.muon import MatrixSpec, plan_step
 
 LOCAL = MeshRanks.of_shape(())
+OPTIONS = PlanOptions(
+    itemsize=4, device_type="cpu", chunk_bytes=100, assignment="lpt", dedupe="always", look_ahead=2, overlap="step"
+)
 
 
 def test_local_tensors_stay_in_their_process() -> None:
@@ -34,7 +39,7 @@ def test_every_rank_comes_to_the_same_owners() -> None:
             ParameterToPlan(route_by_shape(f"w{i}", shape), shape, mesh, places, 5)
             for i, (shape, places) in enumerate([*placements.items()] * 2)
         ]
-        found.append(plan_exchanges(parameters, _options("always")))
+        found.append(plan_exchanges(parameters, OPTIONS))
     descriptions = [[(each.specs, each.plan.owners, each.ranks.replica_of) for each in plans] for plans in found]
     assert descriptions == descriptions[:1] * 6
     sharded, replicated = descriptions[0]
@@ -43,45 +48,29 @@ def test_every_rank_comes_to_the_same_owners() -> None:
     assert [spec.held for spec in replicated[0]] == [(16,) * 6] * 2
 
 
-def _options(dedupe: str) -> PlanOptions:
-    return PlanOptions(
-        itemsize=4,
-        device_type="cpu",
-        chunk_bytes=100,
-        assignment="lpt",
-        dedupe=dedupe,  # type: ignore[arg-type]
-        look_ahead=2,
-        overlap="step",
-    )
+GRID = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
-def _ranks(
-    mesh_axes: tuple[int, ...], coordinates: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
-) -> ExchangeRanks:
+def _ranks(mesh_axes: tuple[int, ...], coordinates: tuple, replicas: tuple[int, ...]) -> ExchangeRanks:
     return ExchangeRanks(LOCAL, mesh_axes, mesh_axes[-1:], coordinates, 0, replicas)
 
 
-def test_repeated_work_counts_in_every_replica() -> None:
-    replica = _ranks((1,), ((0, 0), (0, 1)), (0, 0))
-    grid = _ranks((0, 1), ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 0, 1, 1))
-    loads = Loads()
-    specs = [MatrixSpec(name="w", numel=8, flops=100, held=(4, 4))]
-    plan = plan_step(specs, num_ranks=2, itemsize=2, chunk_bytes=1)
+@pytest.mark.parametrize(
+    ("earlier", "later", "rank_of_owner"),
+    [
+        # Work that is repeated in every replica counts in each of them.
+        (_ranks((1,), GRID[:2], (0, 0)), [_ranks((1,), GRID[:2], (0, 0)), _ranks((0, 1), GRID, (0, 0, 1, 1))], 1),
+        # Mesh (shard, tensor): the matrix is over both axes, on one rank; others are replicated over the second axis,
+        # and all replicas of these must see the same loads.
+        (_ranks((0, 1), GRID, (0,) * 4), [_ranks((0,), (GRID[t], GRID[2 + t]), (0, 0)) for t in (0, 1)], 2),
+    ],
+    ids=["repeated", "replicas"],
+)
+def test_loads_are_equal_in_all_replicas(earlier: ExchangeRanks, later: list, rank_of_owner: int) -> None:
+    specs = (MatrixSpec(name="w", numel=8, flops=100, held=(8 // earlier.size,) * earlier.size),)
+    plan = plan_step(specs, num_ranks=earlier.size, itemsize=2, chunk_bytes=1)
     (owner,) = plan.owners[0]
-    loads.add(replica, specs, plan, itemsize=2)
-    expected = [(100, 16) if place == owner else (0, 0) for place in (0, 1)]
-    assert loads.of(replica) == expected
-    assert loads.of(grid) == expected * 2
-
-
-def test_replicas_have_the_same_loads() -> None:
-    """Mesh (shard, tensor): a matrix over both axes is on one rank, and others are replicated over the second axis."""
-    both = _ranks((0, 1), ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 0, 0, 0))
-    replicas = [_ranks((0,), ((0, tensor), (1, tensor)), (0, 0)) for tensor in (0, 1)]
-    loads = Loads()
-    specs = [MatrixSpec(name="w", numel=8, flops=100, held=(2, 2, 2, 2))]
-    plan = plan_step(specs, num_ranks=4, itemsize=2, chunk_bytes=1)
-    (owner,) = plan.owners[0]
-    loads.add(both, specs, plan, itemsize=2)
-    expected = [(100, 16) if place == owner // 2 else (0, 0) for place in (0, 1)]
-    assert [loads.of(each) for each in replicas] == [expected, expected]
+    planned = [PlannedExchange(earlier, (), specs, plan)]
+    expected = [(100, 16) if place == owner // rank_of_owner else (0, 0) for place in (0, 1)]
+    for ranks in later:
+        assert loads_so_far(ranks, planned, itemsize=2) == expected * (ranks.size // 2)

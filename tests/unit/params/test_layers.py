@@ -20,22 +20,11 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.zeros(inputs, outputs))
 
 
-class RMSNormOverPlanes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 6))
-
-
-class LayerNormLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 6))
-
-
-class VocabParallelEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 6))
+def _plane(name: str) -> nn.Module:
+    """A layer of a class of this name, whose weight is 2-D."""
+    layer = type(name, (nn.Module,), {})()
+    layer.weight = nn.Parameter(torch.ones(4, 6))
+    return layer
 
 
 class PatchEmbedding(nn.Linear):
@@ -72,10 +61,10 @@ def _kinds(module: nn.Module) -> dict[str, str]:
         (nn.Bilinear(3, 4, 5), "stack"),
         (nn.Embedding(7, 3), "elementwise"),
         (nn.EmbeddingBag(7, 3), "elementwise"),
-        (VocabParallelEmbedding(), "elementwise"),
+        (_plane("VocabParallelEmbedding"), "elementwise"),
         (nn.LayerNorm((4, 6)), "elementwise"),
-        (RMSNormOverPlanes(), "elementwise"),
-        (LayerNormLinear(), "matrix"),
+        (_plane("RMSNormOverPlanes"), "elementwise"),
+        (_plane("LayerNormLinear"), "matrix"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else value,
 )
@@ -116,11 +105,8 @@ def test_a_raw_parameter_is_judged_by_shape_and_name(name: str, shape: tuple[int
     assert _kinds(Raw(name, *shape)) == {name: kind}
 
 
-def test_integers_are_never_matrices() -> None:
+def test_integers_and_entries_of_lists_of_tables_are_no_matrices() -> None:
     assert _kinds(Raw("packed", 4, 6, dtype=torch.uint8)) == {"packed": "elementwise"}
-
-
-def test_entries_of_a_parameter_list_are_named_by_the_list() -> None:
     module = nn.Module()
     module.pos_embeds = nn.ParameterList([torch.zeros(4, 6)])
     module.maps = nn.ParameterList([torch.zeros(4, 6)])
@@ -139,12 +125,6 @@ def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
     }
 
 
-class FocalLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centers = nn.Linear(4, 4)
-
-
 def test_what_get_output_embeddings_returns_is_the_head() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -157,9 +137,9 @@ def test_what_get_output_embeddings_returns_is_the_head() -> None:
 
     wrapper = nn.Module()
     wrapper.model = Model()
-    heads = find_output_heads(wrapper)
-    assert list(heads.known) == [id(wrapper.model.head.weight)]
-    assert heads.guessed is None
+    known, guessed = find_output_heads(wrapper)
+    assert list(known) == [id(wrapper.model.head.weight)]
+    assert guessed is None
 
 
 def test_a_getter_that_raises_is_passed_over() -> None:
@@ -168,7 +148,7 @@ def test_a_getter_that_raises_is_passed_over() -> None:
             raise RuntimeError("this model has no head")
 
     model = Model(4, 9)
-    assert find_output_heads(model).guessed == id(model.weight)
+    assert find_output_heads(model)[1] == id(model.weight)
 
 
 def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:
@@ -181,31 +161,27 @@ def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:
             "last": nn.Linear(4, 4),
         }
     )
-    assert list(find_output_heads(model).known) == [id(model["head"].weight)]
+    assert list(find_output_heads(model)[0]) == [id(model["head"].weight)]
 
 
 def test_a_square_table_makes_no_square_layer_a_head() -> None:
     model = nn.ModuleDict({"positions": nn.Embedding(4, 4), "mix": nn.Linear(4, 4), "last": nn.Linear(4, 2)})
-    heads = find_output_heads(model)
-    assert not heads.known
-    assert heads.guessed == id(model["last"].weight)
+    assert find_output_heads(model) == ({}, id(model["last"].weight))
 
 
-def test_losses_after_the_network_do_not_hide_its_last_layer() -> None:
-    model = nn.ModuleDict(
-        {"body": nn.Linear(4, 4), "last": nn.Linear(4, 2), "loss": FocalLoss(), "ce": nn.CrossEntropyLoss()}
-    )
-    assert find_output_heads(model).guessed == id(model["last"].weight)
+def test_a_guessed_head_is_the_last_layer_of_the_network() -> None:
+    loss = type("FocalLoss", (nn.ModuleDict,), {})({"centers": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "last": nn.Linear(4, 2), "loss": loss, "ce": nn.CrossEntropyLoss()})
+    assert find_output_heads(model)[1] == id(model["last"].weight)
+    assert find_output_heads(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))[1] is None
+    assert find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))[1] is None
 
 
-def test_no_head_is_guessed_after_a_norm_or_in_a_block() -> None:
-    assert find_output_heads(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))).guessed is None
-    assert find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])).guessed is None
-
-
-def test_order_and_names_are_those_of_named_parameters() -> None:
+def test_names_and_order_are_those_of_named_parameters() -> None:
     model = nn.Transformer(8, 2, 2, 2, 16)
     assert [uses[0].name for uses in parameter_uses(model)] == [name for name, _ in model.named_parameters()]
+    compiled = nn.Sequential(torch.compile(nn.Linear(2, 2)))
+    assert [uses[0].name for uses in parameter_uses(compiled)] == ["0.weight", "0.bias"]
 
 
 def test_every_place_of_a_tied_weight_is_listed() -> None:
@@ -217,11 +193,6 @@ def test_every_place_of_a_tied_weight_is_listed() -> None:
     assert [[use.name for use in uses] for uses in parameter_uses(model)] == [
         ["table.weight", "alias.weight", "head.weight"]
     ]
-
-
-def test_wrapper_parts_are_stripped_from_names() -> None:
-    model = nn.Sequential(torch.compile(nn.Linear(2, 2)))
-    assert [uses[0].name for uses in parameter_uses(model)] == ["0.weight", "0.bias"]
 
 
 def test_a_module_that_contains_itself_is_walked_once() -> None:

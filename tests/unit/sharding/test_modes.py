@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon, ParallelMuonStrategy
-from lightning_muon.params.layout import TensorLayout
+from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.modes import MODES, SingleProcess, check_mode, make_mode
 from tests.support.processes import ProcessPool
@@ -43,7 +43,7 @@ def test_only_optimizers_that_can_be_attached_are() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     ours, theirs = ParallelMuon(net[0].parameters()), torch.optim.SGD(net[1].parameters(), momentum=0.9)
     assert isinstance(ours, Attachable) and not isinstance(theirs, Attachable)
-    attach_optimizers(net, [ours, theirs], TensorLayout())
+    attach_optimizers(net, [ours, theirs], Layout())
     assert [route.name for route in ours.routes] == ["0.weight", "0.bias"]
     assert len(ours.state) == 2 and not theirs.state
 
