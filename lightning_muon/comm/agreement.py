@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,22 +15,22 @@ _Result = TypeVar("_Result")
 
 
 def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise ``RuntimeError`` on every rank unless all ranks hold the same ``lines``.
+    """Raise ``RuntimeError`` on every rank unless all hold the same lines, for example names and shapes.
 
-    Collective over ``group``; every rank must call it. Only a digest travels unless there is a difference.
-
-    Args:
-        lines: ``(key, description)`` pairs, for example a parameter name and its shape.
-        group: ``None`` is the default group. Without an initialized process group nothing is compared.
-        what: Subject of the error message, for example ``"the model"``.
+    Collective over ``group``; every rank must call it.
     """
-    if not _is_distributed(group):
-        return
+    # The lines travel only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
-    if len(set(_all_gather_object(digest, group))) == 1:
+    if len(set(gather(digest, group))) == 1:
         return
-    gathered: list[Sequence[tuple[str, str]]] = _all_gather_object(list(lines), group)
-    raise RuntimeError(_first_difference(gathered, what))
+    first, *others = gather(list(lines), group)
+    for rank, other in enumerate(others, start=1):
+        for line, its_line in zip_longest(first, other):
+            if line != its_line:
+                raise RuntimeError(
+                    f"{what} differs between ranks: rank 0 of the group has {_format(line)}, rank {rank} has "
+                    f"{_format(its_line)}. Build it identically on every rank."
+                )
 
 
 def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
@@ -37,7 +38,12 @@ def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
 
     ``None`` is the default group; without an initialized process group there is one rank.
     """
-    return _all_gather_object(value, group) if _is_distributed(group) else [value]
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    let_gloo_finish_at_exit()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
@@ -45,17 +51,12 @@ def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> N
 
     Collective over ``group``; every rank must call it.
     """
-    if not _is_distributed(group):
-        if error is not None:
-            raise error
-        return
-    messages: list[str | None] = _all_gather_object(None if error is None else _describe(error), group)
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
-    failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-    if failed:
-        rank, message = failed[0]
-        raise RuntimeError(f"rank {rank} of the group failed, so all ranks stop: {message}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} of the group failed, so all ranks stop: {message}")
 
 
 def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
@@ -73,36 +74,6 @@ def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = No
 def on_first_rank(action: Callable[[], Any]) -> None:
     """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
     together(action if dist.get_rank() == 0 else lambda: None)
-
-
-def _is_distributed(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def _all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    let_gloo_finish_at_exit()
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _first_difference(gathered: Sequence[Sequence[tuple[str, str]]], what: str) -> str:
-    """Name the first line in which a rank differs from rank 0 of the group."""
-    first = gathered[0]
-    for rank, other in enumerate(gathered[1:], start=1):
-        for index in range(max(len(first), len(other))):
-            mine = first[index] if index < len(first) else None
-            theirs = other[index] if index < len(other) else None
-            if mine != theirs:
-                return (
-                    f"{what} differs between ranks: rank 0 of the group has {_format(mine)}, rank {rank} has "
-                    f"{_format(theirs)}. Build it identically on every rank."
-                )
-    raise AssertionError("digests differ but the lines do not")
 
 
 def _format(line: tuple[str, str] | None) -> str:

@@ -75,11 +75,6 @@ class BufferPool:
             if name.startswith(prefix):
                 buffer.untyped_storage().resize_(0)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of all buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
-
     def drop(self, suffix: str) -> None:
         """Give back the memory of the buffers whose names end so."""
         for name in [name for name in self._buffers if name.endswith(suffix)]:
@@ -87,12 +82,9 @@ class BufferPool:
 
 
 def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:
-    """Begin an uneven all-to-all of two packed buffers.
+    """Begin an uneven all-to-all of two packed buffers; wait for the handles before they are read or filled again.
 
     Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
-
-    Returns:
-        Handles to wait for before the buffers are read or filled again.
     """
     let_gloo_finish_at_exit()
     work = dist.all_to_all_single(
@@ -107,12 +99,9 @@ def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, gr
 
 
 def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
-    """Begin one message per pair of ranks that have something for each other; several may send the same memory.
+    """Begin one message of a contiguous tensor for each pair of ranks; several may send the same memory.
 
-    Args:
-        send: Contiguous tensor for each rank of ``group`` that gets one.
-        receive: Contiguous tensor for each rank of ``group`` that sends one.
-        group: Every rank of it that is named by another must call this, in the same order of calls.
+    Every rank of ``group`` that is named by another must call this, in the same order of calls.
     """
     let_gloo_finish_at_exit()
     messages = [
@@ -131,7 +120,7 @@ class Delivery:
     receive: Sequence[Tensor]
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would not wait."""
+        """Whether :meth:`wait` would return at once."""
         return self.work.is_completed()
 
     def wait(self) -> None:
@@ -159,10 +148,7 @@ def start_messages_together(
 
 
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise sum over ``group``, in place.
-
-    Collective over ``group``; every rank of it must call it.
-    """
+    """Begin the elementwise sum, in place. Collective over ``group``; every rank of it must call it."""
     let_gloo_finish_at_exit()
     (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
     return work
@@ -174,13 +160,10 @@ def read_flags(flags: Tensor) -> list[bool]:
 
 
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
-    """Begin to copy small tensors to the host; the result waits for the copy and gives the elements of each, flat.
+    """Begin to copy small tensors of any dtypes and devices to the host; the result gives the elements of each, flat.
 
     On CUDA all tensors of a device travel as one copy to pinned memory with one event behind it. So the host waits for
     what the device was given before this call, and not for what it is given afterwards. Local.
-
-    Args:
-        tensors: Of any dtypes and devices; may change after the call.
     """
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):

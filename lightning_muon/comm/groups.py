@@ -48,18 +48,13 @@ class Launched(dist.Work):
 class PrivateGroup:
     """A process group over which one owner at a time communicates."""
 
-    group: dist.ProcessGroup  # The process group.
+    group: dist.ProcessGroup
     is_free: bool = True  # Whether this rank has no owner for it.
     num_launched: int = 0  # Communications that this rank has begun; messages that are begun together count once.
     # Those that nobody has waited for, in their order. An owner may be thrown away before it does; the handles must
     # outlive it, because gloo gives a message whose handle is gone to the next one that is received, or ends the
     # process if the sizes differ.
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
-
-    def track(self, works: Sequence[dist.Work]) -> list[dist.Work]:
-        """``works``, one communication that has just been begun over this group, as handles that are remembered."""
-        self.num_launched += 1
-        return [Launched(work, self.in_flight) for work in works]
 
     def settle(self) -> bool:
         """Wait for all that is in flight; ``False`` if that fails. The other ranks must have launched the same."""
@@ -82,22 +77,47 @@ class Lease:
         self.private.is_free = True
 
 
-@dataclass
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks that differ from this one only along some axes of a mesh."""
+
+    group: dist.ProcessGroup | None  # `None` where this process is alone.
+    rank: int  # This process in the group.
+    coordinates: tuple[tuple[int, ...], ...]  # Mesh coordinate of each rank of the group.
+    # Keeps a private group from being given to others.
+    lease: Lease | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.coordinates)
+
+    def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
+        """``works``, one communication that was begun over this group; a private group remembers it.
+
+        Ranks that have nothing to send or receive in a communication of the others call it, too.
+        """
+        begun = [work for work in works if work is not None]
+        if self.lease is None:
+            return begun
+        private = self.lease.private
+        private.num_launched += 1
+        return [Launched(work, private.in_flight) for work in begun]
+
+
+ALONE = AxisGroup(None, 0, ((),))
+
+
 class MadeGroups:
     """The groups that were made in one world, by their ranks and their backend."""
 
-    shared: dict[tuple[Ranks, str], dist.ProcessGroup] = field(
-        default_factory=dict[tuple[Ranks, str], dist.ProcessGroup]
-    )
-    private: dict[tuple[Ranks, str], list[PrivateGroup]] = field(
-        default_factory=dict[tuple[Ranks, str], list[PrivateGroup]]
-    )
-    # Names must not come back: a store keeps the addresses that the ranks of the first group have left there.
-    counts: Counter[tuple[Ranks, str]] = field(default_factory=Counter[tuple[Ranks, str]])
-    axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = field(
-        default_factory=dict[tuple[DeviceMesh, tuple[int, ...]], "AxisGroup"]
-    )
-    world: dist.ProcessGroup | None = None
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.world = world
+        self.shared: dict[tuple[Ranks, str], dist.ProcessGroup] = {}
+        self.private: dict[tuple[Ranks, str], list[PrivateGroup]] = {}
+        self.axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = {}
+        # Names must not come back: a store keeps the addresses that the ranks of the first group have left there.
+        self._counts: Counter[tuple[Ranks, str]] = Counter()
 
     def share(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
         """The group of ``ranks`` that everybody may use where all ranks do the same in the same order.
@@ -130,35 +150,19 @@ class MadeGroups:
         if backend == "mpi":
             raise ValueError("MPI makes no group without all other ranks; initialize with gloo or nccl")
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        name = f"lightning_muon:{backend}:{digest}:{self.counts[ranks, backend]}"
-        self.counts[ranks, backend] += 1
+        name = f"lightning_muon:{backend}:{digest}:{self._counts[ranks, backend]}"
+        self._counts[ranks, backend] += 1
         return new_group(ranks, name, backend=backend, timeout=world_timeout())
 
 
-def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Type of device -> name of the backend that moves its tensors; local."""
-    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+_CURRENT = [MadeGroups(None)]
 
 
-def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
-    """Raise ``ValueError`` if tensors on ``device`` cannot travel over ``mesh``; local.
-
-    Args:
-        mesh: Of the tensors.
-        device: Where they are.
-        what: Begins the message, for example the name of a parameter.
-    """
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            known = backends(mesh.get_group(axis))
-            if device.type not in known:
-                named = ",".join(f"{kind}:{backend}" for kind, backend in known.items())
-                wanted = f"{device.type}:gloo,{named}"
-                raise ValueError(
-                    f"{what} in {device.type} memory (CPUOffloadPolicy), but the process groups of its mesh are made "
-                    f"with {named!r} and cannot send it. Use process_group_backend={wanted!r} in the strategy, or "
-                    f"init_process_group({wanted!r})"
-                )
+def _made() -> MadeGroups:
+    """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
+    if _CURRENT[0].world is not dist.group.WORLD:
+        _CURRENT[0] = MadeGroups(dist.group.WORLD)
+    return _CURRENT[0]
 
 
 def _unused(made: Sequence[PrivateGroup], base: dist.ProcessGroup) -> PrivateGroup | None:
@@ -194,32 +198,23 @@ def _connect(group: dist.ProcessGroup) -> None:
         dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
 
 
-@dataclass(frozen=True)
-class AxisGroup:
-    """The ranks that differ from this one only along some axes of a mesh."""
-
-    group: dist.ProcessGroup | None  # Process group of these ranks, `None` where this process is alone.
-    rank: int  # This process in the group.
-    coordinates: tuple[tuple[int, ...], ...]  # Mesh coordinate of each rank of the group.
-    # Keeps a private group from being given to others.
-    lease: Lease | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.coordinates)
-
-    def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
-        """``works``, one communication that was begun over this group.
-
-        A private group remembers it until it has been waited for. Ranks that have nothing to send or receive in a
-        communication of the others call it, too.
-        """
-        begun = [work for work in works if work is not None]
-        return begun if self.lease is None else self.lease.private.track(begun)
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Type of device -> name of the backend that moves its tensors; local."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
-ALONE = AxisGroup(None, 0, ((),))
+def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
+    """Raise ``ValueError``, which begins with ``what``, if tensors on ``device`` cannot travel over ``mesh``; local."""
+    for axis in range(mesh.ndim):
+        known = backends(mesh.get_group(axis))
+        if mesh.size(axis) > 1 and device.type not in known:
+            named = ",".join(f"{kind}:{backend}" for kind, backend in known.items())
+            wanted = f"{device.type}:gloo,{named}"
+            raise ValueError(
+                f"{what} in {device.type} memory (CPUOffloadPolicy), but the process groups of its mesh are made "
+                f"with {named!r} and cannot send it. Use process_group_backend={wanted!r} in the strategy, or "
+                f"init_process_group({wanted!r})"
+            )
 
 
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
@@ -251,11 +246,22 @@ def _find_axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     return AxisGroup(group, members.index(dist.get_rank()), coordinates)
 
 
-def _group_of(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+def _group_of(ranks: Ranks, backend: str) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and ranks == tuple(range(world.size())) and backend == dist.get_backend(world):
         return world
     return _made().share(ranks, backend)
+
+
+def host_group(group: AxisGroup) -> AxisGroup:
+    """The same ranks with a gloo group, for tensors in the memory of the host.
+
+    Collective over ``group`` the first time; every rank of it must call it.
+    """
+    if group.group is None:
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group.group))
+    return replace(group, group=_made().share(ranks, "gloo"), lease=None)
 
 
 class PrivateGroups:
@@ -268,7 +274,7 @@ class PrivateGroups:
     """
 
     def __init__(self) -> None:
-        self._leases: dict[tuple[tuple[int, ...], int], Lease] = {}
+        self._leases: dict[tuple[Ranks, int], Lease] = {}
         self._world: dist.ProcessGroup | None = None
 
     def of(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
@@ -279,7 +285,7 @@ class PrivateGroups:
         """
         if self._world is not dist.group.WORLD:
             self._leases, self._world = {}, dist.group.WORLD
-        ordinals: Counter[tuple[int, ...]] = Counter()
+        ordinals: Counter[Ranks] = Counter()
         result: list[AxisGroup] = []
         for group in groups:
             if group.group is not None:
@@ -294,13 +300,9 @@ class PrivateGroups:
         return result
 
     def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
-        """Some ranks of ``group``, the calling one among them, with a group of this optimizer's.
+        """Some ``members`` of ``group`` (ascending, this rank among them), with a group of this optimizer's.
 
         Collective over them; every one of them must call it, in the same order of calls.
-
-        Args:
-            group: Any.
-            members: Ranks in ``group``, ascending.
         """
         coordinates = tuple(group.coordinates[member] for member in members)
         place = members.index(group.rank)
@@ -310,28 +312,6 @@ class PrivateGroups:
         everyone = dist.get_process_group_ranks(group.group)
         shared = _group_of(tuple(everyone[member] for member in members), str(dist.get_backend(group.group)))
         return self.of([AxisGroup(shared, place, coordinates)])[0]
-
-
-def host_group(group: AxisGroup) -> AxisGroup:
-    """The same ranks with a gloo group, for tensors in the memory of the host.
-
-    Collective over ``group`` the first time; every rank of it must call it.
-    """
-    if group.group is None:
-        return group
-    ranks = tuple(dist.get_process_group_ranks(group.group))
-    return replace(group, group=_made().share(ranks, "gloo"), lease=None)
-
-
-_CURRENT = MadeGroups()
-
-
-def _made() -> MadeGroups:
-    """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
-    if _CURRENT.world is not dist.group.WORLD:
-        _CURRENT.world = dist.group.WORLD
-        _CURRENT.shared, _CURRENT.private, _CURRENT.counts, _CURRENT.axis_groups = {}, {}, Counter(), {}
-    return _CURRENT
 
 
 def nodes_of(group: AxisGroup) -> list[int]:
@@ -354,18 +334,15 @@ class Hop:
     group: AxisGroup  # Ranks that exchange, with a process group that nobody else communicates over.
     # For each of them the ranks of the shard axis whose parts it adds up here. The part of the calling rank's place in
     # the next hop comes last, so that what it keeps and what it sends are one range each.
-    parts: tuple[tuple[int, ...], ...]
+    parts: tuple[Ranks, ...]
 
 
 def make_hops(group: AxisGroup, grid: Sequence[Sequence[int]] = ()) -> list[Hop]:
-    """The exchanges, with groups of their own.
+    """The exchanges over the shard axis ``group``, with groups of their own.
 
-    Collective over ``group``; every rank must call it, in the same order of calls.
-
-    Args:
-        group: The shard axis.
-        grid: For each node its ranks, all equally many: sums are made inside each node, and then between the ranks of
-            equal place in their nodes. Empty: one exchange among all ranks.
+    The ``grid`` has for each node its ranks, all equally many: sums are made inside each node, and then between the
+    ranks of equal place in their nodes. If it is empty, all ranks exchange at once. Collective over ``group``; every
+    rank must call it, in the same order of calls.
     """
     private = PrivateGroups()
     if not grid:

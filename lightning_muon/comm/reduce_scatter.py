@@ -21,12 +21,7 @@ from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 
 def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """The flattened gradient, dense and in the dtype of the parameter.
-
-    Args:
-        parameter: What the gradient is of.
-        gradient: ``None`` stands for zeros. Sparse ones are made dense.
-    """
+    """The flattened gradient, dense and in the dtype of the parameter; ``None`` stands for zeros."""
     if gradient is None:
         return torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -34,19 +29,11 @@ def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 class SideStream:
-    """A CUDA stream for what follows a communication, so that backward does not wait for it; on the CPU a no-op.
-
-    Args:
-        device: Of the tensors.
-    """
+    """A CUDA stream for what follows a communication, so that backward does not wait for it; on the CPU a no-op."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether waiting inside :meth:`use` returns at once."""
-        return self._stream is not None
+        self.is_asynchronous = self._stream is not None  # Waiting inside of `use` returns at once.
 
     @contextmanager
     def use(self, *tensors: Tensor) -> Iterator[None]:
@@ -85,16 +72,10 @@ class ReduceLeg:
 class PendingSum:
     """A sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``, on its way.
 
-    Collective over the group of the first leg to construct, then over the others and ``replicate`` by :meth:`advance`;
-    every rank must do both, in the same order.
-
-    Args:
-        own: 1-D, the calling rank's share of what it adds up in the first leg. Becomes the sum, if its dtype holds one.
-            In each later leg the shares for other ranks lie before the one that the rank keeps, in their order.
-        others: 1-D, its shares for the other ranks of the first leg, in their order.
-        legs: At least one.
-        replicate: Ranks that get the same part.
-        side: Of the device of the tensors.
+    ``own`` is this rank's share (1-D) of what it adds up in the first leg, ``others`` are those for the other ranks, in
+    their order. In later legs the shares for other ranks lie before the one that the rank keeps. Collective over the
+    group of the first leg to construct, then over the others and ``replicate`` by :meth:`advance`; every rank must do
+    both, in the same order.
     """
 
     def __init__(
@@ -113,16 +94,10 @@ class PendingSum:
             self._start(others)
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Add up what has arrived and start what follows; gives the buffers free.
+        """Add up what has arrived and start what follows; whether all communications have been started.
 
-        Collective over the groups of the later legs and ``replicate``; every rank must bring each sum to ``True``, in
-        the same order.
-
-        Args:
-            wait: For the other ranks' parts. What nothing follows is not waited for.
-
-        Returns:
-            Whether all parts have been added up, and so all communications been started.
+        With ``wait`` the other ranks' parts are waited for, but not what nothing follows. Collective over the groups of
+        the later legs and ``replicate``; every rank must bring each sum to ``True``, in the same order.
         """
         while not self._is_added_up:
             must_wait = wait and (self._legs or self._replicate.group is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -22,12 +21,9 @@ class Rider(Protocol):
         ...
 
     def settle(self, maxima: Sequence[int]) -> Collection[Tensor]:
-        """Take the maximum of each number over the ranks.
+        """Take the maximum of each number over the ranks; returns the parameters that no rank has a gradient for.
 
         Collective over the ranks of the message; every rank must call it.
-
-        Returns:
-            Parameters whose gradient no rank has computed, and which have none now; the same on all ranks.
         """
         ...
 
@@ -35,17 +31,14 @@ class Rider(Protocol):
 class StepAgreement:
     """One all-reduce of small integers in host memory, for all that the ranks must know of each other before a step.
 
-    Whoever must know first sends the message: the reducer of gradients, which has to know what other ranks have sent,
-    or else the optimizer. What others want to know travels along: :meth:`post`, or :meth:`join` for every step.
-
-    Args:
-        host: The ranks that step together, with a process group for tensors in the memory of the host.
+    Whoever must know first sends the message: the reducer of gradients, or else the optimizer. What FSDP2 has to
+    compare travels along (:meth:`post`), and so does what an optimizer asks before each step (:meth:`join`).
     """
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host
         self._ranks = _ranks(host)
-        self._posted: list[Rider] = []
+        self._rider: Rider | None = None
         self._asked: list[Callable[[], bool]] = []
         self.is_stale = False
 
@@ -56,12 +49,11 @@ class StepAgreement:
     @property
     def is_due(self) -> bool:
         """Whether something waits for the next message; the same on all ranks."""
-        return bool(self._posted)
+        return self._rider is not None
 
     def post(self, rider: Rider) -> None:
-        """Let ``rider`` travel with the next message; once, however often it is posted. Local, alike on all ranks."""
-        if rider not in self._posted:
-            self._posted.append(rider)
+        """Let ``rider`` travel with the next message; local, alike on all ranks."""
+        self._rider = rider
 
     def join(self, is_stale: Callable[[], bool]) -> None:
         """Ask in every message of a reducer whether a plan is out of date on any rank; local, alike on all ranks."""
@@ -74,15 +66,14 @@ class StepAgreement:
         return maxima
 
     def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
-        """The maximum over the ranks of each of ``numbers``, and what the riders return.
+        """The maximum over the ranks of each of ``numbers``, and what the rider returns.
 
         Collective over the ranks; every rank must call it with equally many int32 numbers. The host waits.
         """
-        riders, self._posted = self._posted, []
-        parts = [list(numbers), *(list(rider.numbers()) for rider in riders)]
-        maxima = iter(maxima_over(self._host, list(chain.from_iterable(parts))))
-        own, *others = [[next(maxima) for _ in part] for part in parts]
-        return own, {tensor for rider, part in zip(riders, others, strict=True) for tensor in rider.settle(part)}
+        rider, self._rider = self._rider, None
+        maxima = maxima_over(self._host, [*numbers, *(rider.numbers() if rider else ())])
+        own, others = maxima[: len(numbers)], maxima[len(numbers) :]
+        return own, set(rider.settle(others)) if rider else set()
 
 
 def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every private name of Accelerate that the package uses; tests/unit/compat/test_accelerate.py fails when one moves."""
+"""Private names of Accelerate 1.15 that the package uses; tests/unit/compat/test_accelerate.py watches them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any, Literal
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that an Accelerator has prepared. Uses ``Accelerator._models`` (1.15)."""
+    """The models that an Accelerator has prepared."""
     return accelerator._models
 
 
 def add_optimizer(accelerator: Any, optimizer: Any) -> None:
-    """Count ``optimizer`` among the prepared ones, and mark it as such.
-
-    Uses ``Accelerator._optimizers`` and the mark ``_is_accelerate_prepared`` (1.15).
-    """
+    """Count ``optimizer`` among the prepared ones, and mark it as such."""
     accelerator._optimizers.append(optimizer)
     optimizer._is_accelerate_prepared = True
 
 
 def is_prepared(value: Any) -> bool:
-    """Whether ``Accelerator.prepare`` has returned this object. Uses the mark ``_is_accelerate_prepared`` (1.15)."""
+    """Whether ``Accelerator.prepare`` has returned this object."""
     return getattr(value, "_is_accelerate_prepared", False)
 
 
@@ -38,17 +35,8 @@ def in_place_of_states(
     With FSDP both deal with models and optimizers, then call hooks with an empty list, then deal with everything else.
     Without, they call hooks with a list of weights (save) or models (load), from which hooks take what they have dealt
     with, then deal with what is left, and with everything else. Inside this context they find no model and no
-    optimizer, and ``action`` has the place of one or the other. The hooks of the user find ``accelerator._models`` as
-    it was.
-
-    Args:
-        accelerator: Of any kind.
-        when: Which of the two.
-        action: Takes the directory, and whether hooks have left all that they were offered.
-        offer: What to put into the list of the hooks. If that is nothing, ``action`` comes before them, else after.
-
-    Uses ``Accelerator._models``, ``_optimizers``, ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook``
-    (1.15).
+    optimizer. ``action`` takes the directory, and whether hooks have left all of what ``offer`` puts into their list;
+    if that is nothing, it comes before them, else after. The hooks of the user find ``accelerator._models`` as it was.
     """
     models, optimizers = accelerator._models, accelerator._optimizers
 
@@ -84,15 +72,12 @@ def in_place_of_states(
 def launch_on_cpus(arguments: Any) -> None:
     """Start several processes on the CPUs of this machine, or this one of several, with torchrun.
 
-    ``accelerate launch`` itself does so through mpirun only, and starts one process without it. Uses
-    ``commands.launch._validate_launch_command`` (1.15), which merges the config file into the arguments.
-
-    Args:
-        arguments: Of ``accelerate launch``, parsed.
+    Takes the parsed arguments of ``accelerate launch``, which itself does so through mpirun only.
     """
     from accelerate.commands import launch
     from accelerate.utils import patch_environment
 
+    # With what the config file says.
     validated, _, _ = launch._validate_launch_command(arguments)
     with patch_environment(ACCELERATE_USE_CPU="true"):
         launch.multi_gpu_launcher(validated)

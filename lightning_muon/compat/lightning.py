@@ -1,4 +1,4 @@
-"""Every private name of Lightning that the package uses; tests/unit/compat/test_lightning.py fails when one moves.
+"""Every private name of Lightning 2.6 that the package uses; tests/unit/compat/test_lightning.py fails when one moves.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes of their own. A
 :class:`LightningPackage` stands for one of them, so that everything else is written once.
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -39,51 +39,35 @@ class LightningPackage:
 def start_process_group(strategy: Any) -> None:
     """Set the device, the ranks and the default process group of a ``ModelParallelStrategy``.
 
-    Uses ``ModelParallelStrategy._setup_distributed`` (2.6). Collective over all ranks; every rank must call it.
+    Collective over all ranks; every rank must call it.
     """
     strategy._setup_distributed()
 
 
 def set_device_mesh(strategy: Any, mesh: DeviceMesh) -> None:
-    """Make ``mesh`` what ``strategy.device_mesh`` and ``LightningModule.device_mesh`` return.
-
-    Uses ``ModelParallelStrategy._device_mesh`` and ``LightningModule._device_mesh`` (2.6).
-    """
+    """Make ``mesh`` what ``strategy.device_mesh`` and ``LightningModule.device_mesh`` return."""
     strategy._device_mesh = mesh
     strategy.lightning_module._device_mesh = mesh
 
 
 def apply_layer_sync(strategy: Any, module: nn.Module) -> None:
-    """Convert batch norms as ``Trainer(sync_batchnorm=True)`` asks; ``ModelParallelStrategy`` ignores it.
-
-    Uses ``ParallelStrategy._layer_sync`` (2.6).
-    """
+    """Convert batch norms as ``Trainer(sync_batchnorm=True)`` asks; ``ModelParallelStrategy`` ignores it."""
     if strategy._layer_sync is not None:
         strategy._layer_sync.apply(module)
 
 
 def metadata_filename(package: LightningPackage) -> str:
-    """File in the directory of a sharded checkpoint that holds all but tensors.
-
-    Uses ``fabric.utilities.load._METADATA_FILENAME`` (2.6).
-    """
-    name: str = package.fabric("utilities.load")._METADATA_FILENAME
-    return name
+    """File in the directory of a sharded checkpoint that holds all but tensors."""
+    return package.fabric("utilities.load")._METADATA_FILENAME
 
 
 def is_placeholder_optimizer(package: LightningPackage, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``configure_optimizers`` returned ``None`` and Lightning put a stand-in there.
-
-    Uses ``core.optimizer._MockOptimizer`` (2.6).
-    """
+    """Whether ``configure_optimizers`` returned ``None`` and Lightning put a stand-in there."""
     return isinstance(optimizer, package.module("core.optimizer")._MockOptimizer)
 
 
 def with_hook_before_step(plugin_class: type[Any]) -> type[Any]:
-    """A subclass of a precision plugin that calls ``self.before_step(optimizer)`` between clipping and the step.
-
-    Overrides ``Precision._wrap_closure`` (2.6).
-    """
+    """A subclass of a precision plugin that calls ``self.before_step(optimizer)`` between clipping and the step."""
 
     class WithHook(plugin_class):
         def _wrap_closure(self, model: Any, optimizer: Any, closure: Any) -> Any:
@@ -95,16 +79,9 @@ def with_hook_before_step(plugin_class: type[Any]) -> type[Any]:
 
 
 def set_no_backward_sync(strategy: Any, no_sync: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-    """Make ``no_sync`` what ``fabric.no_backward_sync(model)`` enters, with what ``setup_module`` has returned.
+    """Make ``no_sync`` what ``fabric.no_backward_sync(model)`` enters, with what ``setup_module`` has returned."""
 
-    Sets ``Strategy._backward_sync_control``, an object with ``no_backward_sync(module, enabled)`` (2.6).
-    """
-    strategy._backward_sync_control = _Control(no_sync)
+    def no_backward_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
 
-
-class _Control:
-    def __init__(self, no_sync: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        self._no_sync = no_sync
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._no_sync(module) if enabled else nullcontext()
+    strategy._backward_sync_control = SimpleNamespace(no_backward_sync=no_backward_sync)

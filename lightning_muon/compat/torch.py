@@ -1,4 +1,4 @@
-"""Private names of torch that the package uses, and a defect of gloo; tests/unit/compat fails when one moves."""
+"""Private names of torch 2.11 to 2.13 that the package uses, and a defect of gloo; tests/unit/compat watches them."""
 
 from __future__ import annotations
 
@@ -18,35 +18,23 @@ from torch.distributed.tensor import Placement, _utils
 
 
 def cpu_multiplies_bfloat16_fast() -> bool:
-    """Whether this CPU has instructions for bfloat16 products (AVX-512 BF16 or AMX).
-
-    Uses ``torch.cpu._is_avx512_bf16_supported`` and ``torch.cpu._is_amx_tile_supported`` (2.11 to 2.13).
-    """
+    """Whether this CPU has instructions for bfloat16 products (AVX-512 BF16 or AMX)."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def default_store() -> dist.Store:
-    """Key-value store of the default process group.
-
-    Uses ``torch.distributed.distributed_c10d._get_default_store`` (2.11 to 2.13).
-    """
+    """Key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def world_timeout() -> timedelta:
-    """How long the collectives of the default group wait, which torch tells no other group.
-
-    Uses ``ProcessGroup._device_types``, ``ProcessGroup._get_backend`` and ``Backend.options._timeout`` (2.11 to 2.13).
-    """
+    """How long the collectives of the default group wait, which torch tells no other group."""
     world: Any = dist.group.WORLD
     return world._get_backend(world._device_types[0]).options._timeout
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give ``group`` the timeout of the default group; local.
-
-    Uses ``torch.distributed.distributed_c10d._set_pg_timeout`` (2.11 to 2.13).
-    """
+    """Give ``group`` the timeout of the default group; local."""
     dist.distributed_c10d._set_pg_timeout(world_timeout(), group)
 
 
@@ -61,9 +49,6 @@ def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedel
     (``device_id``), it splits the communicator of the world, in which all ranks of the world must take part, however
     few there are in the group. So the default group looks unbound while this runs: NCCL makes a communicator of the
     members alone, at once if the default group is bound.
-
-    Uses ``torch.distributed.distributed_c10d._new_process_group_helper``, ``_world.pg_map``,
-    ``_world.pg_group_ranks`` and ``ProcessGroup.bound_device_id`` (2.11 to 2.13).
     """
     c10d, world = dist.distributed_c10d, dist.group.WORLD
     assert world is not None
@@ -87,58 +72,13 @@ def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedel
     return group
 
 
-def init_fsdp_root(root: FSDPModule) -> None:
-    """Make ``root`` the root of the FSDP2 units inside it, as its first forward would; a no-op if it is one.
-
-    Uses ``FSDPModule._get_fsdp_state`` and ``FSDPState._lazy_init`` (2.11 to 2.13).
-    """
-    root._get_fsdp_state()._lazy_init()
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that runs now has ended, with the caller's streams current.
-
-    Uses ``torch.autograd.Variable._execution_engine.queue_callback`` (2.11 to 2.13), as FSDP2 does.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Number of changes in place of a tensor and of all that share its memory through views.
-
-    Uses ``Tensor._version`` (2.11 to 2.13).
-    """
-    return tensor._version
-
-
-def local_shape_and_offset(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and global offset of the shard at any mesh ``coordinate``, not only at the calling rank's.
-
-    Uses ``torch.distributed.tensor._utils._compute_local_shape_and_global_offset`` (2.11 to 2.13), which computes with
-    tensors on the default device.
-    """
-    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-        local_shape, offset = _utils._compute_local_shape_and_global_offset(
-            tuple(shape), tuple(mesh_shape), list(coordinate), tuple(placements)
-        )
-    return tuple(local_shape), tuple(offset)
-
-
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this process belongs to.
-
-    Uses ``torch.distributed.distributed_c10d._world.pg_map`` (2.11 to 2.13).
-    """
+    """All process groups that this process belongs to."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def collective_counts() -> dict[str, int]:
-    """Return name of each process group of this process -> how many collectives it has launched there.
-
-    Uses ``ProcessGroup._get_sequence_number_for_group`` (2.11 to 2.13). Groups without a count are left out.
-    """
+    """Name of each process group of this process that counts -> how many collectives it has launched there."""
     counts: dict[str, int] = {}
     for group in process_groups():
         try:
@@ -149,37 +89,80 @@ def collective_counts() -> dict[str, int]:
     return counts
 
 
-def forward_resharding(unit: FSDPModule) -> list[Any]:
-    """Over which meshes the weights of an FSDP2 unit are resharded after its forward, ``None`` for those kept whole.
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """Give gloo's threads the interpreter lock once more before it goes; call it before the first collective.
 
-    Uses ``FSDPParamGroup.post_forward_mesh_info`` (2.11 to 2.13).
+    A thread that has finished a collective drops its handle a moment after the waiting rank is told. If that is the
+    last reference it must take the interpreter lock, and while the interpreter exits that ends the process by SIGABRT
+    (seen in one exit of two with torch 2.13, four ranks on two cores; in none of 16 with this).
     """
+    atexit.register(time.sleep, 0.1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that runs now has ended, with the caller's streams current."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, as hooks and recomputed forward passes do."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Number of changes in place of a tensor and of all that share its memory through views."""
+    return tensor._version
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and global offset of the shard at any mesh ``coordinate``, not only at the calling rank's."""
+    # torch computes with tensors on the default device.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        local_shape, offset = _utils._compute_local_shape_and_global_offset(
+            tuple(shape), tuple(mesh_shape), list(coordinate), tuple(placements)
+        )
+    return tuple(local_shape), tuple(offset)
+
+
+# FSDP2. A unit is a module with a state, whose parameters are in groups.
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    return _groups_of(unit._get_fsdp_state())
+
+
+def init_fsdp_root(root: FSDPModule) -> None:
+    """Make ``root`` the root of the FSDP2 units inside it, as its first forward would; a no-op if it is one."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def forward_resharding(unit: FSDPModule) -> list[Any]:
+    """Over which meshes the weights of an FSDP2 unit are resharded after its forward, ``None`` for those kept whole."""
     return [group.post_forward_mesh_info for group in _parameter_groups(unit)]
 
 
 def set_forward_resharding(unit: FSDPModule, meshes: Sequence[Any]) -> None:
-    """Set what :func:`forward_resharding` has returned.
-
-    FSDP2's own ``set_reshard_after_forward`` forgets over how many ranks. Uses the same names.
-    """
+    """Set what :func:`forward_resharding` has returned; ``set_reshard_after_forward`` forgets over how many ranks."""
     for group, mesh in zip(_parameter_groups(unit), meshes, strict=True):
         group.post_forward_mesh_info = mesh
 
 
 def shards_over_one_rank(unit: FSDPModule) -> bool:
-    """Whether the weights of an FSDP2 unit are cut over an axis of size 1, so that nothing is gathered.
-
-    Uses ``FSDPParamGroup.mesh_info.shard_mesh_size`` (2.11 to 2.13).
-    """
+    """Whether the weights of an FSDP2 unit are cut over an axis of size 1, so that nothing is gathered."""
     return any(getattr(group.mesh_info, "shard_mesh_size", 1) == 1 for group in _parameter_groups(unit))
 
 
 def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor] | None = None) -> None:
-    """Drop what backward passes without reduction have left for those of ``parameters`` that an FSDP2 unit holds.
-
-    Without ``parameters`` for all. Uses ``FSDPParamGroup.fsdp_params``, ``FSDPParam.sharded_param``,
-    ``FSDPParam._unsharded_param`` and ``FSDPParam.unsharded_accumulated_grad`` (2.11 to 2.13).
-    """
+    """Drop what backward passes without reduction have left for those of ``parameters``, or all, of an FSDP2 unit."""
     wanted = None if parameters is None else set(parameters)
     for group in _parameter_groups(unit):
         for held in group.fsdp_params:
@@ -195,18 +178,14 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
 
 
 def drop_unreduced_gradients_of(parameters: Collection[torch.Tensor]) -> None:
-    """:func:`drop_unreduced_gradients` of every FSDP2 unit; uses what :func:`fsdp_units_of` uses."""
+    """:func:`drop_unreduced_gradients` of every FSDP2 unit."""
     for module in list(_composable_state._module_state_mapping):
         if isinstance(module, FSDPModule):
             drop_unreduced_gradients(module, parameters)
 
 
 def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
-    """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local.
-
-    Uses ``torch.distributed._composable_state._module_state_mapping``, ``FSDPModule._get_fsdp_state``,
-    ``FSDPState._state_ctx`` and what :func:`drop_unreduced_gradients` uses (2.11 to 2.13).
-    """
+    """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local."""
     wanted, found = set(parameters), {}
     for module in list(_composable_state._module_state_mapping):
         if isinstance(module, FSDPModule) and any(
@@ -217,58 +196,28 @@ def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
 
 
 def holds_all_of(units: Sequence[FSDPModule], parameters: Collection[torch.Tensor]) -> bool:
-    """Whether ``parameters`` are all that train of the models of ``units``, of which there is one at least; local.
-
-    Uses ``FSDPStateContext.all_states`` and what :func:`fsdp_units_of` uses (2.11 to 2.13).
-    """
+    """Whether ``parameters`` are all that train of the models of ``units``, of which there is one at least; local."""
     given = set(parameters)
     states = [state for unit in units for state in unit._get_fsdp_state()._state_ctx.all_states]
     sharded = [held.sharded_param for state in states for group in _groups_of(state) for held in group.fsdp_params]
     return bool(sharded) and all(each in given or not each.requires_grad for each in sharded)
 
 
-def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    return _groups_of(unit._get_fsdp_state())
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """Uses ``FSDPState._fsdp_param_groups`` (2.12, 2.13) or ``FSDPState._fsdp_param_group`` (2.11)."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass, as hooks and recomputed forward passes do.
-
-    Uses ``torch._C._current_graph_task_id`` (2.11 to 2.13).
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 def has_unfinished_forward(unit: FSDPModule) -> bool:
-    """Whether the outermost FSDP2 forward pass that runs, or that an exception has ended, is that of this unit.
-
-    Uses ``FSDPModule._get_fsdp_state``, ``FSDPState._state_ctx`` and ``FSDPStateContext.iter_forward_root`` (2.11 to
-    2.13).
-    """
+    """Whether the outermost FSDP2 forward pass that runs, or that an exception has ended, is that of this unit."""
     state = unit._get_fsdp_state()
     return state._state_ctx.iter_forward_root is state
 
 
 def has_unfinished_backward(unit: FSDPModule) -> bool:
-    """Whether a backward pass through the root of an FSDP2 unit has begun and not ended; FSDP2 then begins no other.
-
-    Uses the same, and ``FSDPStateContext.post_backward_final_callback_queued`` (2.11 to 2.13).
-    """
+    """Whether a backward pass through the root of an FSDP2 unit has begun and not ended; FSDP2 then begins no other."""
     return unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
 def reset_fsdp(root: FSDPModule) -> None:
     """Bring FSDP2 back to where it is between two steps, after an exception in forward or backward; local.
 
-    Gradients stay, those that no pass has reduced among them. Before torch 2.13, which can do it, uses
-    ``FSDPState._state_ctx``, ``_comm_ctx`` and ``_training_state``, and the like of ``FSDPParamGroup`` (2.11, 2.12).
+    Gradients stay, those that no pass has reduced among them.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -277,7 +226,7 @@ def reset_fsdp(root: FSDPModule) -> None:
 
 
 def reset_fsdp_by_hand(root: FSDPModule) -> None:
-    """See :func:`reset_fsdp`."""
+    """See :func:`reset_fsdp`; for torch before 2.13."""
     state = root._get_fsdp_state()
     if state._device.type != "cpu":
         torch.accelerator.synchronize(state._device)
@@ -303,14 +252,3 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
         group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
-
-
-@cache
-def let_gloo_finish_at_exit() -> None:
-    """Give gloo's threads the interpreter lock once more before it goes; call it before the first collective.
-
-    A thread that has finished a collective drops its handle a moment after the waiting rank is told. If that is the
-    last reference it must take the interpreter lock, and while the interpreter exits that ends the process by SIGABRT
-    (seen in one exit of two with torch 2.13, four ranks on two cores; in none of 16 with this).
-    """
-    atexit.register(time.sleep, 0.1)

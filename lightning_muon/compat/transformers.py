@@ -1,4 +1,4 @@
-"""Private names of transformers that the package uses; tests/unit/compat/test_transformers.py fails when one moves."""
+"""Private names of transformers 5.23 that the package uses; tests/unit/compat/test_transformers.py watches them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from transformers import Trainer
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that a ``Trainer`` decays: all but biases and what belongs to a norm.
-
-    Calls ``Trainer.get_decay_parameter_names`` (5.23) without a Trainer, since it reads the model alone.
-    """
-    no_trainer: Any = None
+    """Names of the parameters that a ``Trainer`` decays: all but biases and what belongs to a norm."""
+    no_trainer: Any = None  # The method reads the model alone.
     return set(Trainer.get_decay_parameter_names(no_trainer, model))
