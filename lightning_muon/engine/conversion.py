@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,15 @@ OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
 
 class ReplacedParameters:
-    """Names of the parameters that sharding replaces, for optimizers that were made too early.
-
-    Most training loops create the optimizer before the model is sharded. Made before that; keeps no parameter alive
-    that nothing else holds.
-    """
+    """The parameters that sharding replaces, for optimizers that were made before it; keeps none of them alive."""
 
     def __init__(self, module: nn.Module) -> None:
         plain = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         self._references = [(name, weakref.ref(parameter)) for name, parameter in plain]
-        self._replaced: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._replaced = WeakTensorKeyDictionary()
 
     def close(self, module: nn.Module) -> None:
-        """Call after sharding: from now on only parameters that outlived it are known.
-
-        Weak references would make ``Module.to`` fail on those that are still in place.
-        """
+        """After sharding: drop the weak references to what is still in place, on which ``Module.to`` would fail."""
         current = set(module.parameters())
         for name, reference in self._references:
             parameter = reference()
@@ -47,18 +40,16 @@ class ReplacedParameters:
         self._references.clear()
 
     def rebind(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        """Replace the parameters of ``optimizer`` by what ``module`` holds under the same names now.
-
-        Raises:
-            ValueError: If the optimizer has state for a parameter that was replaced.
-        """
+        """Replace the parameters of ``optimizer`` by what ``module`` holds under the same names now."""
         current = dict(module.named_parameters())
+        # What there is of state can be made again.
+        is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 name = self._replaced.get(parameter)
                 if name is None:
                     continue
-                if not _is_fresh(optimizer) and parameter in optimizer.state:
+                if not is_fresh and parameter in optimizer.state:
                     raise ValueError(
                         f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
                         "optimizer anew (in Lightning in configure_optimizers), and load its state after the sharding"
@@ -66,20 +57,15 @@ class ReplacedParameters:
                 group["params"][index] = current[name]
 
 
-def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what there is of state can be made again."""
-    return isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversion:
+    """What became of an optimizer."""
 
-
-def check_choice(choice: object) -> None:
-    """Raise ``ValueError`` for anything but an :data:`OptimizerChoice`."""
-    if choice not in ("auto", "keep") and not isinstance(choice, MuonConfig | FlexDeMoConfig):
-        raise ValueError(f"optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig, got {choice!r}")
-
-
-def config_of(choice: OptimizerChoice) -> MuonConfig | FlexDeMoConfig:
-    """The config that the user gave, or the default one."""
-    return choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
+    optimizer: torch.optim.Optimizer  # The new one, or the given one if it is kept.
+    summary: str  # One line for the log.
+    kept_because: str = ""  # Why it was kept; empty if it runs on ParallelMuon now, or if that is meant.
+    caution: str = ""  # What the user may not have meant; empty if there is nothing.
+    is_as_configured: bool = False  # The user made this kind of optimizer himself.
 
 
 def convert_optimizers(
@@ -88,58 +74,37 @@ def convert_optimizers(
     module: nn.Module,
     *,
     choice: OptimizerChoice,
-    is_placeholder: Callable[[torch.optim.Optimizer], bool] | None = None,
+    is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
 ) -> list[Conversion]:
-    """Return what becomes of each optimizer, in the same order.
+    """Return what becomes of each optimizer of the sharded ``module``, in the same order; schedulers follow it.
 
-    Args:
-        optimizers: With the parameters that ``module`` holds now.
-        schedulers: Follow an optimizer that is replaced.
-        module: Sharded.
-        choice: ``"keep"`` replaces nothing; a config gives what AdamW does not say, and its class what all become.
-        is_placeholder: Whether an optimizer stands for none, and is to be left alone.
-
-    Raises:
-        ValueError: If an optimizer was to run on Muon, but none of them has a matrix; or if nodes would drift apart.
+    Raises ``ValueError`` if an optimizer was to run on Muon and none of them has a matrix, or if nodes would drift
+    apart. Local.
     """
     conversions = [
-        Conversion(optimizer=optimizer, summary="none")
-        if is_placeholder is not None and is_placeholder(optimizer)
-        else _converted(optimizer, module, choice)
-        for optimizer in optimizers
+        Conversion(optimizer=each, summary="none") if is_placeholder(each) else convert_optimizer(each, module, choice)
+        for each in optimizers
     ]
-    _require_matrices(conversions, choice)
+    _require_matrices([conversion.optimizer for conversion in conversions], choice)
     for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
         new = conversion.optimizer
         if new is old:
             continue
-        if isinstance(new, ParallelMuon) and not has_matrices(new):
-            # One of several, such as the AdamW beside a Muon: nothing of it would change.
-            conversions[index] = Conversion(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
-            continue
-        if isinstance(new, FlexDeMo) and not has_matrices(new):
-            # Nothing of it is for Muon, which is meant as long as another optimizer has matrices.
+        assert isinstance(new, PlannedOptimizer)
+        if all(route.algorithm != "muon" for route in new.routes):
+            # One of several, such as the AdamW beside a Muon.
+            if isinstance(new, ParallelMuon):
+                kept = Conversion(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
+                conversions[index] = kept
+                continue
             for group in new.param_groups:
                 group["algorithm"] = "adamw"
         repoint_schedulers(schedulers, old, new)
     return conversions
 
 
-def _converted(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
-    if isinstance(choice, FlexDeMoConfig):
-        return convert_to_flexdemo(optimizer, module, choice)
-    if isinstance(optimizer, FlexDeMo):
-        raise ValueError(
-            "the optimizer is a FlexDeMo, but gradients are averaged over all ranks, so nothing is left to exchange; "
-            "set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
-        )
-    if choice == "keep" and not isinstance(optimizer, ParallelMuon):
-        return Conversion(optimizer=optimizer, summary=f"{type(optimizer).__name__}, kept: optimizer='keep'")
-    return convert_to_muon(optimizer, module, choice if isinstance(choice, MuonConfig) else MuonConfig())
-
-
-def _require_matrices(conversions: Sequence[Conversion], choice: OptimizerChoice) -> None:
-    ours = [conversion.optimizer for conversion in conversions if isinstance(conversion.optimizer, PlannedOptimizer)]
+def _require_matrices(optimizers: Sequence[torch.optim.Optimizer], choice: OptimizerChoice) -> None:
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, PlannedOptimizer)]
     # A user who sends every group to AdamW means it.
     if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
         return
@@ -165,13 +130,7 @@ def describe_optimizers(conversions: Sequence[Conversion]) -> str:
 def optimizer_warnings(
     conversions: Sequence[Conversion], choice: OptimizerChoice, *, is_default: bool = False
 ) -> list[str]:
-    """What the user may not have meant: optimizers that do not run on Muon, and a config that nothing uses.
-
-    Args:
-        conversions: What became of the optimizers.
-        choice: The option that decided it.
-        is_default: The optimizers are not the user's, but were made from ``choice``.
-    """
+    """What the user may not have meant; ``is_default``: the optimizers were made from ``choice``, not by the user."""
     warnings = [
         f"{type(conversion.optimizer).__name__} is kept and does not run on Muon: {conversion.kept_because}. "
         "The option optimizer='keep' says that this is meant and silences the warning."
@@ -179,10 +138,9 @@ def optimizer_warnings(
         if conversion.kept_because
     ]
     warnings += [conversion.caution for conversion in conversions if conversion.caution]
-    made_by_user = [conversion.is_as_configured and not is_default for conversion in conversions]
     # strategy="flexdemo" brings the defaults without being asked.
-    is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig()
-    if is_given and made_by_user and all(made_by_user):
+    is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig() and not is_default
+    if is_given and conversions and all(conversion.is_as_configured for conversion in conversions):
         name = type(conversions[0].optimizer).__name__
         warnings.append(
             f"The option optimizer={type(choice).__name__}(...) has no effect: the program made a {name} of its own, "
@@ -191,7 +149,6 @@ def optimizer_warnings(
     return warnings
 
 
-AS_CONFIGURED = "as configured"
 # Hyper-parameters of theirs -> ours.
 _NAMES = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _MUON_KEYS = {name: name for name in _NAMES}
@@ -202,91 +159,54 @@ _KEYS = {torch.optim.Muon: _MUON_KEYS, torch.optim.SGD: _SGD_KEYS}
 _OWN_MOMENTUM = ("momentum", "nesterov")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Conversion:
-    """What became of an optimizer."""
+def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
+    """Return what takes the place of ``optimizer``, which has taken no step. Local; whoever converts attaches next.
 
-    optimizer: torch.optim.Optimizer  # The new one, or the given one if it is kept.
-    summary: str  # One line for the log.
-    kept_because: str = ""  # Why it was kept; empty if it runs on ParallelMuon now.
-    caution: str = ""  # What the user may not have meant; empty if there is nothing.
-
-    @property
-    def is_as_configured(self) -> bool:
-        """Whether the user made this kind of optimizer himself."""
-        return self.summary.endswith(AS_CONFIGURED)
-
-
-def convert_to_muon(optimizer: torch.optim.Optimizer, module: nn.Module, config: MuonConfig) -> Conversion:
-    """Return the ParallelMuon that takes the place of ``optimizer``; no communication.
-
-    A ``ParallelMuon`` only learns its routes; whoever converts calls ``attach`` next. ``torch.optim.Muon`` becomes the
-    same algorithm with the same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same as AdamW, matrices go
-    to Muon with the learning rate and weight decay of their group (``config`` has the rest), everything else stays
-    AdamW. Any other optimizer is kept. Number and order of the param groups, of the parameters in them, and keys that
-    the user or a scheduler added stay.
-
-    Args:
-        optimizer: Before its first step.
-        module: Holds the parameters of ``optimizer`` in their final form; decides what is a matrix.
-        config: What the optimizer does not say: momentum, Newton-Schulz, patterns, dtypes.
-
-    Raises:
-        ValueError: If the optimizer has taken steps already.
+    A ``ParallelMuon`` or ``FlexDeMo`` only learns its routes. ``torch.optim.Muon`` becomes the same algorithm with the
+    same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same, matrices go to Muon with the learning rate
+    and weight decay of their group (the config has the rest), everything else stays AdamW. FlexDeMo takes learning rate
+    and weight decay from each of these and from ``SGD``. Number and order of the param groups, of the parameters in
+    them, and keys that the user or a scheduler added stay. ParallelMuon leaves any other optimizer as it is; FlexDeMo
+    cannot, because each node would then step by its own gradients.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, ParallelMuon):
+    config = choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
+    kind = FlexDeMo if isinstance(config, FlexDeMoConfig) else ParallelMuon
+    if isinstance(optimizer, kind):
         optimizer.route(module)
-        return Conversion(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
-    reason = _reason_to_keep(optimizer)
-    if reason:
-        return Conversion(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
-    _require_no_state(optimizer, "; return it before its first step, or set optimizer='keep'")
-    converted = _translated(ParallelMuon, optimizer, config)
-    converted.route(module)
-    summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
-    if type(optimizer) is torch.optim.Muon:
-        summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
-    return Conversion(optimizer=converted, summary=summary, caution=_without_effect(config, converted, name))
-
-
-def convert_to_flexdemo(optimizer: torch.optim.Optimizer, module: nn.Module, config: FlexDeMoConfig) -> Conversion:
-    """Return the FlexDeMo that takes the place of ``optimizer``; no communication.
-
-    Nothing is kept: another optimizer would step each node by its own gradients. A ``FlexDeMo`` only learns its routes.
-    Learning rates and weight decay are those of the optimizer, and of ``AdamW`` (of ``Adam`` where it computes the
-    same) the betas and eps, of ``torch.optim.Muon`` what concerns Newton-Schulz. ``config`` has the rest: how the
-    updates are exchanged, and on what base they are applied. Groups and added keys stay, as in :func:`convert_to_muon`.
-
-    Args:
-        optimizer: Before its first step.
-        module: Holds the parameters of ``optimizer`` in their final form.
-        config: What the optimizer does not say.
-
-    Raises:
-        ValueError: If the optimizer has taken steps already, or FlexDeMo cannot stand in for it.
-    """
-    name, base = type(optimizer).__name__, config.base
+        return Conversion(optimizer=optimizer, summary=f"{name}, as configured", is_as_configured=True)
     if isinstance(optimizer, FlexDeMo):
-        optimizer.route(module)
-        return Conversion(optimizer=optimizer, summary=f"{name}, {AS_CONFIGURED}")
-    reason = _reason_against_flexdemo(optimizer, base)
-    if reason:
         raise ValueError(
-            f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}. Without FlexDeMo "
-            "each node would go its own way, so nothing is kept"
+            "the optimizer is a FlexDeMo, but gradients are averaged over all ranks, so nothing is left to exchange; "
+            "set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
         )
-    _require_no_state(optimizer, "; return it before its first step")
-    converted = _translated(FlexDeMo, optimizer, config)
+    if choice == "keep":
+        return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
+
+    if isinstance(config, FlexDeMoConfig):
+        if reason := _reason_against(optimizer, config.base):
+            raise ValueError(
+                f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}. Without "
+                "FlexDeMo each node would go its own way, so nothing is kept"
+            )
+        advice, caution = "", _caution(name, config)
+        summary = f"{name} -> FlexDeMo(base={config.base!r}), same learning rates and weight decay"
+    else:
+        if reason := _reason_against(optimizer, None):
+            return Conversion(optimizer=optimizer, summary=f"{name}, kept: {reason}", kept_because=reason)
+        advice, caution = ", or set optimizer='keep'", ""
+        summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
+        if type(optimizer) is torch.optim.Muon:
+            summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
+    if optimizer.state:
+        raise ValueError(
+            f"{name} has optimizer state already, which cannot be taken over; return it before its first step{advice}"
+        )
+
+    converted = _translated(kind, optimizer, config)
     converted.route(module)
-    summary = f"{name} -> FlexDeMo(base={base!r}), same learning rates and weight decay"
-    cautions = (_caution(name, config), _without_effect(config, converted, name))
+    cautions = (caution, _without_effect(config, converted, name))
     return Conversion(optimizer=converted, summary=summary, caution=" ".join(filter(None, cautions)))
-
-
-def has_matrices(optimizer: PlannedOptimizer) -> bool:
-    """Whether any parameter runs on Muon."""
-    return any(route.algorithm == "muon" for route in optimizer.routes)
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
@@ -321,21 +241,29 @@ def _watch_steps(optimizer: torch.optim.Optimizer) -> None:
         group.update(values)
 
 
-def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str:
-    """Why ParallelMuon cannot stand in for ``optimizer``; empty if it can."""
-    if type(optimizer) is torch.optim.Muon:
-        return ""
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
+    """Why ParallelMuon, or FlexDeMo with this ``base``, cannot stand in for ``optimizer``; empty if it can."""
+    kind, ours = type(optimizer), "FlexDeMo" if base else "ParallelMuon"
+    if kind is torch.optim.Muon:
+        return "" if base in (None, "muon") else f"its updates need FlexDeMoConfig(base='muon'), got base={base!r}"
+    if kind is torch.optim.SGD and base:
+        if base != "sgd":
+            return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base='sgd')"
+    elif kind not in (torch.optim.AdamW, torch.optim.Adam):
+        if base:
+            return "only AdamW, Adam, SGD and torch.optim.Muon have a counterpart; return one of these or a FlexDeMo"
         return "only AdamW, Adam, torch.optim.Muon and ParallelMuon run on Muon"
-    return _reason_against_adam(optimizer, "ParallelMuon")
-
-
-def _reason_against_adam(optimizer: torch.optim.Optimizer, ours: str) -> str:
     for group in optimizer.param_groups:
+        if group.get("momentum"):
+            return (
+                f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), that of each "
+                "node; remove it"
+            )
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            instead = "FlexDeMoConfig(weight_decay=...)" if kind is torch.optim.SGD else "AdamW"
             return (
                 f"its weight_decay={group['weight_decay']} is added to the gradient, which has no counterpart in "
-                f"{ours}; use AdamW, which decays the weights themselves"
+                f"{ours}; use {instead}, which decays the weights themselves"
             )
         for key in ("amsgrad", "maximize", "differentiable", "capturable"):
             if group.get(key):
@@ -343,35 +271,8 @@ def _reason_against_adam(optimizer: torch.optim.Optimizer, ours: str) -> str:
     return ""
 
 
-def _reason_against_flexdemo(optimizer: torch.optim.Optimizer, base: str) -> str:
-    """Why FlexDeMo cannot stand in for ``optimizer``; empty if it can."""
-    kind = type(optimizer)
-    if kind is torch.optim.Muon:
-        return "" if base == "muon" else f"its updates need FlexDeMoConfig(base='muon'), got base={base!r}"
-    if kind is torch.optim.SGD:
-        if base != "sgd":
-            return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base='sgd')"
-        for group in optimizer.param_groups:
-            if group["momentum"]:
-                return (
-                    f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), that of "
-                    "each node; remove it"
-                )
-            if group["weight_decay"]:
-                return (
-                    f"its weight_decay={group['weight_decay']} is added to the gradient; use FlexDeMoConfig("
-                    "weight_decay=...), which decays the weights themselves"
-                )
-            if group["maximize"] or group["differentiable"]:
-                return "maximize and differentiable are not supported; remove them"
-        return ""
-    if kind not in (torch.optim.AdamW, torch.optim.Adam):
-        return "only AdamW, Adam, SGD and torch.optim.Muon have a counterpart; return one of these or a FlexDeMo"
-    return _reason_against_adam(optimizer, "FlexDeMo")
-
-
 def _caution(name: str, config: FlexDeMoConfig) -> str:
-    """What the learning rate of an converted optimizer may not have been meant for."""
+    """What the learning rate of a converted optimizer may not have been meant for."""
     if name == "SGD" and config.takes_sign:
         return (
             "The learning rate of SGD now steps by signs (FlexDeMoConfig(sign=True), the default with base='sgd'): "
@@ -402,15 +303,9 @@ def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptim
     )
 
 
-def _require_no_state(optimizer: torch.optim.Optimizer, advice: str) -> None:
-    if optimizer.state:
-        raise ValueError(f"{type(optimizer).__name__} has optimizer state already, which cannot be taken over{advice}")
-
-
-_Planned = TypeVar("_Planned", ParallelMuon, FlexDeMo)
-
-
-def _translated(kind: type[_Planned], optimizer: torch.optim.Optimizer, config: Any) -> _Planned:
+def _translated(
+    kind: type[ParallelMuon | FlexDeMo], optimizer: torch.optim.Optimizer, config: Any
+) -> ParallelMuon | FlexDeMo:
     """A ``kind`` of optimizer with the groups of ``optimizer``; ``config`` says what that does not."""
     keys = _KEYS.get(type(optimizer), _ADAMW_KEYS)
     added = {"algorithm": "muon"} if type(optimizer) is torch.optim.Muon else {}
@@ -418,9 +313,13 @@ def _translated(kind: type[_Planned], optimizer: torch.optim.Optimizer, config: 
     known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}
     groups = []
     for group in optimizer.param_groups:
+        given = dict(group)
+        names = given.pop("param_names", None)
+        if names is not None:  # torch takes names only as pairs with the parameters.
+            given["params"] = list(zip(names, given["params"], strict=True))
         own = {
             known.get(key, key): value
-            for key, value in _with_names(group).items()
+            for key, value in given.items()
             if key in known or not (key in keys or key in optimizer.defaults)
         }
         groups.append(_plain_numbers(own) | added)
@@ -430,30 +329,17 @@ def _translated(kind: type[_Planned], optimizer: torch.optim.Optimizer, config: 
     return kind.from_config(groups, config, **_plain_numbers(defaults))
 
 
-def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a param group; torch takes names only as pairs with the parameters."""
-    copied = dict(group)
-    names = copied.pop("param_names", None)
-    if names is not None:
-        copied["params"] = list(zip(names, copied["params"], strict=True))
-    return copied
-
-
 def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Learning rates that ``capturable`` or ``fused`` optimizers hold as tensors, as numbers."""
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 class OptimizerProxy:
-    """Lets the given optimizer go on as a handle on the learning rates of the one that does the work.
+    """Lets the given optimizer go on as a handle on the learning rates of the used one, which does the work.
 
     Schedulers that were made before the optimizer was set up hold the given one, and nobody knows of them. So it shares
-    its param groups with the other one, and takes a step without parameters whenever that one has stepped, by which
-    schedulers see that they are called in the right order. Stepping it by itself is an error.
-
-    Args:
-        given: The optimizer of the user; takes part in no step any more.
-        used: The one that has taken its place.
+    the param groups of the used one, and takes a step without parameters whenever that has stepped, by which schedulers
+    see that they are called in the right order. Stepping it by itself is an error.
     """
 
     def __init__(self, given: torch.optim.Optimizer, used: torch.optim.Optimizer) -> None:

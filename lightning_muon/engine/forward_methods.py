@@ -17,7 +17,6 @@ from lightning_muon.sharding.fsdp_runtime import own_places
 from lightning_muon.sharding.shard_model import callable_children
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_MARK = "is_fsdp_entry"
 
 
 class _Batch:
@@ -28,8 +27,7 @@ class _Batch:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
+        self.args, self.kwargs = args, kwargs
 
 
 def register_steps(module: nn.Module) -> None:
@@ -39,13 +37,30 @@ def register_steps(module: nn.Module) -> None:
     twice changes nothing.
     """
     for name in STEPS if isinstance(module, FSDPModule) else ():
-        if callable(getattr(module, name, None)) and not _is_registered(module, name):
+        if callable(getattr(module, name, None)) and _mark(module, name):
             _register_packed(module, name)
     for child in module.modules():
         has_generate = isinstance(child, FSDPModule) and callable(getattr(child, "generate", None))
-        if has_generate and not _is_registered(child, "generate"):
+        if has_generate and _mark(child, "entry generate"):
             register_fsdp_forward_method(child, "generate")
-            setattr(vars(child)["generate"].__func__, _MARK, True)
+
+
+def _register_packed(module: nn.Module, name: str) -> None:
+    method: Callable[..., Any] = getattr(module, name)
+
+    def unpack(_: nn.Module, batch: _Batch) -> Any:
+        return method(*batch.args, **batch.kwargs)
+
+    setattr(module, name, MethodType(unpack, module))
+    register_fsdp_forward_method(module, name)
+    entry: Callable[..., Any] = getattr(module, name)
+
+    # Lightning looks through __wrapped__ for the signature, and for whether the user overrode the method.
+    @wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return entry(_Batch(args, kwargs))
+
+    setattr(module, name, step)
 
 
 @contextmanager
@@ -65,32 +80,6 @@ def explain_shards() -> Iterator[None]:
         raise
 
 
-def _register_packed(module: nn.Module, name: str) -> None:
-    method: Callable[..., Any] = getattr(module, name)
-
-    def unpack(_: nn.Module, batch: _Batch) -> Any:
-        return method(*batch.args, **batch.kwargs)
-
-    setattr(module, name, MethodType(unpack, module))
-    register_fsdp_forward_method(module, name)
-    entry: Callable[..., Any] = getattr(module, name)
-
-    # Lightning looks through __wrapped__ for the signature, and for whether the user overrode the method.
-    @wraps(method)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return entry(_Batch(args, kwargs))
-
-    setattr(module, name, step)
-    setattr(step, _MARK, True)
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    return getattr(vars(module).get(name), _MARK, False)
-
-
-_MARK = "is_unsharded_on_call"
-
-
 def unshard_on_call(module: nn.Module) -> None:
     """Gather the weights of the root while a child, or ``generate`` of a model in it, runs outside of a step.
 
@@ -98,11 +87,9 @@ def unshard_on_call(module: nn.Module) -> None:
     entered past its root, whose weights are shards then. Gathering is collective: as in every forward pass of a sharded
     model, all ranks must make the call. Doing this twice changes nothing.
     """
-    if not isinstance(module, FSDPModule):
-        return  # Each child is a root of its own.
-    places = own_places(module)
+    places = own_places(module) if isinstance(module, FSDPModule) else []
     if not places:
-        return
+        return  # Without weights of the root, each child is entered as it should be.
     gather = _Gather(module, places[0])
     for child in callable_children(module):
         if not isinstance(child, FSDPModule) and not hasattr(child, "_orig_mod") and _mark(child, "forward"):
@@ -110,19 +97,15 @@ def unshard_on_call(module: nn.Module) -> None:
             child.register_forward_hook(gather.after, always_call=True)
     for child in module.modules():
         generate = getattr(child, "generate", None)
-        if (
-            child is not module
-            and not isinstance(child, FSDPModule)
-            and callable(generate)
-            and _mark(child, "generate")
-        ):
+        is_inner = child is not module and not isinstance(child, FSDPModule)
+        if is_inner and callable(generate) and _mark(child, "generate"):
             child.generate = gather.around(generate)  # type: ignore[assignment]
 
 
 class _Gather:
     """Counts nested calls; the outermost gathers, and frees what it has gathered."""
 
-    def __init__(self, root: FSDPModule, place: tuple[nn.Module, str]) -> None:
+    def __init__(self, root: nn.Module, place: tuple[nn.Module, str]) -> None:
         self._root = weakref.ref(root)
         self._owner, self._attribute = weakref.ref(place[0]), place[1]
         self._depth = 0
@@ -130,23 +113,20 @@ class _Gather:
 
     def before(self, *_: Any) -> None:
         """Gather unless a step or an outer call has."""
-        root, owner = self._root(), self._owner()
-        if self._depth == 0 and root is not None and isinstance(getattr(owner, self._attribute), DTensor):
+        root: Any = self._root()
+        if self._depth == 0 and root is not None and isinstance(getattr(self._owner(), self._attribute), DTensor):
             root.unshard()
             self._has_gathered = True
         self._depth += 1
 
     def after(self, *_: Any) -> None:
-        """Free what :meth:`before` has gathered."""
         self._depth -= 1
-        root = self._root()
+        root: Any = self._root()
         if self._depth == 0 and self._has_gathered and root is not None:
             self._has_gathered = False
             root.reshard()
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` between :meth:`before` and :meth:`after`."""
-
         @wraps(method)
         def gathered(*args: Any, **kwargs: Any) -> Any:
             self.before()
@@ -160,7 +140,7 @@ class _Gather:
 
 def _mark(module: nn.Module, what: str) -> bool:
     """Remember that ``module`` is prepared; ``False`` if it was already."""
-    marks: set[str] = vars(module).setdefault(_MARK, set())
+    marks: set[str] = vars(module).setdefault("prepared_by_lightning_muon", set())
     is_first = what not in marks
     marks.add(what)
     return is_first

@@ -18,53 +18,43 @@ from lightning_muon.sharding.weights import names_of
 
 
 class GradientRules:
-    """Clips the gradients of one module, and looks for NaN and Inf in them.
+    """Clips the reduced gradients of one module, and looks for NaN and Inf in them.
 
-    Call it after gradients are reduced. Methods are collective over the meshes of the parameters unless they say that
-    they are local; every rank must call them.
-
-    Args:
-        module: The sharded module.
-        mode: Knows where gradients lie.
-        clip_groups: ``"all"`` clips every gradient by the norm over all of them. ``"elementwise"`` leaves out the
-            matrices that run on Muon, for whose update the size of the gradient matters little: what it orthogonalizes
-            has no size. Gathers of matrices that started during backward then need not wait for the norm.
-        max_skipped_steps: For optimizers that do not check their gradients themselves; as in ``MuonConfig``.
+    Methods are collective over the meshes of the parameters unless they say that they are local; every rank must call
+    them.
     """
 
     def __init__(
-        self, module: nn.Module, mode: ShardingMode, *, clip_groups: ClipGroups, max_skipped_steps: int
+        self,
+        module: nn.Module,
+        mode: ShardingMode,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        clip_groups: ClipGroups,
+        max_skipped_steps: int,  # For optimizers that do not check their gradients themselves.
     ) -> None:
-        self._mode, self._clips_all = mode, clip_groups == "all"
-        self._max_skipped_steps = max_skipped_steps
+        self._mode, self._optimizers = mode, optimizers
+        self._clips_all, self._max_skipped_steps = clip_groups == "all", max_skipped_steps
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}
         self._norms: dict[torch.optim.Optimizer, Tensor] = {}
 
-    def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip by one norm, and return the norm before."""
-        parameters = parameters_of(optimizer)
-        clipped = self._clipped(parameters, [optimizer])
-        if len(clipped) < len(parameters):
-            return self._mode.clip_norm_(clipped, max_norm)
-        norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
-        return norm
-
-    def clip_parameters_by_norm(
-        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], max_norm: float
-    ) -> Tensor:
-        """As :meth:`clip_by_norm` for ``parameters``, the same on all ranks, which ``optimizers`` step."""
+    def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by one norm, and return the norm before; ``parameters`` are the same on all ranks."""
         trainable = {parameter for parameter in parameters if parameter.requires_grad}
-        for optimizer in optimizers:
-            if trainable == {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}:
-                return self.clip_by_norm(optimizer, max_norm)
-        return self._mode.clip_norm_(self._clipped(parameters, optimizers), max_norm)
+        for optimizer in self._optimizers:
+            own = parameters_of(optimizer)
+            if trainable == {parameter for parameter in own if parameter.requires_grad}:
+                clipped = self._clipped(own)
+                if len(clipped) < len(own):
+                    return self._mode.clip_norm_(clipped, max_norm)
+                norm = self._norms[optimizer] = self._mode.clip_grad_norm_(optimizer, max_norm)
+                return norm
+        return self._mode.clip_norm_(self._clipped(parameters), max_norm)
 
-    def clip_by_value(
-        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], max_value: float
-    ) -> None:
-        """Clip the gradients of ``parameters``, which ``optimizers`` step, element by element."""
-        clip_value_(self._clipped(parameters, optimizers), max_value, layout=self._mode.layout)
+    def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        """Clip element by element."""
+        clip_value_(self._clipped(parameters), max_value, layout=self._mode.layout)
 
     def check_finite(self, optimizer: torch.optim.Optimizer) -> None:
         """After clipping: an optimizer that does not look for NaN itself gets no gradients if there is one.
@@ -87,12 +77,14 @@ class GradientRules:
         check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
         return 0 if check is None else check.skipped_steps
 
-    def _clipped(self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[Tensor]:
+    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         if self._clips_all:
             return parameters
+        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
+        # during backward need not wait for the norm.
         matrices = {
             parameter
-            for optimizer in optimizers
+            for optimizer in self._optimizers
             if isinstance(optimizer, PlannedOptimizer)
             for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
             if route.algorithm != "adamw"
@@ -110,11 +102,6 @@ class SingleReductionGuard:
 
     With ``loss_scaling="tokens"`` gradients are sums over the ranks divided by the number of tokens. Two reducing
     passes would each divide by their own number, which over-weights the tokens of the shorter one.
-
-    Args:
-        parameters: Those of the optimizers of one module.
-        mode: Knows where their gradients are.
-        name: Of the module, for messages.
     """
 
     def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
@@ -123,7 +110,7 @@ class SingleReductionGuard:
         self._adds = False
         # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
         self._was_reached = self._is_reached = False
-        self._remove_hooks = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
+        self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
 
     def begin_backward(self) -> None:
         """Before a backward pass that reduces gradients; local, every rank must call it."""
@@ -134,13 +121,7 @@ class SingleReductionGuard:
         self._is_reached = False
 
     def end_backward(self) -> None:
-        """After it, once gradients are finished. Collective over all ranks in the second pass of a step.
-
-        Every rank must call it.
-
-        Raises:
-            RuntimeError: On all ranks, if the pass has added to gradients of the same step.
-        """
+        """After it. Collective over all ranks in the second pass of a step; every rank must call it, and all raise."""
         if self._adds:
             error = None
             if self._was_reached and self._is_reached:
@@ -156,10 +137,6 @@ class SingleReductionGuard:
     def end_step(self) -> None:
         """An optimizer has stepped; local."""
         self._num_passes, self._was_reached = 0, False
-
-    def close(self) -> None:
-        """Remove the hooks; local."""
-        self._remove_hooks()
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True

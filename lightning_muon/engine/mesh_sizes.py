@@ -43,21 +43,27 @@ class Meshes:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate."""
+    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate.
 
-    # Number of replicas of the model. `"auto"`: one per node (one in all if context and tensor ranks do not fit into a
-    # node), or what `shard_size` leaves.
+    Args:
+        replicate_size: Number of replicas of the model. ``"auto"``: one per node (one in all if context and tensor
+            ranks do not fit into a node), or what ``shard_size`` leaves.
+        shard_size: Number of data ranks over which each replica is sharded. ``"auto"``: those of a node, or what
+            ``replicate_size`` leaves.
+        context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
+        tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
+        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
+            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that a ``configure_model``
+            written for that strategy finds them; also if ``tensor_parallel_size`` alone is given, and more than 1.
+        tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
+    """
+
     replicate_size: Size = "auto"
-    # Number of data ranks over which each replica is sharded. `"auto"`: those of a node, or what `replicate_size`
-    # leaves.
     shard_size: Size = "auto"
-    context_size: int = 1  # Number of ranks that share the sequences of a data rank; weights are sharded over them too.
-    tensor_size: int = 1  # Number of ranks that share each layer which `configure_model` parallelizes.
-    # As in Lightning's `ModelParallelStrategy`: shard over that many ranks, with one replica. The mesh then has
-    # Lightning's axes `("data_parallel", "tensor_parallel")`, so that a `configure_model` written for that strategy
-    # finds them; also if `tensor_parallel_size` alone is given, and more than 1.
+    context_size: int = 1
+    tensor_size: int = 1
     data_parallel_size: Size = "auto"
-    tensor_parallel_size: Size = "auto"  # Lightning's name of `tensor_size`. `"auto"` is `tensor_size`.
+    tensor_parallel_size: Size = "auto"
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
@@ -85,11 +91,7 @@ class MeshSizes:
             )
 
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
-        """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each.
-
-        Raises:
-            ValueError: If replicas x shards x context x tensor is not the number of ranks.
-        """
+        """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each, or raise."""
         world_size = num_nodes * num_processes
         inner = self.context_size * self.num_tensor_ranks
         replicas, shards = self.replicate_size, self.shard_size
@@ -108,10 +110,13 @@ class MeshSizes:
             shards = self._rest(world_size, int(replicas) * inner)
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
+            factors = {"replicas": sizes[0], "shards": sizes[1]}
+            factors |= {"context ranks": self.context_size} if self.context_size > 1 else {}
+            factors |= {"tensor ranks": self.num_tensor_ranks} if self.num_tensor_ranks > 1 else {}
+            product = " x ".join(f"{size} {what}" for what, size in factors.items())
             raise ValueError(
-                f"{self._product(*sizes)} = {math.prod(sizes) * inner} ranks, but there are {world_size} "
-                f"({num_nodes} nodes x {num_processes} devices); change {self._asked()}, or "
-                f"{_NUM_PROCESSES}"
+                f"{product} = {math.prod(sizes) * inner} ranks, but there are {world_size} ({num_nodes} nodes x "
+                f"{num_processes} devices); change {', '.join(self._asked())}, or {_NUM_PROCESSES}"
             )
         return sizes
 
@@ -119,21 +124,22 @@ class MeshSizes:
         """Return the meshes of this rank. Collective over all ranks; every rank must call it."""
         replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
-        data_rank = dist.get_rank() // (context_size * tensor_size)
+        nodes = context = None
         if self.has_lightning_names:
-            names = ("data_parallel", "tensor_parallel")
-            user = _named_mesh(device_type, dict(zip(names, (shards, tensor_size), strict=True)))
-            data, nodes, context, tensor_axis = user["data_parallel"], None, None, "tensor_parallel"
+            tensor_axis = "tensor_parallel"
+            user = _named_mesh(device_type, {"data_parallel": shards, tensor_axis: tensor_size})
+            data = user["data_parallel"]
         else:
+            tensor_axis = "tensor"
             axes = {"replicate": replicas, "shard": shards}
             axes |= {"context": context_size} if context_size > 1 else {}
-            axes |= {"tensor": tensor_size} if tensor_size > 1 else {}
-            user = _named_mesh(device_type, axes)
-            context, tensor_axis = (user["context"] if context_size > 1 else None), "tensor"
-            flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
-            # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of different
-            # axes, as long as these number all ranks alike.
-            outer = user if context is None else _named_mesh(device_type, flat)
+            user = outer = _named_mesh(device_type, axes | ({"tensor": tensor_size} if tensor_size > 1 else {}))
+            if context_size > 1:
+                context = user["context"]
+                # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of
+                # different axes, as long as these number all ranks alike.
+                flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
+                outer = _named_mesh(device_type, flat)
             nodes = outer["replicate", "shard"]
             data = nodes if replicas > 1 else outer["shard"]
         return Meshes(
@@ -142,13 +148,13 @@ class MeshSizes:
             nodes=nodes,
             context=context,
             tensor=user[tensor_axis] if tensor_size > 1 else None,
-            data_rank=data_rank,
+            data_rank=dist.get_rank() // (context_size * tensor_size),
             num_data_ranks=replicas * shards,
         )
 
     @property
     def num_tensor_ranks(self) -> int:
-        """Ranks that share each layer, by either name."""
+        """``tensor_size``, by either name."""
         return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property
@@ -162,23 +168,15 @@ class MeshSizes:
     def _rest(self, world_size: int, factors: int) -> int:
         """What ``factors``, the product of the sizes that are given, leaves of all ranks."""
         if world_size % factors:
-            asked = self._asked(" x ")
-            product = f"{asked} = {factors}" if " x " in asked else asked
+            asked = self._asked()
+            product = " x ".join(asked) + (f" = {factors}" if len(asked) > 1 else "")
             raise ValueError(
                 f"{product} does not divide the number of ranks, {world_size}; change it, or {_NUM_PROCESSES}"
             )
         return world_size // factors
 
-    def _product(self, replicas: int, shards: int) -> str:
-        inner = {"context ranks": self.context_size, "tensor ranks": self.num_tensor_ranks}
-        factors = {"replicas": replicas, "shards": shards} | {what: size for what, size in inner.items() if size > 1}
-        return " x ".join(f"{size} {what}" for what, size in factors.items())
-
-    def _asked(self, separator: str = ", ") -> str:
-        defaults = {"context_size": 1, "tensor_size": 1}
-        return separator.join(
-            f"{key}={value}" for key, value in vars(self).items() if value not in ("auto", defaults.get(key))
-        )
+    def _asked(self) -> list[str]:
+        return [f"{key}={value}" for key, value in vars(self).items() if value != getattr(MeshSizes, key)]
 
 
 def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:

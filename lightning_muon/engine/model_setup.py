@@ -8,12 +8,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.mode import ShardingMode
 from lightning_muon.sharding.shard_model import plan_units, shard_model
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
@@ -22,15 +21,11 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces in.
+    """What FSDP2 gathers and reduces in; ``precision`` is one of :data:`SUPPORTED`.
 
     With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of
     the root is float32; the framework's autocast stays on, so that losses are computed in float32. A model with batch
     norms gathers float32 weights and leaves bfloat16 to autocast.
-
-    Args:
-        precision: One of :data:`SUPPORTED`.
-        module: The whole module.
     """
     if precision != "bf16-mixed":
         return MixedPrecisionPolicy()
@@ -49,23 +44,30 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, warn: Callable[[str], None]) -> None:
-    """Give all meta tensors of ``module`` memory and initial values; does nothing if there are none.
+    """Give all meta tensors of ``module`` memory and initial values, before ``mode.prepare``.
 
     Where weights are sharded, its units are sharded one after the other, so that no rank ever holds more than one whole
     unit and what is in no unit. Collective over the mesh of ``mode``; every rank must call it.
-
-    Args:
-        module: Before ``mode.prepare``; what is not on the meta device is left as it is.
-        mode: How it will be sharded.
-        device: Of the new tensors.
-        warn: Takes the message about modules that cannot initialize themselves.
     """
     if not has_meta_tensors(module):
         return
     uninitialized: set[str] = set()
     if mode.shards_weights:
         uninitialized |= _materialize_user_sharded(module, device)
-        uninitialized |= _shard_units_from_meta(module, mode.mesh, mode.options, device)
+        replaced: dict[Tensor, Tensor] = {}
+        options = mode.options
+        with _own_random_numbers(module, device):
+            for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
+                uninitialized |= initialize_meta(unit, device, replaced)
+                shard_model(
+                    unit,
+                    mode.mesh,
+                    wrap_policy=(),
+                    mp_policy=options.mp_policy,
+                    reshard_after_forward=options.reshard_after_forward,
+                    decoupled_nodes=options.decoupled_nodes,
+                )
+            uninitialized |= initialize_meta(module, device, replaced)
     else:
         uninitialized |= initialize_meta(module, device, {})
     if uninitialized:
@@ -75,106 +77,68 @@ def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, war
         )
 
 
-def _shard_units_from_meta(module: nn.Module, mesh: DeviceMesh, options: ModeOptions, device: torch.device) -> set[str]:
-    """Materialize and shard each unit, and materialize the rest; the classes that cannot initialize themselves."""
-    uninitialized: set[str] = set()
-    replaced: dict[Tensor, Tensor] = {}
-    with _own_random_numbers(module, device):
-        for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
-            uninitialized |= initialize_meta(unit, device, replaced)
-            shard_model(
-                unit,
-                mesh,
-                wrap_policy=(),
-                mp_policy=options.mp_policy,
-                reshard_after_forward=options.reshard_after_forward,
-                decoupled_nodes=options.decoupled_nodes,
-            )
-        uninitialized |= initialize_meta(module, device, replaced)
-    return uninitialized
-
-
 def _materialize_user_sharded(module: nn.Module, device: torch.device) -> set[str]:
-    """Materialize all of what ``configure_model`` has sharded on the meta device, as ModelParallelStrategy does.
-
-    The shards of replicas may differ afterwards; ``shard_model`` makes them equal.
-    """
-    uninitialized: set[str] = set()
-    for root in filter(has_meta_tensors, _outermost_sharded(module)):
-        with _own_random_numbers(root, device):
-            root.to_empty(device=device)
-            _fill_with_nan([*root.parameters(), *root.buffers()])
-            for child in root.modules():
-                if any(True for _ in chain(child.parameters(recurse=False), child.buffers(recurse=False))):
-                    uninitialized |= _initialize(child)
-    return uninitialized
+    """Materialize what ``configure_model`` has sharded on the meta device; ``shard_model`` makes replicas equal."""
+    if not isinstance(module, FSDPModule):
+        return set().union(*(_materialize_user_sharded(child, device) for child in module.children()))
+    if not has_meta_tensors(module):
+        return set()
+    with _own_random_numbers(module, device):
+        module.to_empty(device=device)
+        for tensor in chain(module.parameters(), module.buffers()):
+            _fill_with_nan(tensor)
+        return _initialize(
+            child
+            for child in module.modules()
+            if list(chain(child.parameters(recurse=False), child.buffers(recurse=False)))
+        )
 
 
 def initialize_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
-    """Replace meta tensors by initialized ones, keeping ties; return the classes that cannot initialize themselves.
+    """Replace meta tensors by initialized ones; return the classes that cannot initialize themselves.
 
-    Args:
-        module: Sharded parts of it are left alone.
-        device: Of the new tensors.
-        replaced: Old tensor -> new one; carries ties from call to call.
+    ``replaced`` (old tensor -> new one) carries ties from call to call. Sharded parts are left alone.
     """
     touched = [child for child in module.modules() if _fill_meta(child, device, replaced)]
-    uninitialized = set[str]()
     # The first module that holds a tied weight has the last word, for example the embedding before the head.
-    for child in reversed(touched):
-        uninitialized |= _initialize(child)
+    return _initialize(reversed(touched))
+
+
+def _initialize(modules: Iterable[nn.Module]) -> set[str]:
+    """Call ``reset_parameters`` of each; return the classes that have none."""
+    uninitialized: set[str] = set()
+    for module in modules:
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        else:
+            uninitialized.add(type(module).__name__)
     return uninitialized
 
 
-def _initialize(module: nn.Module) -> set[str]:
-    """Call ``reset_parameters``, or return the name of a class that has none."""
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        return {type(module).__name__}
-    reset()
-    return set()
-
-
 @torch.no_grad()
-def _fill_with_nan(tensors: Iterable[Tensor]) -> None:
+def _fill_with_nan(tensor: Tensor) -> None:
     """What nothing initializes must not pass for a weight; local."""
-    for tensor in tensors:
-        local = local_tensor(tensor.detach())
-        if local.is_floating_point() or local.is_complex():
-            local.fill_(float("nan"))
+    local = local_tensor(tensor.detach())
+    if local.is_floating_point() or local.is_complex():
+        local.fill_(float("nan"))
 
 
 def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> bool:
     """Give the meta tensors of ``module`` itself memory, filled with NaN; whether there were any."""
-    found = False
     tensors = chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),
     )
-    for name, tensor in list(tensors):
-        if not tensor.is_meta:
-            continue
-        found = True
+    without_memory = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
+    for name, tensor in without_memory:
         if tensor not in replaced:
-            empty = _empty_like(tensor, device)
-            _fill_with_nan([empty])
+            empty = torch.empty_like(tensor, device=device)
+            _fill_with_nan(empty)
             is_parameter = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         setattr(module, name, replaced[tensor])
-    return found
-
-
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    return DTensor.from_local(
-        torch.empty_like(tensor.to_local(), device=device),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return bool(without_memory)
 
 
 @contextmanager
@@ -190,9 +154,3 @@ def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[Non
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
         yield
-
-
-def _outermost_sharded(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [root for child in module.children() for root in _outermost_sharded(child)]

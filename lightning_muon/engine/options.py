@@ -16,12 +16,12 @@ from lightning_muon.config import (
     from_arguments,
     takes_options,
 )
-from lightning_muon.engine.conversion import OptimizerChoice, check_choice, config_of
+from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes
-from lightning_muon.engine.parsing import build, build_class, check_keys, class_with_keys, read_yaml
+from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.mode import ModeOptions, ShardingOptions
-from lightning_muon.sharding.modes import MODES, Sharding, check_mode
+from lightning_muon.sharding.modes import MODES, Sharding
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
@@ -77,12 +77,10 @@ class Options(ShardingOptions, MeshSizes):
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, Mapping):
-            object.__setattr__(self, "optimizer", _built_optimizer(self.optimizer, where="optimizer"))
-        sizes = self.mesh_sizes
-        _check_values(self)
-        _check_combinations(self.sharding, self.mode_options, num_tensor_ranks=sizes.num_tensor_ranks)
-        if self.has_nodes:
-            _check_decoupled_nodes(self.sharding, sizes)
+            object.__setattr__(self, "optimizer", build_class(self.optimizer, _CONFIGS, where="optimizer"))
+        sizes = self.mesh_sizes  # Which checks them.
+        self._check_values()
+        self._check_combinations(sizes.num_tensor_ranks)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str = "options") -> Self:
@@ -102,9 +100,8 @@ class Options(ShardingOptions, MeshSizes):
         """
         if isinstance(mapping, Mapping):
             check_keys(mapping, [field.name for field in fields(cls)], where=source, elsewhere=ELSEWHERE)
-            if isinstance(mapping.get("optimizer"), Mapping):
-                optimizer = _built_optimizer(mapping["optimizer"], where=f"{source}: optimizer")
-                mapping = {**mapping, "optimizer": optimizer}
+            if isinstance(given := mapping.get("optimizer"), Mapping):
+                mapping = {**mapping, "optimizer": build_class(given, _CONFIGS, where=f"{source}: optimizer")}
         return build(cls, mapping, where=source)
 
     @classmethod
@@ -133,80 +130,69 @@ class Options(ShardingOptions, MeshSizes):
     @property
     def config(self) -> MuonConfig | FlexDeMoConfig:
         """The config of ``optimizer``, or the default one."""
-        return config_of(self.optimizer)
+        return self.optimizer if isinstance(self.optimizer, MuonConfig | FlexDeMoConfig) else MuonConfig()
 
     @property
     def has_nodes(self) -> bool:
         """Whether replicas are nodes that a FlexDeMo keeps together."""
         return isinstance(self.optimizer, FlexDeMoConfig)
 
-
-def _built_optimizer(mapping: Mapping[str, Any], *, where: str) -> Any:
-    """The config that a mapping stands for."""
-    return build_class(class_with_keys(mapping, _CONFIGS, where=where), where=where)
-
-
-def _check_values(options: Options) -> None:
-    """Raise ``ValueError`` for a value that does not exist."""
-    check_mode(options.sharding)
-    check_choice(options.optimizer)
-    for key, allowed in (("clip_groups", ClipGroups), ("loss_scaling", LossScaling)):
-        check_one_of(key, getattr(options, key), get_args(allowed))
-    for field in fields(options):
-        if isinstance(field.default, bool):
-            check_flag(field.name, getattr(options, field.name))
-    if options.bucket_bytes != "auto":
-        check_whole("bucket_bytes", options.bucket_bytes, at_least=1, other="'auto' or ")
-    if not isinstance(options.process_group_backend, str | None):
-        raise ValueError(
-            f"process_group_backend must be None or a name such as 'nccl', got {options.process_group_backend!r}"
-        )
-    for name, value in (("timeout", options.timeout), ("max_silence", options.max_silence or timedelta(1))):
-        if not (isinstance(value, timedelta) and value > timedelta(0)):
-            raise ValueError(f"{name} must be a datetime.timedelta of more than 0 seconds, got {value!r}")
-    _check_wrap_policy(options.wrap_policy)
-
-
-def _check_wrap_policy(policy: object) -> None:
-    """Raise ``ValueError`` for anything but a :data:`WrapPolicy`; what the model has is known later."""
-    is_function = callable(policy) and not isinstance(policy, type)
-    is_classes = isinstance(policy, Collection) and all(isinstance(name, str | type) for name in policy)
-    if policy != "auto" and not is_function and (isinstance(policy, str) or not is_classes):
-        raise ValueError(
-            "wrap_policy must be 'auto', a sequence of classes or class names, such as ('Block',), or a function "
-            f"(name, module) -> bool, got {policy!r}"
-        )
-
-
-def _check_decoupled_nodes(sharding: str, sizes: MeshSizes) -> None:
-    """Raise ``ValueError`` if the replicas cannot be the nodes of a FlexDeMo."""
-    takers = [name for name, mode in MODES.items() if "decoupled_nodes" in mode.takes]
-    if sharding not in takers:
-        raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding={takers[0]!r}, got {sharding!r}")
-    if sizes.num_tensor_ranks > 1:
-        raise ValueError(
-            f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={sizes.num_tensor_ranks}: it exchanges the "
-            "parts of weights that lie on one axis, shard; use tensor_size=1, or a MuonConfig"
-        )
-    if sizes.has_lightning_names:
-        raise ValueError(
-            f"optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which data_parallel_size="
-            f"{sizes.data_parallel_size!r} replaces by Lightning's; give replicate_size and shard_size in its place"
-        )
-
-
-def _check_combinations(sharding: str, options: ModeOptions, *, num_tensor_ranks: int) -> None:
-    """Raise ``ValueError`` for an option that ``sharding`` cannot honour."""
-    mode = MODES[sharding]
-    if num_tensor_ranks > 1 and not mode.shards_weights:
-        others = [name for name, other in MODES.items() if other.shards_weights]
-        raise ValueError(
-            f"tensor_size={num_tensor_ranks} needs sharding={others[0]!r}, got {sharding!r}, which keeps plain weights"
-        )
-    for key in (field.name for field in fields(ShardingOptions)):
-        value = getattr(options, key)
-        if value != getattr(ShardingOptions, key) and key not in mode.takes:
-            takers = [name for name, other in MODES.items() if key in other.takes]
+    def _check_values(self) -> None:
+        """Raise ``ValueError`` for a value that does not exist."""
+        check_one_of("sharding", self.sharding, tuple(MODES))
+        check_one_of("clip_groups", self.clip_groups, get_args(ClipGroups))
+        check_one_of("loss_scaling", self.loss_scaling, get_args(LossScaling))
+        if self.optimizer not in ("auto", "keep") and not isinstance(self.optimizer, MuonConfig | FlexDeMoConfig):
             raise ValueError(
-                f"{key}={value!r} means nothing with sharding={sharding!r}; remove it, or use one of {takers}"
+                f"optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig, got {self.optimizer!r}"
+            )
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                check_flag(field.name, getattr(self, field.name))
+        if self.bucket_bytes != "auto":
+            check_whole("bucket_bytes", self.bucket_bytes, at_least=1, other="'auto' or ")
+        backend = self.process_group_backend
+        if not isinstance(backend, str | None):
+            raise ValueError(f"process_group_backend must be None or a name such as 'nccl', got {backend!r}")
+        for name, value in (("timeout", self.timeout), ("max_silence", self.max_silence or timedelta(1))):
+            if not (isinstance(value, timedelta) and value > timedelta(0)):
+                raise ValueError(f"{name} must be a datetime.timedelta of more than 0 seconds, got {value!r}")
+        policy: object = self.wrap_policy  # What the model has of it is known later.
+        is_function = callable(policy) and not isinstance(policy, type)
+        is_classes = isinstance(policy, Collection) and all(isinstance(name, str | type) for name in policy)
+        if policy != "auto" and not is_function and (isinstance(policy, str) or not is_classes):
+            raise ValueError(
+                "wrap_policy must be 'auto', a sequence of classes or class names, such as ('Block',), or a function "
+                f"(name, module) -> bool, got {policy!r}"
+            )
+
+    def _check_combinations(self, num_tensor_ranks: int) -> None:
+        """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
+        mode = MODES[self.sharding]
+        if num_tensor_ranks > 1 and not mode.shards_weights:
+            raise ValueError(
+                f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}, which keeps plain "
+                "weights"
+            )
+        for field in fields(ShardingOptions):
+            key, value = field.name, getattr(self, field.name)
+            if value != field.default and key not in mode.takes:
+                takers = [name for name, other in MODES.items() if key in other.takes]
+                raise ValueError(
+                    f"{key}={value!r} means nothing with sharding={self.sharding!r}; remove it, or use one of {takers}"
+                )
+        if not self.has_nodes:
+            return
+        if "decoupled_nodes" not in mode.takes:
+            raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
+        if num_tensor_ranks > 1:
+            raise ValueError(
+                f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={num_tensor_ranks}: it exchanges the "
+                "parts of weights that lie on one axis, shard; use tensor_size=1, or a MuonConfig"
+            )
+        if self.has_lightning_names:
+            raise ValueError(
+                "optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which "
+                f"data_parallel_size={self.data_parallel_size!r} replaces by Lightning's; give replicate_size and "
+                "shard_size in its place"
             )

@@ -17,19 +17,13 @@ from lightning_muon.errors import UnknownOptionError
 
 T = TypeVar("T")
 
-_CLASS_KEYS = ("class_path", "init_args")
 _PLAIN = (str, int, float, list, tuple, Mapping, type(None))
 # Where a class_path without dots is looked up.
 _PACKAGE = "lightning_muon"
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no YAML, or holds something else; names the file.
-    """
+    """The mapping that a YAML file holds, or a ``ValueError`` that names the file."""
     import yaml  # Comes with jsonargparse and with accelerate.
 
     try:
@@ -44,15 +38,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """``kind(**mapping)``, with values converted to the types of its parameters. Needs jsonargparse.
 
-    Args:
-        kind: A class with typed parameters.
-        mapping: Name of a parameter -> value. A mapping with ``class_path`` is an object to build; what is neither
-            text, number, sequence nor mapping is one that is built already.
-        where: What an error names.
-
-    Raises:
-        UnknownOptionError: For a wrong key at any depth, with the nearest right one.
-        ValueError: For what ``kind`` refuses.
+    A mapping with ``class_path`` is an object to build; what is neither text, number, sequence nor mapping is one that
+    is built already. Errors begin with ``where``; a wrong key at any depth is an ``UnknownOptionError``, what ``kind``
+    refuses is a ``ValueError``.
     """
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where}: must be a mapping of options, got {mapping!r}")
@@ -69,12 +57,21 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
-def build_class(value: Mapping[str, Any], *, where: str) -> Any:
-    """The object that ``{class_path: ..., init_args: {...}}`` describes; errors as those of :func:`build`."""
-    kind = _import_class(value["class_path"], where)
-    elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
-    check_keys(value, _CLASS_KEYS, where=where, elsewhere=elsewhere)
-    return build(kind, value.get("init_args") or {}, where=where)
+def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, where: str) -> Any:
+    """The object that ``{class_path: ..., init_args: {...}}`` describes; errors as those of :func:`build`.
+
+    Without ``class_path``, ``value`` has the arguments of the first of ``kinds`` that has all of these keys, or most.
+    """
+    if "class_path" in value:
+        kind = _import_class(value["class_path"], where)
+        elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
+        check_keys(value, ("class_path", "init_args"), where=where, elsewhere=elsewhere)
+        return build(kind, value.get("init_args") or {}, where=where)
+    parameters = {kind: list(inspect.signature(kind).parameters) for kind in kinds}
+    best = max(kinds, key=lambda kind: sum(key in parameters[kind] for key in value))
+    elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
+    check_keys(value, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere)
+    return build(best, value, where=where)
 
 
 def check_keys(
@@ -84,32 +81,10 @@ def check_keys(
     where: str,
     elsewhere: Mapping[str, Collection[str]] | None = None,
 ) -> None:
-    """Raise ``UnknownOptionError`` for the first of ``given`` that is not in ``allowed``.
-
-    Args:
-        given: Keys that the user wrote.
-        allowed: Those that there are.
-        where: What the error names.
-        elsewhere: As in :func:`lightning_muon.config.unknown_option`.
-    """
+    """Raise ``UnknownOptionError`` for a key that is not allowed; ``elsewhere`` as in :func:`unknown_option`."""
     for key in given:
         if key not in allowed:
             raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere)}")
-
-
-def class_with_keys(mapping: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: str) -> Mapping[str, Any]:
-    """``mapping`` in the form ``{class_path: ..., init_args: ...}``, with the first of ``kinds`` that has all its keys.
-
-    Raises:
-        UnknownOptionError: If none has; names the first wrong key of the one that has most.
-    """
-    if "class_path" in mapping:
-        return mapping
-    parameters = {kind: list(inspect.signature(kind).parameters) for kind in kinds}
-    best = max(kinds, key=lambda kind: sum(key in parameters[kind] for key in mapping))
-    elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
-    check_keys(mapping, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere)
-    return {"class_path": f"{best.__module__}.{best.__qualname__}", "init_args": dict(mapping)}
 
 
 def _names_class(value: object) -> bool:

@@ -59,51 +59,31 @@ class TrainingEngine:
     :meth:`step`, or :meth:`around_step` with :meth:`before_step` inside; around an evaluation :meth:`begin_evaluation`
     and :meth:`end_evaluation`; at last :meth:`end_training` and :meth:`close`. Methods are collective over the mesh
     unless they say that they are local; every rank must call them.
-
-    Args:
-        module: The user's module, on any device. It may be sharded in part, or still from an earlier training.
-        options: What the user chose.
-        meshes: Of the run.
-        mode_options: ``options.mode_options``, and what follows from the run.
-        sharding: In place of ``options.sharding``.
-        info: Takes lines for the log; may be called on every rank.
-        warn: Takes warnings; may be called on every rank.
-        is_only_module: Every backward pass of the program goes through this module.
-        is_loop_of_user: The user calls backward and step; an order that makes no sense is an error.
-        sees_every_backward: Every backward pass is inside of :meth:`around_backward`.
-        node_weights: Those of an earlier training of the same module.
-
-    Attributes:
-        mesh: The ranks with batches of their own.
-        mode: How the module is sharded.
-        optimizers: Those that step the module, in the order in which they were attached.
-        tokens: Counts tokens with ``loss_scaling="tokens"``, from :meth:`attach` on.
-        is_sharded: Whether :meth:`shard` has come to its end.
-        has_run: Whether the module has run since the last step, so that there may be gradients.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # On any device; sharded in part, maybe, or still from an earlier training.
         options: Options,
         meshes: Meshes,
         *,
-        mode_options: ModeOptions,
-        info: Callable[[str], None],
+        mode_options: ModeOptions,  # `options.mode_options`, and what follows from the run.
+        info: Callable[[str], None],  # Takes lines for the log, on every rank.
         warn: Callable[[str], None],
-        sharding: Sharding | None = None,
-        is_only_module: bool = True,
-        is_loop_of_user: bool = True,
-        sees_every_backward: bool = True,
-        node_weights: NodeWeights | None = None,
+        sharding: Sharding | None = None,  # In place of `options.sharding`.
+        is_only_module: bool = True,  # Every backward pass of the program goes through this module.
+        is_loop_of_user: bool = True,  # The user calls backward and step, and may use the optimizers that he has made.
+        sees_every_backward: bool = True,  # Every backward pass is inside of `around_backward`.
+        node_weights: NodeWeights | None = None,  # Those of an earlier training of the same module.
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
-        self.mesh = meshes.for_gradients(by_nodes=options.has_nodes)
+        self.mesh = meshes.for_gradients(by_nodes=options.has_nodes)  # The ranks with batches of their own.
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
         self.node_weights = node_weights or NodeWeights()
-        self.is_sharded = self.has_run = False
+        self.is_sharded = False
+        self.has_run = False  # Since the last step, so that there may be gradients.
         self._info, self._warn = info, warn
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
@@ -139,20 +119,14 @@ class TrainingEngine:
         schedulers: Sequence[Any] = (),
         *,
         source: str,
-        is_placeholder: Callable[[torch.optim.Optimizer], bool] | None = None,
+        is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         is_default: bool = False,
-        keep_given: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return what takes their places.
+        """Train with these optimizers, and return what takes their places; schedulers follow it.
 
-        Args:
-            given: All that step the module from now on, those that were attached before included; with the parameters
-                that the module has now, or had before :meth:`shard`.
-            schedulers: Follow an optimizer that is replaced.
-            source: Where the optimizers come from, for the error if ranks have different ones.
-            is_placeholder: Whether an optimizer stands for none.
-            is_default: The optimizers are not the user's.
-            keep_given: The program may go on to use the optimizers that are replaced, for example in a scheduler.
+        ``given`` are all that step the module from now on, those that were attached before included; with the
+        parameters that the module has now, or had before :meth:`shard`. ``source`` says in errors where they are from,
+        ``is_default`` that they are not the user's.
         """
         module, options = self.module, self.options
         self.node_weights.forget()
@@ -163,9 +137,10 @@ class TrainingEngine:
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
-        if keep_given:
+        if self._is_loop_of_user:
             pairs = zip(given, self.optimizers, strict=True)
             self._proxies += [OptimizerProxy(old, new) for old, new in pairs if new is not old]
+
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.
         try:
@@ -177,15 +152,26 @@ class TrainingEngine:
                 )
             raise
         self._rules = GradientRules(
-            module, self.mode, clip_groups=options.clip_groups, max_skipped_steps=options.config.max_skipped_steps
+            module,
+            self.mode,
+            self.optimizers,
+            clip_groups=options.clip_groups,
+            max_skipped_steps=options.config.max_skipped_steps,
         )
         if options.loss_scaling == "tokens" and self.tokens is None:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._watch()
+
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
         for message in optimizer_warnings(fresh, options.optimizer, is_default=is_default):
             self._warn(message)
+        if self._is_loop_of_user and not before and self.mode.parameters_arrive_late:
+            self._info(
+                f"sharding={self.mode.name!r}: parameter.grad is None after backward, since no rank has whole "
+                "gradients; torch.nn.utils.clip_grad_norm_ would clip nothing, clip_gradients of a Fabric and "
+                "clip_grad_norm_ of an Accelerator clip all of them"
+            )
         return list(self.optimizers)
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -207,21 +193,6 @@ class TrainingEngine:
         """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""
         used = next((proxy.used for proxy in self._proxies if proxy.given is optimizer), optimizer)
         return next((own for own in self.optimizers if own is used), None)
-
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether any parameter of ``optimizer`` belongs to the module; local."""
-        return not set(self.module.parameters()).isdisjoint(parameters_of(optimizer))
-
-    @property
-    def gradient_note(self) -> str | None:
-        """What a user who expects gradients in ``parameter.grad`` should know; local."""
-        if not self.mode.parameters_arrive_late:
-            return None
-        return (
-            f"sharding={self.mode.name!r}: parameter.grad is None after backward, since no rank has whole gradients; "
-            "torch.nn.utils.clip_grad_norm_ would clip nothing, clip_gradients of a Fabric and clip_grad_norm_ of an "
-            "Accelerator clip all of them"
-        )
 
     # ---- micro-batches
 
@@ -264,8 +235,7 @@ class TrainingEngine:
     def around_backward(self, *, loss_divided_by: int = 1) -> Generator[None]:
         """Enter it around each backward pass. Communicates in the last micro-batch, if the module has run.
 
-        Args:
-            loss_divided_by: The number of micro-batches, if the framework divides each loss by it.
+        ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
         self.has_run |= self._is_only_module
         with self.explaining():
@@ -299,33 +269,19 @@ class TrainingEngine:
 
     # ---- the step
 
-    def clip_by_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip the gradients of one of :attr:`optimizers`, and return their norm before."""
-        rules = self._reduced_gradients("clip_gradients")
+    def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
+        rules = self._reduced_gradients("clip_gradients (clip_grad_norm_)")
         with self.explaining():
             self.finish_gradients()
-            return rules.clip_by_norm(optimizer, max_norm)
+            return rules.clip_by_norm(parameters, max_norm)
 
-    def clip_by_value(self, optimizer: torch.optim.Optimizer, max_value: float) -> None:
-        """Clip the gradients of one of :attr:`optimizers` element by element."""
-        rules = self._reduced_gradients("clip_gradients")
+    def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        """Clip the gradients of parameters element by element."""
+        rules = self._reduced_gradients("clip_gradients (clip_grad_value_)")
         with self.explaining():
             self.finish_gradients()
-            rules.clip_by_value(parameters_of(optimizer), [optimizer], max_value)
-
-    def clip_parameters_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """As :meth:`clip_by_norm`, for parameters of the module, the same on all ranks."""
-        rules = self._reduced_gradients("clip_grad_norm_")
-        with self.explaining():
-            self.finish_gradients()
-            return rules.clip_parameters_by_norm(parameters, self.optimizers, max_norm)
-
-    def clip_parameters_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        """As :meth:`clip_by_value`, for parameters of the module."""
-        rules = self._reduced_gradients("clip_grad_value_")
-        with self.explaining():
-            self.finish_gradients()
-            rules.clip_by_value(parameters, self.optimizers, max_value)
+            rules.clip_by_value(parameters, max_value)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Call it after clipping: NaN and Inf are found, whatever the optimizer makes of them."""
@@ -348,13 +304,7 @@ class TrainingEngine:
         take_step: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Step one of :attr:`optimizers`, and return what ``take_step`` returns.
-
-        Args:
-            optimizer: What to step.
-            take_step: Steps it; takes the optimizer, and a ``closure`` if there is one.
-            closure: Computes gradients and returns the loss.
-        """
+        """Return what ``take_step(optimizer)`` returns; it also takes ``closure`` if there is one."""
 
         def with_whole_gradients() -> Any:
             result = None if closure is None else closure()
@@ -382,10 +332,6 @@ class TrainingEngine:
 
     # ---- weights that somebody reads
 
-    def finish_parameters(self) -> None:
-        """Wait until every parameter has its new value; local."""
-        self.mode.finish_parameters()
-
     def weights_have_changed(self) -> None:
         """Let the next forward gather the weights of now; local."""
         free_unsharded(self.module)
@@ -393,7 +339,7 @@ class TrainingEngine:
 
     def begin_evaluation(self) -> None:
         """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
-        self.finish_parameters()
+        self.mode.finish_parameters()
         broadcast_buffers(self.module)
         if self.node_weights.show_common(self.optimizers):
             self.weights_have_changed()
@@ -410,7 +356,7 @@ class TrainingEngine:
 
     def end_training(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
-        self.finish_parameters()
+        self.mode.finish_parameters()
         broadcast_buffers(self.module)
         num_steps = steps_left_out(self.optimizers)
         if num_steps and dist.get_rank() == 0:
@@ -546,14 +492,8 @@ def close_with(owner: object, engines: list[TrainingEngine]) -> None:
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:
-    """Close the engines, and empty the list; local.
-
-    Args:
-        engines: What to close.
-        is_end: Tell the other ranks first if an exception ends the program.
-    """
-    if is_end:
-        for engine in engines:
-            engine.program_ends()
+    """Close the engines, and empty the list; with ``is_end`` other ranks hear of an exception first. Local."""
+    for engine in engines if is_end else ():
+        engine.program_ends()
     while engines:
         engines.pop().close()

@@ -240,7 +240,7 @@ class MuonAccelerator:
             raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is computed over all shards")
         if engine.is_accumulating or not self.sync_gradients:
             return torch.zeros((), device=self.device)
-        return engine.clip_parameters_by_norm(_listed(parameters), max_norm)
+        return engine.clip_by_norm(_listed(parameters), max_norm)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip element by element, where :meth:`clip_grad_norm_` would clip. Collective as that is."""
@@ -248,7 +248,7 @@ class MuonAccelerator:
         if engine is None:
             super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
         elif not engine.is_accumulating and self.sync_gradients:
-            engine.clip_parameters_by_value(_listed(parameters), clip_value)
+            engine.clip_by_value(_listed(parameters), clip_value)
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -328,8 +328,6 @@ class MuonAccelerator:
             )
         given = [optimizer.optimizer if is_prepared(optimizer) else optimizer for optimizer in optimizers]
         used = engine.attach(given, schedulers, source="what was given to prepare")
-        if note := engine.gradient_note:
-            _log.info(note)
         result = [ShardedOptimizer(optimizer, engine) for optimizer in used]
         for optimizer in result:
             add_optimizer(self, optimizer)

@@ -72,7 +72,7 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 def prepare_for_reading(engine: TrainingEngine) -> None:
     """Let weights have their new values, and be shards; local."""
-    engine.finish_parameters()
+    engine.mode.finish_parameters()
     free_unsharded(engine.module)  # An evaluation leaves the root whole.
 
 

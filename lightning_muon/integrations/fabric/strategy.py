@@ -22,6 +22,7 @@ from lightning_muon.compat.lightning import (
 )
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
+from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all, close_with
@@ -189,7 +190,7 @@ class FabricStrategy(MuonStrategy):
         if float(norm_type) != 2.0:
             raise ValueError(f"clip_gradients takes norm_type=2.0, the norm over all shards, got {norm_type}")
         engine, current = self._engine_of(optimizer)
-        norm = engine.clip_by_norm(current, max_norm)
+        norm = engine.clip_by_norm(parameters_of(current), max_norm)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; with clip_gradients(error_if_nonfinite=False) all ranks "
@@ -201,7 +202,7 @@ class FabricStrategy(MuonStrategy):
         """Clip element by element. Collective over all ranks; every rank must call it."""
         del module
         engine, current = self._engine_of(optimizer)
-        engine.clip_by_value(current, clip_val)
+        engine.clip_by_value(parameters_of(current), clip_val)
 
     def save_checkpoint(
         self,
@@ -255,19 +256,17 @@ class FabricStrategy(MuonStrategy):
     ) -> list[torch.optim.Optimizer]:
         """Let the module train with ``given`` as well. Collective over all ranks; every rank must call it."""
         engine.tokens = self._tokens  # One count for all modules.
-        is_first = not engine.optimizers
         every = [*engine.optimizers, *given]
         used = engine.attach(every, schedulers, source="the optimizers that were set up")
         self._tokens = engine.tokens
-        if is_first and (note := engine.gradient_note):
-            self.package.fabric("utilities.rank_zero").rank_zero_info(note)
         return used[len(every) - len(given) :]
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> TrainingEngine:
         """The module that ``optimizer`` steps."""
         for engine in self._engines:
             engine.rebind([optimizer])
-        owners = [engine for engine in self._engines if engine.holds(optimizer)]
+        parameters = parameters_of(optimizer)
+        owners = [each for each in self._engines if not set(each.module.parameters()).isdisjoint(parameters)]
         if len(owners) != 1:
             names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
+from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.training import TrainingEngine
 
@@ -26,13 +27,13 @@ class EngineGradients:
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
         assert self.engine is not None, "the strategy's setup comes first"
-        norm = self.engine.clip_by_norm(optimizer, clip_val)
+        norm = self.engine.clip_by_norm(parameters_of(optimizer), clip_val)
         self.engine.module.log("grad_norm", norm)  # type: ignore[operator]
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element."""
         assert self.engine is not None, "the strategy's setup comes first"
-        self.engine.clip_by_value(optimizer, clip_val)
+        self.engine.clip_by_value(parameters_of(optimizer), clip_val)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are clipped. Collective over the meshes of the parameters; every rank must call it."""

@@ -145,7 +145,6 @@ class TrainerStrategy(MuonStrategy):
             source="what configure_optimizers returned",
             is_placeholder=partial(is_placeholder_optimizer, self.package),
             is_default=has_default_optimizer(self.lightning_module),
-            keep_given=False,
         )
 
     # ---- steps
@@ -261,7 +260,7 @@ class TrainerStrategy(MuonStrategy):
     def finish_parameters(self) -> None:
         """Wait for the weights of the last step; a forward pass, and ``state_dict``, wait by themselves. Local."""
         if self._engine is not None:
-            self._engine.finish_parameters()
+            self._engine.mode.finish_parameters()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""

@@ -7,6 +7,7 @@ from torch import nn
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.engine import gradient_rules
 from lightning_muon.engine.gradient_rules import GradientRules
+from lightning_muon.engine.options import ClipGroups
 from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import SingleProcess
 
@@ -18,22 +19,22 @@ class _Module(nn.Sequential):
             parameter.grad = torch.ones_like(parameter)
 
 
-def _rules(module: _Module, **options: object) -> GradientRules:
-    return GradientRules(
-        module, SingleProcess(mock.Mock(), ModeOptions()), **({"clip_groups": "all", "max_skipped_steps": 1} | options)
-    )  # type: ignore[arg-type]
+def _rules(module: _Module, optimizer: torch.optim.Optimizer, clip_groups: ClipGroups = "all") -> GradientRules:
+    mode = SingleProcess(mock.Mock(), ModeOptions())
+    return GradientRules(module, mode, [optimizer], clip_groups=clip_groups, max_skipped_steps=1)
 
 
 def test_all_gradients_share_one_norm() -> None:
     module = _Module()
-    assert _rules(module).clip_by_norm(ParallelMuon(module), 1.5) == pytest.approx(15**0.5)
+    norm = _rules(module, ParallelMuon(module)).clip_by_norm(list(module.parameters()), 1.5)
+    assert norm == pytest.approx(15**0.5)
     assert all(torch.allclose(p.grad, torch.tensor(1.5 / 15**0.5)) for p in module.parameters())  # type: ignore[arg-type]
 
 
 def test_the_gradients_of_matrices_are_left_out_if_asked_for() -> None:
     module = _Module()
     optimizer = ParallelMuon(module)
-    norm = _rules(module, clip_groups="elementwise").clip_by_norm(optimizer, 1.0)
+    norm = _rules(module, optimizer, "elementwise").clip_by_norm(list(module.parameters()), 1.0)
     assert norm == pytest.approx(7**0.5), "three biases and the last layer, which is the head"
     for (name, parameter), route in zip(module.named_parameters(), optimizer.routes, strict=True):
         expected = 1.0 if route.algorithm == "muon" else 1 / 7**0.5
@@ -42,14 +43,14 @@ def test_the_gradients_of_matrices_are_left_out_if_asked_for() -> None:
 
 def test_values_are_clamped() -> None:
     module = _Module()
-    _rules(module).clip_by_value(list(module.parameters()), [torch.optim.SGD(module.parameters())], 0.25)
+    _rules(module, torch.optim.SGD(module.parameters())).clip_by_value(list(module.parameters()), 0.25)
     assert all((parameter.grad == 0.25).all() for parameter in module.parameters())  # type: ignore[union-attr]
 
 
 def test_other_optimizers_get_no_gradients_when_one_is_nan() -> None:
     module = _Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    rules = _rules(module)
+    rules = _rules(module, optimizer)
     rules.check_finite(optimizer)
     assert rules.skipped_steps(optimizer) == 0 and module[0].weight.grad is not None
     module[1].bias.grad[0] = torch.inf  # type: ignore[index]
@@ -64,9 +65,9 @@ def test_other_optimizers_get_no_gradients_when_one_is_nan() -> None:
 def test_after_clipping_nobody_looks_again() -> None:
     module = _Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    rules = _rules(module)
+    rules = _rules(module, optimizer)
     with mock.patch.object(gradient_rules, "find_nonfinite", wraps=gradient_rules.find_nonfinite) as find:
-        rules.clip_by_norm(optimizer, 1.0)
+        rules.clip_by_norm(list(module.parameters()), 1.0)
         rules.check_finite(optimizer)
         rules.check_finite(optimizer)
     known = [call.kwargs["known_norm"] for call in find.call_args_list]

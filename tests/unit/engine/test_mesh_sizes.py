@@ -92,74 +92,66 @@ def _describe(mesh: DeviceMesh | None) -> Any:
 
 def _meshes(**sizes: int) -> dict[str, Any]:
     meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "context", "tensor")}
+    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "nodes", "context", "tensor")}
     return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
 
 
 FOUR, TWO_BY_TWO = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
+_PLAIN, _LIGHTNING = ("replicate", "shard"), ("data_parallel", "tensor_parallel")
 
 
 @pytest.mark.parametrize(
     ("sizes", "user", "data"),
     [
-        ({}, (("replicate", "shard"), FOUR), (("shard",), [0, 1, 2, 3])),
-        ({"replicate_size": 2}, (("replicate", "shard"), TWO_BY_TWO), (("replicate", "shard"), TWO_BY_TWO)),
-        ({"shard_size": 1}, *[(("replicate", "shard"), [[0], [1], [2], [3]])] * 2),
-        (
-            {"data_parallel_size": 4},
-            (("data_parallel", "tensor_parallel"), [[0], [1], [2], [3]]),
-            (("data_parallel",), [0, 1, 2, 3]),
-        ),
+        ({}, (_PLAIN, FOUR), (("shard",), [0, 1, 2, 3])),
+        ({"replicate_size": 2}, (_PLAIN, TWO_BY_TWO), (_PLAIN, TWO_BY_TWO)),
+        ({"shard_size": 1}, *[(_PLAIN, [[0], [1], [2], [3]])] * 2),
+        ({"data_parallel_size": 4}, (_LIGHTNING, [[0], [1], [2], [3]]), (("data_parallel",), [0, 1, 2, 3])),
     ],
 )
 def test_the_mesh_has_the_axes_that_its_users_expect(gloo: ProcessPool, sizes: Any, user: Any, data: Any) -> None:
+    # Nodes have two axes also if there is one; the axes of Lightning have none.
+    nodes = None if user[0] == _LIGHTNING else user
     for rank, found in enumerate(gloo.run(_meshes, **sizes)):
-        alone = {"context": None, "tensor": None}
+        alone = {"context": None, "tensor": None, "nodes": nodes}
         assert found == {"user": user, "data": data, **alone, "data_rank": rank, "num_data_ranks": 4}
 
 
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ({"tensor_size": 2}, ("replicate", "shard", "tensor")),
-        ({"tensor_parallel_size": 2}, ("data_parallel", "tensor_parallel")),
-        ({"tensor_parallel_size": 2, "shard_size": 2}, ("replicate", "shard", "tensor")),
+        ({"tensor_size": 2}, (*_PLAIN, "tensor")),
+        ({"tensor_parallel_size": 2}, _LIGHTNING),
+        ({"tensor_parallel_size": 2, "shard_size": 2}, (*_PLAIN, "tensor")),
     ],
 )
-def test_tensor_ranks_are_neighbours_and_see_the_same_samples(
-    gloo: ProcessPool, sizes: Any, names: tuple[str, ...]
-) -> None:
+def test_tensor_ranks_are_neighbours_and_share_samples(gloo: ProcessPool, sizes: Any, names: tuple[str, ...]) -> None:
     for rank, found in enumerate(gloo.run(_meshes, **sizes)):
         assert found["user"] == (names, [TWO_BY_TWO] if len(names) == 3 else TWO_BY_TWO)
         assert found["data"] == (names[-2:-1], [rank % 2, rank % 2 + 2])
-        assert found["tensor"] == (names[-1:], TWO_BY_TWO[rank // 2])
-        assert found["context"] is None
+        assert found["tensor"] == (names[-1:], TWO_BY_TWO[rank // 2]) and found["context"] is None
         assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
 
 
-def test_context_ranks_shard_weights_and_share_samples(gloo: ProcessPool) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, context_size=2)):
-        assert found["user"] == (("replicate", "shard", "context"), [TWO_BY_TWO])
-        assert found["data"] == (("shard",), [0, 1, 2, 3])
-        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
-        assert found["tensor"] is None
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_context_ranks_shard_weights_and_share_samples(gloo: ProcessPool, replicas: int) -> None:
+    for rank, found in enumerate(gloo.run(_meshes, context_size=2, replicate_size=replicas)):
+        if replicas == 1:
+            assert found["user"] == ((*_PLAIN, "context"), [TWO_BY_TWO])
+            assert found["data"] == (("shard",), [0, 1, 2, 3])
+        else:
+            assert found["data"] == found["nodes"] == (_PLAIN, TWO_BY_TWO)
+        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2]) and found["tensor"] is None
         assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
 
 
 def test_context_and_tensor_ranks_go_together(gloo: ProcessPool) -> None:
     for rank, found in enumerate(gloo.run(_meshes, context_size=2, tensor_size=2)):
-        assert found["user"] == (("replicate", "shard", "context", "tensor"), [[TWO_BY_TWO]])
+        assert found["user"] == ((*_PLAIN, "context", "tensor"), [[TWO_BY_TWO]])
         assert found["data"] == (("shard",), [rank % 2, rank % 2 + 2])
         assert found["context"] == (("context",), [rank % 2, rank % 2 + 2])
         assert found["tensor"] == (("tensor",), TWO_BY_TWO[rank // 2])
         assert (found["data_rank"], found["num_data_ranks"]) == (0, 1)
-
-
-def test_replicas_of_context_ranks_have_a_replicate_axis(gloo: ProcessPool) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, replicate_size=2, context_size=2)):
-        assert found["data"] == (("replicate", "shard"), TWO_BY_TWO)
-        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2])
-        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
 
 
 def _timeouts(**sizes: int) -> set[datetime.timedelta]:
@@ -173,20 +165,3 @@ def _timeouts(**sizes: int) -> set[datetime.timedelta]:
 @pytest.mark.parametrize("sizes", [{"replicate_size": 2}, {"data_parallel_size": 2, "tensor_parallel_size": 2}])
 def test_all_axes_have_the_timeout_of_the_run(gloo: ProcessPool, sizes: Any) -> None:
     assert gloo.run(_timeouts, timeout=100.0, **sizes) == [{datetime.timedelta(seconds=75)}] * 4
-
-
-def _nodes(**sizes: int) -> Any:
-    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    return _describe(meshes.nodes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks"),
-    [({}, FOUR), ({"replicate_size": 2}, TWO_BY_TWO), ({"replicate_size": 2, "context_size": 2}, TWO_BY_TWO)],
-)
-def test_nodes_have_two_axes_also_if_there_is_one(gloo: ProcessPool, sizes: Any, ranks: Any) -> None:
-    assert gloo.run(_nodes, **sizes) == [(("replicate", "shard"), ranks)] * 4
-
-
-def test_the_axes_of_lightning_have_no_nodes(gloo: ProcessPool) -> None:
-    assert gloo.run(_nodes, data_parallel_size=4) == [None] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,33 +19,16 @@ class _Net(nn.Module):
         self.register_buffer("count", torch.ones(2, dtype=torch.long))
 
 
-def _materialized(replaced: dict[Tensor, Tensor]) -> tuple[_Net, set[str]]:
+def test_ties_flags_persistence_and_values_are_right() -> None:
+    torch.manual_seed(0)
     with torch.device("meta"):
         module = _Net()
-    return module, initialize_meta(module, torch.device("cpu"), replaced)
-
-
-def test_ties_gradients_flags_and_persistence_survive() -> None:
-    torch.manual_seed(0)
-    module, uninitialized = _materialized({})
-    assert not has_meta_tensors(module)
-    assert module.head.weight is module.embedding.weight
-    assert not module.raw.requires_grad
-    assert "mask" not in module.state_dict()
-    assert "count" in module.state_dict()
-    assert uninitialized == {"_Net"}
-
-
-def test_the_first_holder_of_a_tied_weight_initializes_it() -> None:
-    torch.manual_seed(0)
-    module, _ = _materialized({})
-    assert module.embedding.weight.abs().max() > 1, "normal, not uniform in +- 1/2"
-
-
-def test_what_cannot_initialize_itself_is_nan() -> None:
-    module, _ = _materialized({})
-    assert module.raw.isnan().all()
-    assert module.mask.isnan().all()
+    before = module.state_dict().keys()
+    assert initialize_meta(module, torch.device("cpu"), {}) == {"_Net"}
+    assert not has_meta_tensors(module) and module.state_dict().keys() == before
+    assert module.head.weight is module.embedding.weight and not module.raw.requires_grad
+    assert module.embedding.weight.abs().max() > 1, "normal, as its first holder makes it, not uniform in +- 1/2"
+    assert module.raw.isnan().all() and module.mask.isnan().all(), "what cannot initialize itself"
     assert torch.equal(module.norm.running_var, torch.ones(4))
 
 
@@ -54,8 +36,7 @@ def test_real_tensors_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = module[0].weight.clone()
     initialize_meta(module, torch.device("cpu"), {})
-    assert torch.equal(module[0].weight, before)
-    assert not has_meta_tensors(module)
+    assert torch.equal(module[0].weight, before) and not has_meta_tensors(module)
 
 
 def test_ties_between_calls_survive() -> None:
@@ -68,26 +49,17 @@ def test_ties_between_calls_survive() -> None:
     assert module.head.weight is module.embedding.weight
 
 
-def test_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:
-    policy = mixed_precision_policy("bf16-mixed", nn.Linear(2, 2))
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    )
-
-
-def test_batch_norms_are_gathered_in_float32() -> None:
-    assert mixed_precision_policy("bf16-mixed", nn.Sequential(nn.BatchNorm2d(3))).param_dtype is None
-
-
-def test_children_that_are_roots_do_not_cast_their_outputs() -> None:
-    module = nn.Linear(2, 2)
-    module.automatic_optimization = False  # type: ignore[assignment]
-    assert mixed_precision_policy("bf16-mixed", module).output_dtype is None
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_true_precisions_cast_nothing(precision: str) -> None:
-    policy = mixed_precision_policy(precision, nn.Linear(2, 2))
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
+def test_precision_says_what_is_gathered_and_reduced() -> None:
+    linear, manual = nn.Linear(2, 2), nn.Linear(2, 2)
+    manual.automatic_optimization = False  # type: ignore[assignment]
+    cases = [
+        ("bf16-mixed", linear, (torch.bfloat16, torch.float32, torch.float32)),
+        ("bf16-mixed", nn.Sequential(nn.BatchNorm2d(3)), (None, torch.float32, torch.float32)),
+        # Children that are roots of their own.
+        ("bf16-mixed", manual, (torch.bfloat16, torch.float32, None)),
+        ("32-true", linear, (None, None, None)),
+        ("bf16-true", linear, (None, None, None)),
+    ]
+    for precision, module, expected in cases:
+        policy = mixed_precision_policy(precision, module)
+        assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == expected

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon import DCTTopK
-from lightning_muon.engine.parsing import build, check_keys, class_with_keys, read_yaml
+from lightning_muon.engine.parsing import build, build_class, read_yaml
 
 
 @dataclass
@@ -53,15 +53,11 @@ def test_what_is_built_already_is_taken_as_it_is() -> None:
         ({"wheels": ["round"]}, "(?s)^f: .*wheels"),
         ([1], r"^f: must be a mapping of options, got \[1\]"),
         ({"engine": {"class_path": _ENGINE, "init_arg": {}}}, "^f: engine: .*'init_arg'; did you mean 'init_args'"),
-        ({"engine": {"class_path": _ENGINE, "init_args": {"nam": 1}}}, "^f: engine: .*'nam'; did you mean 'name'"),
         ({"engine": {"class_path": _ENGINE, "name": "x"}}, "^f: engine: .*'name'; it belongs under init_args:"),
         ({"engine": {"class_path": _ENGINE}}, "^f: engine: .*power_watts"),
         ({"engine": {"class_path": "os.path.join"}}, "'os.path.join' names no class$"),
         ({"engine": {"class_path": "lightning_muon.DCTTopp"}}, "names no class; did you mean 'DCTTopK'"),
-        (
-            {"engine": {"class_path": "no_such.Thing"}},
-            "^f: engine: class_path 'no_such.Thing' cannot be imported: .*no_such",
-        ),
+        ({"engine": {"class_path": "no_such.Thing"}}, "^f: engine: class_path 'no_such.Thing' cannot be imported"),
         ({"engine": {"class_path": None}}, "class_path None names no class"),
     ],
 )
@@ -70,23 +66,13 @@ def test_errors_name_the_place_and_the_nearest_key(mapping: Any, message: str) -
         build(_Car, mapping, where="f")
 
 
-def test_a_key_by_its_initials_is_found() -> None:
-    with pytest.raises(ValueError, match=r"^here: there is no option 'power_limit'; did you mean 'pl'\?"):
-        check_keys(["name", "power_limit"], ["power", "pl", "name"], where="here")
-    with pytest.raises(ValueError, match="'a'; it takes none"):
-        check_keys(["a"], [], where="here")
-    with pytest.raises(ValueError, match="here: there is no option 'depth'; it belongs to sizes"):
-        check_keys(["name", "depth"], ["name"], where="here", elsewhere={"to sizes": ["depth"]})
-    check_keys(["name"], ["name", "pl"], where="here")
-
-
 def test_the_class_is_the_first_one_that_has_all_keys() -> None:
     kinds = (_Engine, _Car)
-    assert class_with_keys({"name": "x"}, kinds, where="f") == {"class_path": _ENGINE, "init_args": {"name": "x"}}
-    assert class_with_keys({"wheels": 1}, kinds, where="f")["class_path"].endswith("._Car")
-    assert class_with_keys({"class_path": "any"}, kinds, where="f") == {"class_path": "any"}
+    assert build_class({"name": "x", "power_watts": 2}, kinds, where="f") == _Engine(2.0, "x")
+    assert build_class({"wheels": [1]}, kinds, where="f") == _Car(wheels=(1,))
+    assert build_class({"class_path": f"{__name__}._Car"}, kinds, where="f") == _Car()
     with pytest.raises(ValueError, match=r"f \(_Car\): there is no option 'name'; it belongs to _Engine"):
-        class_with_keys({"wheels": 1, "engine": 2, "name": "x"}, kinds, where="f")
+        build_class({"wheels": 1, "engine": 2, "name": "x"}, kinds, where="f")
 
 
 def test_only_a_yaml_mapping_is_read(tmp_path: Path) -> None:
