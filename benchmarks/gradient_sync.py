@@ -223,7 +223,7 @@ def watch(wire: Wire, returns: Any, spans: list[tuple[str, str, float, float]], 
         for call in [call for call in pending if call[2].is_completed()]:
             pending.remove(call)
             spans.append(("reduction", "bucket of gradients", call[1], now))
-        travelling = returns.travelling
+        travelling = tuple(returns.travelling)
         arrived = [index for index in on_the_way if index not in travelling]
         spans += [("return", f"bucket {index} of values", on_the_way.pop(index), now) for index in arrived]
         on_the_way |= {index: now for index in travelling if index not in on_the_way}

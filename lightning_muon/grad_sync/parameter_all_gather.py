@@ -23,10 +23,6 @@ def units_of(root: nn.Module, unit_modules: Collection[nn.Module]) -> dict[nn.Mo
 
     A parameter belongs to the innermost unit around each of its uses. One that is used in several units, or in none,
     belongs to ``root`` too.
-
-    Args:
-        root: The whole model.
-        unit_modules: Modules inside ``root`` that are called as one, such as the blocks of a transformer.
     """
     units = {root: list[nn.Parameter](), **{unit: list[nn.Parameter]() for unit in unit_modules}}
     for uses in parameter_uses(root):
@@ -41,35 +37,28 @@ def units_of(root: nn.Module, unit_modules: Collection[nn.Module]) -> dict[nn.Mo
 class ParameterAllGather:
     """Gives every rank the parts of the parameters that other ranks have updated.
 
-    In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place and tells so
-    (:meth:`updated`), and ends with :meth:`finish_updates`. A bucket leaves when all of it is updated and the buckets
-    before it have left, so the order of messages is the same on all ranks whatever the order of updates. Each rank
-    sends its part of a bucket to every other rank as one message. With two hops it sends that to the ranks of its place
-    in other nodes, and each of these what it then has to the ranks of its own node: on CUDA at once, elsewhere in
-    :meth:`finish_updates`, which waits for what comes from other nodes.
+    In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, sends each
+    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. Each rank sends its part of a
+    bucket to every other rank as one message. With two hops it sends that to the ranks of its place in other nodes, and
+    each of these what it then has to the ranks of its own node: on CUDA at once, elsewhere in :meth:`finish_updates`,
+    which waits for what comes from other nodes.
 
     Nobody may read a parameter before its bucket has arrived. Hooks see to that: in front of the forward of each unit
     and of the modules inside it, and in front of ``state_dict`` and ``load_state_dict`` of every module. Whoever reads
     parameters in another way, such as a training step that uses a weight without a call of its module, or a copy of
     the model, calls :meth:`wait` or :meth:`wait_all` first.
 
-    Example::
-
-        all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard), units_of(model, model.blocks))
-        all_gather.begin(set(parameters))
-        for parameter in parameters:
-            shard_map.local(parameter).sub_(update[parameter])
-            all_gather.updated([parameter])
-        all_gather.finish_updates()
-        model(batch)  # each block waits for its own parameters
-
     Args:
         shard_map: Which rank updates what.
-        buckets: Parameters of one dtype and device each, each parameter once; they leave in this order. Parameters
-            that are not divided are not sent.
+        buckets: Parameters of one dtype and device each, each parameter once; they leave in this order.
         hops: Of ``shard_map.shard``, with process groups that nobody else communicates over; as the gradients travel,
             values take the way back.
         units: Modules, and the parameters that their forward may use; see :func:`units_of`.
+
+    Attributes:
+        buckets: What is sent: the parameters that are sharded.
+        travelling: The buckets that have left and were not waited for yet, by their index.
+        is_disturbed: To be set before the first update of a step; from then on it cannot be given up.
     """
 
     def __init__(
@@ -80,41 +69,21 @@ class ParameterAllGather:
         units: Mapping[nn.Module, Collection[Tensor]],
     ) -> None:
         self._shard_map, self._hops = shard_map, hops[::-1]
-        self._known = {parameter for bucket in buckets for parameter in bucket}
-        self._buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
-        self._bucket_of: dict[Tensor, int] = {
-            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
-        }
-        _check_buckets(self._buckets, len(self._bucket_of))
+        self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
-        self._not_updated: set[Tensor] = set()
-        self._is_disturbed = False
-        self._travelling: dict[int, _Travelling] = {}
+        self.is_disturbed = False
+        self.travelling: dict[int, _Travelling] = {}
         self._trips: dict[int, _Trip] = {}
         self._sides: dict[torch.device, SideStream] = {}
         self._handles = self._register_hooks(units)
 
-    @property
-    def buckets(self) -> Sequence[Sequence[Tensor]]:
-        """The parameters of each bucket that are sharded."""
-        return self._buckets
-
-    @property
-    def travelling(self) -> tuple[int, ...]:
-        """Indices of the buckets that have left and were not waited for yet."""
-        return tuple(self._travelling)
-
     def begin(self, participating: Collection[Tensor]) -> None:
-        """Start a step in which just these parameters will be updated; waits for all of the step before.
+        """Start a step in which just these parameters, the same on all ranks, will be updated.
 
-        Args:
-            participating: The same on all ranks. Parameters that are not divided are passed over.
-
-        Raises:
-            ValueError: If a parameter is in no bucket.
-            RuntimeError: If the step before was broken off after its first update.
+        Waits for all of the step before, and raises if that was broken off after its first update.
         """
-        if self._to_leave and self._is_disturbed:
+        if self._is_broken_off:
             raise RuntimeError(
                 "the last step was broken off between its first update and finish_updates(), so parameters differ "
                 "between ranks; load a checkpoint into a new process group"
@@ -122,50 +91,36 @@ class ParameterAllGather:
         self._to_leave = {}
         self.wait_all()
         chosen = set(participating)
-        if not chosen <= self._known:
-            shapes = [tuple(parameter.shape) for parameter in chosen - self._known]
-            raise ValueError(f"parameters of shapes {shapes} are in no bucket and would differ between ranks")
-        members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self._buckets]
+        members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self.buckets]
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
-        self._not_updated = {parameter for bucket in members for parameter in bucket}
-        self._is_disturbed = False
-
-    def updated(self, parameters: Iterable[Tensor], *, sends: bool = True) -> None:
-        """This rank's parts of ``parameters`` have their new values, on the current stream; sends what can leave.
-
-        Local, in any order; the sends are communications over the group. Without ``sends`` they are left to
-        :meth:`send`.
-        """
-        for parameter in parameters:
-            if parameter in self._bucket_of and parameter not in self._not_updated:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} was updated that begin() was not told of, or twice"
-                )
-            self._not_updated.discard(parameter)
-        self._is_disturbed = True
-        for index, members in list(self._to_leave.items()) if sends else ():
-            if any(parameter in self._not_updated for parameter in members):
-                break
-            self._send(index)
+        self.is_disturbed = False
 
     def send(self, index: int) -> None:
-        """Send the bucket of this number, all of which has its new values, behind those before it.
+        """Send the bucket of this index, if it takes part and has not left; all of it has its new values.
 
         Collective over the shard axis; every rank must call it, in the same order of buckets.
         """
-        if index in self._to_leave:
-            self._send(index)
+        members = self._to_leave.pop(index, None)
+        if members is None or self._shard_map.shard.size == 1:
+            return
+        trip, device = self._trips.get(index), members[0].device
+        if trip is None or not trip.parts.are_of(members):
+            trip = self._trips[index] = _Trip(members, self._shard_map, self._hops)
+        if device not in self._sides:
+            self._sides[device] = SideStream(device)
+        travelling = self.travelling[index] = _Travelling(members, trip, self._sides[device])
+        if self._sides[device].is_asynchronous:
+            travelling.go_on()
 
     def finish_updates(self) -> None:
         """Send what has not left yet: all participating parameters have their new values.
 
         Collective over the shard axis; every rank must call it once in a step.
         """
-        self._not_updated.clear()
         for index in list(self._to_leave):
-            self._send(index)
+            self.send(index)
         # Whoever waits for values alone must not have to wait until other ranks do so too.
-        for travelling in self._travelling.values():
+        for travelling in self.travelling.values():
             travelling.go_on()
 
     def wait(self, parameters: Iterable[Tensor]) -> None:
@@ -174,42 +129,30 @@ class ParameterAllGather:
 
     def wait_all(self) -> None:
         """Go on when all new values are there; on CUDA only the current stream waits."""
-        self._wait(range(len(self._buckets)))
+        self._wait(range(len(self.buckets)))
 
     def close(self) -> None:
-        """Take what still arrives, and remove the hooks.
-
-        Raises:
-            RuntimeError: If it does not arrive, because other ranks are gone.
-        """
+        """Take what still arrives, and remove the hooks; raises if it does not arrive, because other ranks are gone."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if not (self._to_leave and self._is_disturbed):
+        if not self._is_broken_off:
             self.wait_all()
 
-    def _wait(self, indices: Collection[int]) -> None:
-        if self._to_leave and self._is_disturbed and not self._to_leave.keys().isdisjoint(indices):
-            raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
-        chosen = sorted(self._travelling.keys() & set(indices))
-        for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.
-            if index in self._travelling:
-                self._travelling[index].go_on()
-        for index in chosen:
-            self._travelling.pop(index).arrive()
+    @property
+    def _is_broken_off(self) -> bool:
+        """Whether a step has begun to update parameters and has not come to its end."""
+        return bool(self._to_leave) and self.is_disturbed
 
-    def _send(self, index: int) -> None:
-        members = self._to_leave.pop(index)
-        if self._shard_map.shard.size == 1:
-            return
-        trip, device = self._trips.get(index), members[0].device
-        if trip is None or not trip.parts.are_of(members):
-            trip = self._trips[index] = _Trip(members, self._shard_map, self._hops)
-        if device not in self._sides:
-            self._sides[device] = SideStream(device)
-        travelling = self._travelling[index] = _Travelling(members, trip, self._sides[device])
-        if self._sides[device].is_asynchronous:
-            travelling.go_on()
+    def _wait(self, indices: Collection[int]) -> None:
+        if self._is_broken_off and not self._to_leave.keys().isdisjoint(indices):
+            raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
+        chosen = sorted(self.travelling.keys() & set(indices))
+        for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.
+            if index in self.travelling:
+                self.travelling[index].go_on()
+        for index in chosen:
+            self.travelling.pop(index).arrive()
 
     def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> list[RemovableHandle]:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}
@@ -218,7 +161,7 @@ class ParameterAllGather:
             for module in unit.modules():
                 if module not in units:
                     indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
-        wait_all = _Hook(self._wait_if_any)
+        wait_all = _Hook(partial(self._wait_if_any, range(len(self.buckets))))
         handles = [
             module.register_forward_pre_hook(
                 _Hook(partial(self._wait_if_any, mine), in_graph=module in units), prepend=True
@@ -232,18 +175,16 @@ class ParameterAllGather:
     def _indices(self, parameters: Iterable[Tensor]) -> set[int]:
         return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}
 
-    def _wait_if_any(self, indices: Collection[int] | None = None) -> None:
-        if self._travelling or self._to_leave:
-            self._wait(range(len(self._buckets)) if indices is None else indices)
+    def _wait_if_any(self, indices: Collection[int]) -> None:
+        if self.travelling or self._to_leave:
+            self._wait(indices)
 
 
 class _Hook:
     """Calls ``action`` before a module does something; a copied or pickled model gets a hook that does nothing.
 
-    Args:
-        action: Called without arguments.
-        in_graph: Whether it is called under ``torch.compile`` too, where it breaks the graph. Hooks inside a unit need
-            not: the one of the unit itself has come before.
+    With ``in_graph`` it is called under ``torch.compile`` too, where it breaks the graph. Hooks inside a unit need not:
+    the one of the unit itself has come before.
     """
 
     def __init__(self, action: Callable[[], None] | None = None, *, in_graph: bool = False) -> None:
@@ -268,30 +209,19 @@ def _outside_of_graph(action: Callable[[], None]) -> None:
 
 
 class _Trip:
-    """How the parameters of a bucket travel; the same in every step.
-
-    Attributes:
-        parts: How they are divided.
-        hops: In the order in which values travel: the group, and for each rank of it index and size of the parts that
-            it brings.
-    """
+    """How the parameters of a bucket travel; the same in every step."""
 
     def __init__(self, members: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
         self.parts = BucketParts(members, shard_map)
         of_rank = [[(index, self.parts.sizes[index]) for index in indices] for indices in self.parts.of_rank]
+        # In the order in which values travel: the group, and index and size of the parts that each of its ranks brings.
         self.hops = [
             (hop.group, [[part for rank in ranks for part in of_rank[rank]] for ranks in hop.parts]) for hop in hops
         ]
 
 
 class _Travelling:
-    """One bucket on its way.
-
-    Args:
-        members: The parameters.
-        trip: How they travel.
-        side: For what lies between two hops.
-    """
+    """One bucket on its way; ``side`` is for what lies between two hops."""
 
     def __init__(self, members: list[Tensor], trip: _Trip, side: SideStream) -> None:
         self._members, self._to_go, self._side = members, list(trip.hops), side
@@ -352,12 +282,3 @@ class _Travelling:
         for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
             if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
-
-
-def _check_buckets(buckets: Sequence[Sequence[Tensor]], num_parameters: int) -> None:
-    if sum(map(len, buckets)) != num_parameters:
-        raise ValueError("a parameter lies in several buckets; put each into one")
-    for index, bucket in enumerate(buckets):
-        kinds = {(parameter.dtype, parameter.device) for parameter in bucket}
-        if len(kinds) > 1:
-            raise ValueError(f"bucket {index} mixes {sorted(map(str, kinds))}; use one dtype and device per bucket")

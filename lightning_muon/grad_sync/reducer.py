@@ -26,34 +26,19 @@ from torch.utils.hooks import RemovableHandle
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
-from lightning_muon.grad_sync.transports import LaunchLog, Pending, Transport
+from lightning_muon.grad_sync.transports import Pending, Transport
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).
 BUCKET_BYTES = 25 * 2**20
 
-
-@dataclass(frozen=True, eq=False)
-class GradientBucket:
-    """Parameters of one dtype and device."""
-
-    index: int  # Place in the order of launches.
-    parameters: tuple[Tensor, ...]  # In the order in which backward is expected to reach them.
+Bucket = tuple[Tensor, ...]
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """Size of the elements of a tensor."""
-    return tensor.numel() * tensor.element_size()
+def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Buckets of one dtype and device, at most ``bucket_bytes`` large, in the order in which backward completes them.
 
-
-def make_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> list[GradientBucket]:
-    """Buckets of at most ``bucket_bytes`` in the order in which backward completes them; pure.
-
-    Backward is expected to reach the parameters in the reverse of the given order. A parameter that is larger than
-    ``bucket_bytes`` has a bucket of its own.
-
-    Args:
-        parameters: Different tensors, in the order of the modules.
-        bucket_bytes: At least 1.
+    Backward is expected to reach the parameters in the reverse of the given order, that of the modules. A parameter
+    that is larger than ``bucket_bytes`` has a bucket of its own.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -61,14 +46,14 @@ def make_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYT
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     groups: list[list[int]] = []
     for index in reversed(range(len(parameters))):
-        key, size = (parameters[index].dtype, parameters[index].device), num_bytes(parameters[index])
+        key, size = (parameters[index].dtype, parameters[index].device), parameters[index].nbytes
         if key not in current or sizes[key] + size > bucket_bytes:
             current[key], sizes[key] = [], 0
             groups.append(current[key])
         current[key].append(index)
         sizes[key] += size
     groups.sort(key=lambda group: -group[-1])
-    return [GradientBucket(number, tuple(parameters[index] for index in group)) for number, group in enumerate(groups)]
+    return [tuple(parameters[index] for index in group) for group in groups]
 
 
 Owner = TypeVar("Owner")
@@ -97,13 +82,10 @@ class Arrivals:
 def watch_gradients(
     owner: Owner, parameters: Iterable[Tensor], arrived: Callable[[Owner, Tensor], None]
 ) -> Callable[[], object]:
-    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; local.
+    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; returns what ends it.
 
-    The hooks go with ``owner``, also if it is dropped without a word: Python's garbage collector does not look into
-    the hooks of tensors. Frozen parameters are watched for the time when they are not frozen.
-
-    Returns:
-        Removes the hooks.
+    Local. The hooks go with ``owner``, also if it is dropped without a word: Python's garbage collector does not look
+    into the hooks of tensors. Frozen parameters are watched for the time when they are not frozen.
     """
     reference = weakref.ref(owner)
 
@@ -112,20 +94,18 @@ def watch_gradients(
         if alive is not None:
             arrived(alive, parameter)
 
-    return weakref.finalize(owner, _remove, [_register(parameter, hook) for parameter in parameters])
+    handles: list[RemovableHandle] = []
+    for parameter in parameters:
+        # Torch refuses hooks on frozen parameters, but keeps them while a parameter is frozen.
+        is_trainable = parameter.requires_grad
+        handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        parameter.requires_grad_(is_trainable)
 
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
 
-def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Torch refuses hooks on frozen parameters, but keeps them while a parameter is frozen."""
-    is_trainable = parameter.requires_grad
-    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trainable)
-    return handle
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return weakref.finalize(owner, remove)
 
 
 @dataclass(frozen=True)
@@ -147,14 +127,6 @@ class GradientReducer:
 
     Collective over ``group`` to construct; every rank must do so.
 
-    Example::
-
-        reducer = GradientReducer(list(model.parameters()), AllReduce(group), group, names=names)
-        with reducer.no_sync():
-            loss(first_micro_batch).backward()
-        loss(last_micro_batch).backward()
-        reducer.finish()
-
     Args:
         parameters: Plain tensors in the order of the modules; also frozen ones, which may be thawed later.
         transport: Does the sums; used by this reducer only.
@@ -164,8 +136,11 @@ class GradientReducer:
 
     Attributes:
         buckets: In the order of launches.
-        traffic: Of the last finished step.
+        launched: Indices of the buckets that were launched in the last finished step, in order.
+        present: Parameters for which any rank has computed a gradient since the last :meth:`forget`; the same on all
+            ranks.
         step: Sends what the ranks have to tell each other.
+        close: Removes the hooks; local.
     """
 
     def __init__(
@@ -175,29 +150,29 @@ class GradientReducer:
         group: AxisGroup,
         *,
         names: Mapping[Tensor, str],
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int,
     ) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
         self._transport, self._group = transport, group
         host = host_group(group)
         self.step = StepAgreement(host)
         _check(self._parameters, names, host)
-        self.buckets = make_buckets(self._parameters, bucket_bytes=bucket_bytes)
-        self.traffic = LaunchLog()
-        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self.buckets = make_buckets(self._parameters, bucket_bytes)
+        self.launched: list[int] = []
+        self.present: set[Tensor] = set()
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
         self._divisor = float(group.size)
         self._is_syncing = True
         # What has been sent together before, so that the connections for it are open.
         self._known: set[tuple[Tensor, ...]] = set()
-        self._present: set[Tensor] = set()
         # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
         trainable = maxima_over(host, [parameter.requires_grad for parameter in self._parameters])
         self._expected = {p for p, is_trainable in zip(self._parameters, trainable, strict=True) if is_trainable}
         # Backward runs one thread for each device.
         self._lock = RLock()
         self._begin_step()
-        self._remove_hooks = watch_gradients(self, self._parameters, GradientReducer.arrived)
+        self.close = watch_gradients(self, self._parameters, GradientReducer._arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,35 +184,21 @@ class GradientReducer:
             self._is_syncing = before
 
     def set_divisor(self, divisor: float) -> None:
-        """Divide the sums over the ranks by this from the next :meth:`finish` on; at first by the number of ranks.
+        """Divide the sums over the ranks by this, the same on all, from the next :meth:`finish` on.
 
-        Args:
-            divisor: The same on all ranks.
+        At first it is the number of ranks.
         """
         if not (math.isfinite(divisor) and divisor > 0):
             raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
         self._divisor = float(divisor)
 
-    def is_present(self, parameter: Tensor) -> bool:
-        """Whether any rank has computed a gradient since the last :meth:`forget`; the same on all ranks."""
-        return parameter in self._present
-
-    @property
-    def present(self) -> frozenset[Tensor]:
-        """The parameters for which :meth:`is_present` holds."""
-        return frozenset(self._present)
-
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the reduced gradients, as ``zero_grad`` does with ``p.grad``; local, to be called alike on all ranks."""
-        self._present.difference_update(parameters)
+        self.present.difference_update(parameters)
         self._transport.forget(parameters)
 
-    def close(self) -> None:
-        """Remove the hooks; local."""
-        self._remove_hooks()
-
     @torch.no_grad()
-    def arrived(self, parameter: Tensor) -> None:
+    def _arrived(self, parameter: Tensor) -> None:
         """A gradient has been accumulated; launch the buckets that are complete now, in their order.
 
         Communicates over the groups of the transport; the ranks need not call it at the same time.
@@ -245,19 +206,18 @@ class GradientReducer:
         if not self._is_syncing or self._num_given_up:
             return
         with self._lock:
-            missing = self._missing[self._bucket_of[parameter].index]
+            missing = self._missing[self._bucket_of[parameter]]
             self._advance()
             if not self._arrivals[parameter].add() or parameter not in missing:
                 return
             missing.remove(parameter)
             while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
-                bucket = self.buckets[self._num_launched]
                 # NCCL opens connections when a message of that kind and size is sent for the first time, and then keeps
                 # the host waiting for all ranks, of which one may lack a gradient: so the first time is in finish().
-                members = tuple(parameter for parameter in bucket.parameters if parameter in self._expected)
+                members = tuple(p for p in self.buckets[self._num_launched] if p in self._expected)
                 if members and members not in self._known:
                     return
-                self._launch(bucket, self._expected, from_hook=True)
+                self._launch(self._num_launched, self._expected)
                 self._num_launched += 1
 
     @torch.no_grad()
@@ -283,19 +243,21 @@ class GradientReducer:
                     "resume from a checkpoint"
                 )
             agreed = self._agree()
-        self._check_divisor(agreed.resends)
-        for bucket in self.buckets[self._num_launched :]:
-            is_launched = bucket.index < agreed.num_launched
-            self._launch(bucket, self._expected if is_launched else agreed.computed)
-        for bucket in self.buckets[: agreed.num_launched]:
-            self._launch(bucket, agreed.left_over)
-        for pending in self._pending:
-            pending.advance(wait=True)
-        for pending in self._pending:
-            pending.finish(self._divisor, agreed.computed)
-        self._present |= agreed.computed
+        # The mean over the ranks of what is equal on all ranks is the same again; other factors would change it.
+        if agreed.resends and self._divisor != self._group.size:
+            raise ValueError(
+                f"gradients that are sums over {self._group.size} ranks would be summed and divided by {self._divisor} "
+                "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
+                "synchronizing passes, or run all but the last pass inside no_sync()."
+            )
+        for index in range(self._num_launched, len(self.buckets)):
+            self._launch(index, self._expected if index < agreed.num_launched else agreed.computed)
+        for index in range(agreed.num_launched):
+            self._launch(index, agreed.left_over)
+        self._finish_pending(agreed.computed)
+        self.present |= agreed.computed
         self._expected = agreed.computed or self._expected
-        self.traffic = self._launched
+        self.launched = self._launched
         self._begin_step()
         return None if agreed.kept is None or self.step.is_stale else frozenset(agreed.computed | agreed.kept)
 
@@ -312,14 +274,18 @@ class GradientReducer:
     def _drop_launched(self, num_launched: int) -> None:
         """Bring what any rank has launched to its end; collective over the groups of the transport."""
         for bucket in self.buckets[self._num_launched : num_launched]:
-            gradients = {parameter: None for parameter in bucket.parameters if parameter in self._expected}
+            gradients = {parameter: None for parameter in bucket if parameter in self._expected}
             if gradients:
                 self._pending.append(self._transport.start(gradients))
+        self._finish_pending(())
+        self._begin_step()
+
+    def _finish_pending(self, present: Collection[Tensor]) -> None:
+        """Make the sums of these parameters available, drop the others; collective over the transport's groups."""
         for pending in self._pending:
             pending.advance(wait=True)
         for pending in self._pending:
-            pending.finish(self._divisor, ())
-        self._begin_step()
+            pending.finish(self._divisor, present)
 
     def _begin_step(self) -> None:
         self._num_given_up = 0
@@ -328,15 +294,15 @@ class GradientReducer:
         self._sent: set[Tensor] = set()
         self._num_launched = 0
         self._resends = False
-        self._launched = LaunchLog()
-        self._missing = [self._expected.intersection(bucket.parameters) for bucket in self.buckets]
+        self._launched: list[int] = []
+        self._missing = [self._expected.intersection(bucket) for bucket in self.buckets]
         for arrivals in self._arrivals.values():
             arrivals.begin_step()
 
-    def _launch(self, bucket: GradientBucket, parameters: Collection[Tensor], *, from_hook: bool = False) -> None:
+    def _launch(self, index: int, parameters: Collection[Tensor]) -> None:
         """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
         gradients: dict[Tensor, Tensor | None] = {}
-        for parameter in bucket.parameters:
+        for parameter in self.buckets[index]:
             if parameter in parameters:
                 gradients[parameter] = parameter.grad
                 self._resends |= self._transport.resends(parameter)
@@ -348,9 +314,7 @@ class GradientReducer:
         self._pending.append(self._transport.start(gradients))
         self._known.add(tuple(gradients))
         self._advance()
-        size = sum(map(num_bytes, gradients))
-        self._launched.launches.append((bucket.index, size))
-        self._launched.overlapped_bytes += size if from_hook else 0
+        self._launched.append(index)
 
     def _advance(self) -> None:
         """Go on with what has arrived, so that its buffers are free again."""
@@ -360,42 +324,33 @@ class GradientReducer:
 
     def _agree(self) -> _Agreed:
         """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
+        kept = [self._transport.is_untouched(parameter) for parameter in self._parameters]
+        lacks = [not own for own in kept]
         has = [
-            parameter.grad is not None and parameter.requires_grad and not self._transport.is_untouched(parameter)
-            for parameter in self._parameters
+            parameter.grad is not None and parameter.requires_grad and not is_kept
+            for parameter, is_kept in zip(self._parameters, kept, strict=True)
         ]
         computed = [own or parameter in self._sent for own, parameter in zip(has, self._parameters, strict=True)]
         left_over = [
-            own and (self._bucket_of[parameter].index < self._num_launched or parameter not in self._expected)
+            own and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
             for own, parameter in zip(has, self._parameters, strict=True)
         ]
         resends = self._resends or any(
             own and self._transport.resends(parameter) for own, parameter in zip(has, self._parameters, strict=True)
         )
-        kept = [self._transport.is_untouched(parameter) for parameter in self._parameters]
-        lacks = [not own for own in kept]
         given_up = [self._num_given_up, -self._num_given_up]
         most, fewest, num_launched, resends, *flags = self.step.ask(
             [*given_up, self._num_launched, resends, *computed, *left_over, *kept, *lacks]
         )
         count = len(self._parameters)
         any_computed, any_left_over, any_kept, any_lacks = (
-            {parameter for parameter, flag in zip(self._parameters, flags[start : start + count], strict=True) if flag}
-            for start in range(0, 4 * count, count)
+            {p for p, flag in zip(self._parameters, flags[kind * count : (kind + 1) * count], strict=True) if flag}
+            for kind in range(4)
         )
         differs = not (any_kept & any_lacks) <= any_computed
         return _Agreed(
             (most, -fewest), num_launched, bool(resends), any_computed, any_left_over, None if differs else any_kept
         )
-
-    def _check_divisor(self, resends: bool) -> None:
-        """The mean over the ranks of what is equal on all ranks is the same again; other factors would change it."""
-        if resends and self._divisor != self._group.size:
-            raise ValueError(
-                f"gradients that are sums over {self._group.size} ranks would be summed and divided by {self._divisor} "
-                "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
-                "synchronizing passes, or run all but the last pass inside no_sync()."
-            )
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,14 +20,11 @@ def place_shards(
 ) -> dict[Tensor, AxisPlacement]:
     """The placement of each parameter on an axis of ``num_ranks`` ranks; pure, the same on every rank.
 
-    Args:
-        parameters: All parameters; what is not in ``whole`` is divided by rows, but for tensors without dimensions or
-            elements, which every rank updates.
-        whole: FLOPs of the step of each parameter that one rank shall own; they are evened out.
-        num_ranks: Size of the axis.
+    ``whole`` has the FLOPs of the step of each parameter that one rank shall own; they are evened out. The others are
+    divided by rows, but for tensors without dimensions or elements, which every rank updates.
     """
     costs = [whole.get(parameter, 0) for parameter in parameters]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    sizes = [parameter.nbytes for parameter in parameters]
     taken = [index for index, parameter in enumerate(parameters) if parameter in whole]
     owners = longest_first(costs, sizes, [(0, 0)] * num_ranks, taken=taken)
     placements: dict[Tensor, AxisPlacement] = {}
@@ -48,7 +46,6 @@ class ShardMap:
         placements: On the shard axis, as :func:`place_shards` returns them.
 
     Attributes:
-        mesh: As given.
         shard: The ranks that hold the parts of one replica.
         replicate: The ranks that hold the same parts.
     """
@@ -58,10 +55,11 @@ class ShardMap:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
-        self._known: dict[tuple[tuple[int, ...], AxisPlacement], tuple[Box, ...]] = {}
-        self._boxes = {parameter: self.boxes_as(parameter, placement) for parameter, placement in placements.items()}
+        self._boxes = {
+            parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
+            for parameter, placement in placements.items()
+        }
         self._ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self._boxes.items()}
-        self._shapes = {parameter: boxes[self.shard.rank].shape for parameter, boxes in self._boxes.items()}
         self._views: dict[Tensor, tuple[int, Tensor]] = {}
 
     def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
@@ -82,46 +80,41 @@ class ShardMap:
 
     def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
         """The calling rank's part of ``parameter``, or of ``whole``, a contiguous tensor like it. Shares memory."""
-        tensor = parameter if whole is None else whole
-        if whole is None:
-            address, view = self._views.get(parameter, (0, parameter))
-            if address == parameter.data_ptr():
-                return view
-        start, stop = self._ranges[parameter][self.shard.rank]
-        view = tensor.detach().view(-1)[start:stop].view(self._shapes[parameter])
-        if whole is None:
+        if whole is not None:
+            return self._part(parameter, whole)
+        address, view = self._views.get(parameter, (0, parameter))
+        if address != parameter.data_ptr():
+            view = self._part(parameter, parameter)
             self._views[parameter] = parameter.data_ptr(), view
         return view
 
-    def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Shape of the calling rank's part."""
-        return self._shapes[parameter]
+    def _part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        start, stop = self._ranges[parameter][self.shard.rank]
+        return tensor.detach().view(-1)[start:stop].view(self._boxes[parameter][self.shard.rank].shape)
 
-    def boxes_as(self, parameter: Tensor, placement: AxisPlacement) -> tuple[Box, ...]:
-        """As :meth:`boxes`, if the parameter were placed so; found once for equal shapes."""
-        key = tuple(parameter.shape), placement
-        if key not in self._known:
-            size = self.shard.size
-            self._known[key] = held_boxes(key[0], (size,), (placement,), [(rank,) for rank in range(size)])
-        return self._known[key]
+
+@lru_cache(maxsize=1 << 12)
+def boxes_on_axis(shape: tuple[int, ...], placement: AxisPlacement, size: int) -> tuple[Box, ...]:
+    """For each rank of an axis of ``size`` its part as a box."""
+    return held_boxes(shape, (size,), (placement,), [(rank,) for rank in range(size)])
+
+
+def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
+    return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]
 
 
 class BucketParts:
     """The parts of some parameters; how they are cut is found out once.
 
-    Args:
-        parameters: Of ``shard_map``.
-        shard_map: Says who holds what.
-
     Attributes:
-        parameters: As given.
         of_rank: For each rank of the shard axis the indices of its parts in what :meth:`cut` returns; none is empty.
         counts: For each rank the number of its elements.
         sizes: Elements of each part that :meth:`cut` returns.
     """
 
     def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap) -> None:
-        self.parameters = parameters
+        self._parameters = parameters
         self.of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
         self.counts = [0] * shard_map.shard.size
         self.sizes: list[int] = []
@@ -139,8 +132,7 @@ class BucketParts:
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters."""
-        same = zip(parameters, self.parameters, strict=False)
-        return len(parameters) == len(self.parameters) and all(one is other for one, other in same)
+        return list(map(id, parameters)) == list(map(id, self._parameters))
 
     def cut(self, flattened: Iterable[Tensor]) -> list[Tensor]:
         """Views of the parts of all ranks in tensors like the parameters, in their order."""
@@ -148,8 +140,3 @@ class BucketParts:
         for tensor, sizes in zip(flattened, self._splits, strict=True):
             pieces.extend(tensor.split(sizes) if len(sizes) > 1 else (tensor,))
         return pieces
-
-
-def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
-    return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]

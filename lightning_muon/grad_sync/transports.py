@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,9 @@ class Pending(ABC):
     """Gradients on their way."""
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Start the communication that follows the first one, if any.
+        """Start the communication that follows the first one, if any; whether all have been started.
 
-        Args:
-            wait: For what it needs; otherwise it is left for another call if that is not there yet.
-
-        Returns:
-            Whether all communications have been started.
+        Without ``wait`` it is left for another call if what it needs is not there yet.
         """
         del wait
         return True
@@ -63,20 +59,6 @@ class Transport(ABC):
         """Drop the sums of these parameters that are kept elsewhere than in ``p.grad``; local."""
 
 
-@dataclass
-class LaunchLog:
-    """What was launched for one step."""
-
-    # Index of the bucket and bytes of gradients, in order.
-    launches: list[tuple[int, int]] = field(default_factory=list)
-    overlapped_bytes: int = 0  # Of those that were launched by hooks, before backward was over.
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of gradients that this rank has sent."""
-        return sum(size for _, size in self.launches)
-
-
 class Results:
     """Gradients that were reduced or divided; backward adds to them in place until ``zero_grad`` drops them. Local."""
 
@@ -103,10 +85,7 @@ class Results:
 class AllReduce(Transport):
     """One all-reduce for each bucket; afterwards ``p.grad`` is a view of its buffer on every rank.
 
-    Collective over ``group`` to construct; every rank must do so.
-
-    Args:
-        group: All data-parallel ranks.
+    Collective over ``group``, all data-parallel ranks, to construct; every rank must do so.
     """
 
     def __init__(self, group: AxisGroup) -> None:
@@ -114,11 +93,11 @@ class AllReduce(Transport):
         self._results = Results()
 
     @override
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Sum:
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum. Collective over the private group; every rank must call it."""
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
-        return _Sum(self._results, tuple(gradients), buffer, work)
+        return _AllReduced(self._results, tuple(gradients), buffer, work)
 
     @override
     def resends(self, parameter: Tensor) -> bool:
@@ -129,46 +108,39 @@ class AllReduce(Transport):
         return self._results.is_untouched(parameter)
 
 
-class _Sum(Pending):
+@dataclass(frozen=True, eq=False)
+class _AllReduced(Pending):
     """A buffer that is being summed."""
 
-    def __init__(
-        self,
-        results: Results,
-        parameters: tuple[Tensor, ...],
-        buffer: Tensor,
-        work: dist.Work | None,
-    ) -> None:
-        self._results, self._parameters, self._buffer, self._work = results, parameters, buffer, work
+    results: Results
+    parameters: tuple[Tensor, ...]
+    buffer: Tensor
+    work: dist.Work | None
 
     @override
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Set ``p.grad`` of the parameters in ``present``, or add to what an earlier launch has set."""
-        if self._work is not None:
-            self._work.wait()
+        if self.work is not None:
+            self.work.wait()
         if divisor != 1:
-            self._buffer.div_(divisor)
-        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
+            self.buffer.div_(divisor)
+        parts = self.buffer.split([parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
             if parameter in present:
                 reduced = part.view(parameter.shape)
                 parameter.grad = reduced if parameter.grad is None else parameter.grad.add_(reduced)
-                self._results.keep(parameter)
+                self.results.keep(parameter)
 
 
 class ReduceScatterToOwners(Transport):
     """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
 
-    The shares of all ranks are added in their order; with ``grid`` those of each node, and then these sums in the order
-    of the nodes. 16-bit floats are added in float32, and what travels on, between nodes or replicas, is rounded to the
-    dtype of the parameter (float16, which it might overflow, is not).
+    The shares of all ranks are added in their order; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops`
+    those of each node, and then these sums in the order of the nodes. 16-bit floats are added in float32, and what
+    travels on, between nodes or replicas, is rounded to the dtype of the parameter (float16, which it might overflow,
+    is not).
 
     Collective over the axes of the mesh to construct; every rank must do so.
-
-    Args:
-        shard_map: Says which part of each parameter each rank holds.
-        grid: For each node its ranks of the shard axis, if a node shall add up before it sends; see
-            :func:`~lightning_muon.comm.groups.make_hops`.
     """
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
@@ -177,11 +149,11 @@ class ReduceScatterToOwners(Transport):
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
         self._packings: dict[Tensor, _Packing] = {}  # By the first parameter.
         self._sides: dict[torch.device, SideStream] = {}
-        self._unread: dict[Tensor, list[_Parts]] = {}
+        self._unread: dict[Tensor, list[_Scattered]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
 
     @override
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Parts:
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum. Collective over the private groups; every rank must call it."""
         parameters = tuple(gradients)
         packing = self._packings.get(parameters[0])
@@ -191,7 +163,7 @@ class ReduceScatterToOwners(Transport):
         if own.device not in self._sides:
             self._sides[own.device] = SideStream(own.device)
         pending = PendingSum(own, others, packing.legs, replicate=self._replicate, side=self._sides[own.device])
-        return _Parts(self, parameters, packing, pending)
+        return _Scattered(self._unread, parameters, packing, pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The part of the gradient that the calling rank holds, in the dtype of the parameter; waits for its bucket.
@@ -199,9 +171,8 @@ class ReduceScatterToOwners(Transport):
         The sum of all passes since :meth:`forget`. Shaped like the rank's part of ``parameter``; ``None`` if no rank
         has computed a gradient. Local; on CUDA the current stream waits.
         """
-        for parts in self._unread.get(parameter, ()):
-            self._read(parts)
-        self._unread.pop(parameter, None)
+        for scattered in self._unread.pop(parameter, ()):
+            scattered.add_to(self._reduced)
         return self._reduced.get(parameter)
 
     @override
@@ -210,37 +181,9 @@ class ReduceScatterToOwners(Transport):
             self.reduced(parameter)
             self._reduced.pop(parameter, None)
 
-    def finished(self, parts: _Parts) -> None:
-        """The divisor of ``parts`` is known, so they may be read."""
-        for parameter in parts.parameters:
-            self._unread.setdefault(parameter, []).append(parts)
-
-    @torch.no_grad()
-    def _read(self, parts: _Parts) -> None:
-        """Add a bucket to the sums, once."""
-        if parts.sum is None:
-            return
-        buffer, parts.sum = parts.sum.result(), None
-        if parts.divisor != 1:
-            buffer.div_(parts.divisor)
-        buffer = buffer.to(parts.parameters[0].dtype)
-        pieces = buffer.split(parts.packing.sizes)
-        for parameter, piece, shape in zip(parts.parameters, pieces, parts.packing.shapes, strict=True):
-            if parameter in parts.present:
-                part = piece.view(shape)
-                earlier = self._reduced.get(parameter)
-                self._reduced[parameter] = part if earlier is None else earlier + part
-
 
 class _Packing:
-    """How a bucket is sent; the same in every step.
-
-    Attributes:
-        parts: How its parameters are divided.
-        legs: Of its sum.
-        shapes: Of the calling rank's part of each parameter.
-        sizes: Their elements.
-    """
+    """How a bucket is sent; the same in every step."""
 
     def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
         self.parts = BucketParts(parameters, shard_map)
@@ -249,9 +192,9 @@ class _Packing:
         pieces = [[piece for rank in ranks for piece in of_rank[rank]] for ranks in first.parts]
         self._own = pieces.pop(first.group.rank)
         self._others = [piece for each in pieces for piece in each]
-        self.shapes = [shard_map.local_shape(parameter) for parameter in parameters]
-        start_and_stop = [shard_map.ranges(parameter)[shard_map.shard.rank] for parameter in parameters]
-        self.sizes = [stop - start for start, stop in start_and_stop]
+        # Of the calling rank's part of each parameter.
+        boxes = [shard_map.boxes(parameter)[shard_map.shard.rank] for parameter in parameters]
+        self.shapes, self.sizes = [box.shape for box in boxes], [box.numel for box in boxes]
 
     def pack(self, flattened: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """What the calling rank adds up first, and what it sends to the other ranks of the first leg; copies."""
@@ -262,10 +205,10 @@ class _Packing:
 
 
 @dataclass(eq=False)
-class _Parts(Pending):
-    """One bucket on its way; see :class:`~lightning_muon.grad_sync.transports.Pending`."""
+class _Scattered(Pending):
+    """One bucket on its way to its owners; ``unread`` has it under each of its parameters once the divisor is known."""
 
-    transport: ReduceScatterToOwners
+    unread: dict[Tensor, list[_Scattered]]
     parameters: tuple[Tensor, ...]
     packing: _Packing
     sum: PendingSum | None
@@ -282,4 +225,20 @@ class _Parts(Pending):
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
         self.divisor, self.present = divisor, present
-        self.transport.finished(self)
+        for parameter in self.parameters:
+            self.unread.setdefault(parameter, []).append(self)
+
+    @torch.no_grad()
+    def add_to(self, sums: dict[Tensor, Tensor]) -> None:
+        """Wait, and add the parts of the calling rank to ``sums``, once; on CUDA the current stream waits."""
+        if self.sum is None:
+            return
+        buffer, self.sum = self.sum.result(), None
+        if self.divisor != 1:
+            buffer.div_(self.divisor)
+        pieces = buffer.to(self.parameters[0].dtype).split(self.packing.sizes)
+        for parameter, piece, shape in zip(self.parameters, pieces, self.packing.shapes, strict=True):
+            if parameter in self.present:
+                part = piece.view(shape)
+                earlier = sums.get(parameter)
+                sums[parameter] = part if earlier is None else earlier + part

@@ -373,7 +373,7 @@ class Fsdp(ShardingMode):
             return super().clip_norm_(parameters, max_norm)
         root = math.sqrt(self._num_nodes)
         across = axis_group(self.mesh, (0,))
-        return clip_norm_(parameters, max_norm * root, layout=self.layout, pipeline=across) / root
+        return clip_norm_(parameters, max_norm * root, layout=self.layout, across=across) / root
 
     def finish_evaluation(self) -> None:
         """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.

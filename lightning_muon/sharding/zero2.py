@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, make_hops, nodes_of
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES, num_bytes
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
@@ -66,9 +66,7 @@ class Zero2(ReplicatedWeights):
         units = units_of(module, find_units(module, self.options.wrap_policy))
         self._root_parameters = units[module]
         # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
-        buckets = sorted(
-            (bucket.parameters for bucket in reducer.buckets), key=lambda b: not matrices.keys().isdisjoint(b)
-        )
+        buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         self._all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
         self._layout = ShardedLayout(shard_map, reducer, gradients, self._all_gather)
         attach_optimizers(module, used, self._layout, step=reducer.step)
@@ -81,7 +79,7 @@ class Zero2(ReplicatedWeights):
         replicas: dict[tuple[int, ...], list[int]] = {}
         for coordinate, node in sorted(zip(everyone.coordinates, nodes_of(everyone), strict=True)):
             replicas.setdefault(coordinate[:-1], []).append(node)
-        trained = sum(num_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         if everyone.group is not None:
             trained = max(gather(trained, host_group(everyone).group))
         chosen = self.options.bucket_bytes

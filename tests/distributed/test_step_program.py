@@ -72,8 +72,8 @@ def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
     assert optimizer._bound is not None
     plan, facts = optimizer._bound.plan, optimizer._bound.matrix_step.facts
     expected = [op.key for op in plan.ops if op.kind == REDUCE_SCATTER and runs(op, facts)]
-    launches = mode.layout._reducer.traffic.launches if expected else []
-    assert [f"parameters.{index}" for index, _ in launches] == [key.partition(" ")[0] for key in expected]
+    launched = mode.layout._reducer.launched if expected else []
+    assert [f"parameters.{index}" for index in launched] == [key.partition(" ")[0] for key in expected]
 
 
 _MUON = [("none", (1,), {"overlap": overlap}, clips) for overlap in ("off", "step") for clips in (False, True)] + [

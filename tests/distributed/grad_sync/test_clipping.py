@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms, total_norm
+from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms
 from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
 from tests.support.processes import ProcessPool
 
@@ -58,48 +57,45 @@ def _expected(max_norm: float) -> tuple[Tensor, list[Tensor]]:
 
 def _full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _full_gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [_full(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def _clip(max_norm: float) -> tuple[Tensor, list[Tensor]]:
-    parameters = _parameters()
-    norm = clip_norm_(parameters, max_norm)
-    return norm, _full_gradients(parameters)
+def _clip_all(max_norm: float) -> dict[str, Any]:
+    by_norm, by_value = _parameters(), _parameters()
+    result: dict[str, Any] = {"norm": clip_norm_(by_norm, max_norm), "by_norm": _full_gradients(by_norm)}
+    clip_value_(by_value, 0.25)
+    result["by_value"] = _full_gradients(by_value)
+    for sharded in (True, False):
+        sets = by_ranks(by_norm, Layout(), sharded=sharded)
+        result["sharded" if sharded else "mesh"] = [each.group.size for each in sets]
+    for count in ("with gradients", "without gradients on rank 1"):
+        with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
+            clip_norm_(by_norm, 1.0)
+        result[count] = all_reduce.call_count
+        for parameter in by_norm if dist.get_rank() == 1 else []:
+            parameter.grad = None
+    return result
 
 
 @pytest.mark.parametrize(("world_size", "max_norm"), [(1, 0.5), (2, 0.5), (4, 0.5), (4, 1000.0)])
 def test_mixed_meshes_are_clipped_like_one_process(gloo: ProcessPool, max_norm: float, world_size: int) -> None:
     norm, gradients = _expected(max_norm)
-    for rank_norm, rank_gradients in gloo.run(_clip, max_norm, world_size=world_size):
+    clamped = [gradient.clamp(-0.25, 0.25) for gradient in _whole()]
+    # Divided: a row of the 2-D mesh, all ranks, and nobody. By mesh: both meshes together, and nobody.
+    sets = {1: ([1], [1]), 2: ([2, 1], [2, 1]), 4: ([2, 4, 1], [4, 1])}[world_size]
+    for found in gloo.run(_clip_all, max_norm, world_size=world_size):
         # Sums of squares in another order.
-        torch.testing.assert_close(rank_norm, norm, rtol=1e-6, atol=0)
-        torch.testing.assert_close(rank_gradients, gradients, rtol=1e-6, atol=0)
-
-
-def _count_collectives(function: Callable[[], Any]) -> int:
-    with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
-        function()
-    return all_reduce.call_count
-
-
-def _count_on_mixed_meshes() -> tuple[int, int]:
-    parameters = _parameters()
-    clip_norm_(parameters, 1.0)
-    with_gradients = _count_collectives(lambda: clip_norm_(parameters, 1.0))
-    if dist.get_rank() == 1:
-        for parameter in parameters:
-            parameter.grad = None
-    return with_gradients, _count_collectives(lambda: clip_norm_(parameters, 1.0))
-
-
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 0), (2, 1), (4, 2)])
-def test_each_set_of_ranks_communicates_once(gloo: ProcessPool, world_size: int, expected: int) -> None:
-    results = gloo.run(_count_on_mixed_meshes, world_size=world_size)
-    assert results == [(expected, expected)] * world_size
+        torch.testing.assert_close(found["norm"], norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found["by_norm"], gradients, rtol=1e-6, atol=0)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found["by_value"], clamped, strict=True))
+        assert (found["sharded"], found["mesh"]) == sets
+        # Each set of ranks communicates once, also without gradients.
+        num_sets = sum(size > 1 for size in sets[0])
+        assert found["with gradients"] == found["without gradients on rank 1"] == num_sets
 
 
 class _Block(nn.Module):
@@ -153,21 +149,21 @@ def test_tensor_parallel_layers_are_clipped_like_one_process(gloo: ProcessPool, 
         torch.testing.assert_close(clipped, gradients, rtol=2e-6, atol=1e-7)
 
 
-def _pipeline() -> tuple[Tensor, list[Tensor]]:
-    """Two stages with different layers and numbers of layers, each divided over two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
-    stage = mesh.get_local_rank("pipeline")
+def _two_halves() -> tuple[Tensor, list[Tensor]]:
+    """Different gradients, and numbers of them, in two halves, each divided over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "shard"))
+    stage = mesh.get_local_rank("across")
     mine = [gradient for index, gradient in enumerate(_whole()) if (index == 1) == (stage == 1) and gradient.ndim]
     parameters: list[Tensor] = [_with_gradient(distribute_tensor(g, mesh["shard"], [Shard(0)])) for g in mine]
     if stage == 0:
         parameters.append(_with_gradient(_whole()[-1]))
-    norm = clip_norm_(parameters, 0.5, pipeline=axis_group(mesh, (0,)))
+    norm = clip_norm_(parameters, 0.5, across=axis_group(mesh, (0,)))
     return norm, _full_gradients(parameters)
 
 
-def test_layers_on_other_stages_of_a_pipeline_count(gloo: ProcessPool) -> None:
+def test_gradients_across_other_ranks_count(gloo: ProcessPool) -> None:
     norm, gradients = _expected(0.5)
-    results = gloo.run(_pipeline)
+    results = gloo.run(_two_halves)
     for ours, _ in results:
         torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
     for stage in (0, 2):
@@ -225,39 +221,16 @@ def test_partial_sums_are_reduced_before_they_are_clipped(gloo: ProcessPool) -> 
         torch.testing.assert_close(clamped, [g.clamp(-0.25, 0.25) for g in _whole()], rtol=1e-6, atol=1e-7)
 
 
-def _clip_values() -> list[Tensor]:
-    parameters = _parameters()
-    clip_value_(parameters, 0.25)
-    return _full_gradients(parameters)
-
-
-def test_clipping_by_value_is_exact(gloo: ProcessPool) -> None:
-    expected = [gradient.clamp(-0.25, 0.25) for gradient in _whole()]
-    for gradients in gloo.run(_clip_values):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
-
-
 def _missing_on_one_rank() -> Tensor:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     if dist.get_rank() == 0:
         parameter.grad = torch.ones_like(parameter)
-    return total_norm([parameter])
+    return clip_norm_([parameter], 10.0)
 
 
 def test_a_gradient_that_one_rank_lacks_counts_as_zero(gloo: ProcessPool) -> None:
     assert [norm.item() for norm in gloo.run(_missing_on_one_rank, world_size=2)] == pytest.approx([2**0.5] * 2)
-
-
-def _num_rank_sets() -> tuple[list[int], list[int]]:
-    parameters = _parameters()
-    layout = Layout()
-    return tuple([each.group.size for each in by_ranks(parameters, layout, sharded=d)] for d in (True, False))  # type: ignore[return-value]
-
-
-def test_meshes_over_the_same_ranks_are_one_set(gloo: ProcessPool) -> None:
-    # Divided: a row of the 2-D mesh, all ranks, and nobody. By mesh: both meshes together, and nobody.
-    assert gloo.run(_num_rank_sets) == [([2, 4, 1], [4, 1])] * 4
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])

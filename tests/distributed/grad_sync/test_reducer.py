@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.reducer import GradientReducer
-from lightning_muon.grad_sync.transports import AllReduce
 from tests.distributed.grad_sync.reducer_setup import (
     ALL_REDUCE,
     HOLDERS,
@@ -96,7 +93,7 @@ def _repeat(kind: str) -> list[int]:
         setup.reducer.finish()
         setup.check()
         setup.zero_grad()
-        launches.append(len(setup.reducer.traffic.launches))
+        launches.append(len(setup.reducer.launched))
     return launches
 
 
@@ -133,7 +130,7 @@ def _freeze_with_gradient(kind: str) -> list[str]:
     for parameter in setup.names:
         parameter.requires_grad_(False)
     setup.reducer.finish()
-    return [name for parameter, name in setup.names.items() if setup.reducer.is_present(parameter)]
+    return [name for parameter, name in setup.names.items() if parameter in setup.reducer.present]
 
 
 @BOTH
@@ -154,7 +151,7 @@ def _idle(kind: str) -> bool:
             setup.backward(loss)
         setup.reducer.finish()
         assert bool(setup.check()) == (step != 2)
-        assert bool(setup.reducer.traffic.launches) == (step != 2)
+        assert bool(setup.reducer.launched) == (step != 2)
         setup.zero_grad()
     return True
 
@@ -199,8 +196,13 @@ def test_the_divisor_may_be_known_after_backward_only(gloo: ProcessPool) -> None
     gloo.run(_divide_by, ALL_REDUCE, 2, world_size=2)
 
 
-def test_a_divisor_that_would_apply_twice_is_refused(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_divide_by, ALL_REDUCE, 7.5, match="2 ranks.*7.5", world_size=2)
+@pytest.mark.parametrize(
+    ("kind", "divisor", "match"),
+    [(ALL_REDUCE, 7.5, "2 ranks.*7.5"), (HOLDERS, 0.0, "positive"), (HOLDERS, float("nan"), "positive")],
+    ids=["would apply twice", "zero", "nan"],
+)
+def test_a_wrong_divisor_is_refused(gloo: ProcessPool, kind: str, divisor: float, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_divide_by, kind, divisor, match=match, world_size=2)
 
 
 def _divide_steps(kind: str) -> None:
@@ -220,11 +222,6 @@ def _divide_steps(kind: str) -> None:
 
 def test_every_step_may_have_a_divisor_of_its_own(gloo: ProcessPool) -> None:
     gloo.run(_divide_steps, ALL_REDUCE, world_size=3)
-
-
-@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_divisor_that_is_not_a_positive_number_is_refused(gloo: ProcessPool, divisor: float) -> None:
-    gloo.expect_error_on_all_ranks(_divide_by, HOLDERS, divisor, match="divisor.*positive", world_size=1)
 
 
 def _half_loss(model: nn.Module, rank: int) -> Tensor:
@@ -251,13 +248,14 @@ def test_sparse_gradients_become_dense_and_dtypes_are_kept(gloo: ProcessPool, ki
 
 
 def _unused_does_not_delay(kind: str) -> list[float]:
-    """Share of the bytes that left early, with unused layers in the middle of the order."""
+    """Share of the buckets that left early, with unused layers in the middle of the order."""
     setup = Setup(kind, (dist.get_world_size(),), bucket_bytes=1)
     shares: list[float] = []
     for step in range(3):
-        setup.backward(odd_loss(step, [[0]] * 4))
+        with Collectives() as early:
+            setup.backward(odd_loss(step, [[0]] * 4))
         setup.reducer.finish()
-        shares.append(setup.reducer.traffic.overlapped_bytes / setup.reducer.traffic.total_bytes)
+        shares.append(early.count / len(setup.reducer.launched))
         setup.zero_grad()
     return shares
 
@@ -268,32 +266,29 @@ def test_a_layer_that_no_rank_uses_delays_the_others_once_only(gloo: ProcessPool
         assert first < 0.8 <= second == third
 
 
-def _different() -> None:
-    Setup(HOLDERS, (dist.get_world_size(),), nn.Linear(3, 5 if dist.get_rank() == 0 else 6))
+def _refused(kind: str) -> None:
+    if kind == "different":
+        Setup(HOLDERS, (dist.get_world_size(),), nn.Linear(3, 5 if dist.get_rank() == 0 else 6))
+    elif kind == "complex":
+        Setup(ALL_REDUCE, (dist.get_world_size(),), nn.Linear(3, 5, dtype=torch.complex64))
+    else:
+        model = nn.Linear(3, 4)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        Setup(ALL_REDUCE, (2,), model)
 
 
-def test_different_models_are_refused_on_all_ranks(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _different, match="weight.*differs|differs.*weight", exception=RuntimeError, world_size=3
-    )
-
-
-def _complex() -> None:
-    Setup(ALL_REDUCE, (dist.get_world_size(),), nn.Linear(3, 5, dtype=torch.complex64))
-
-
-def test_complex_parameters_are_refused_by_name(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_complex, match=r"weight \(5, 3\).*complex64", exception=TypeError, world_size=2)
-
-
-def _dtensor() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight, group = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])), axis_group(mesh, (0,))
-    GradientReducer([weight], AllReduce(group), group, names={weight: "weight"})
-
-
-def test_a_dtensor_is_refused_by_name(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_dtensor, match=r"weight \(4, 3\).*DTensor", exception=TypeError, world_size=2)
+@pytest.mark.parametrize(
+    ("kind", "exception", "match"),
+    [
+        ("different", RuntimeError, "weight.*differs|differs.*weight"),
+        ("complex", TypeError, r"weight \(5, 3\).*complex64"),
+        ("DTensor", TypeError, r"weight \(4, 3\).*DTensor"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused_on_all_ranks(
+    gloo: ProcessPool, kind: str, exception: type[Exception], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_refused, kind, match=match, exception=exception, world_size=2)
 
 
 def _communicate_in_hooks(kind: str) -> float:

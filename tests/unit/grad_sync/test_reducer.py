@@ -4,55 +4,46 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.grad_sync.reducer import Arrivals, make_buckets, num_bytes, watch_gradients
+from lightning_muon.grad_sync.reducer import Arrivals, make_buckets, watch_gradients
 
 
 def _indices(parameters: list[Tensor], bucket_bytes: int) -> list[list[int]]:
     positions = {parameter: index for index, parameter in enumerate(parameters)}
-    buckets = make_buckets(parameters, bucket_bytes=bucket_bytes)
-    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
-    return [[positions[parameter] for parameter in bucket.parameters] for bucket in buckets]
+    return [[positions[parameter] for parameter in bucket] for bucket in make_buckets(parameters, bucket_bytes)]
 
 
-def test_buckets_are_filled_from_the_last_parameter_backwards() -> None:
-    assert _indices([torch.zeros(10) for _ in range(5)], 80) == [[4, 3], [2, 1], [0]]
-
-
-def test_a_large_parameter_has_a_bucket_of_its_own() -> None:
-    assert _indices([torch.zeros(2), torch.zeros(100), torch.zeros(2), torch.zeros(2)], 16) == [[3, 2], [1], [0]]
+@pytest.mark.parametrize(
+    ("parameters", "bucket_bytes", "expected"),
+    [
+        ([torch.zeros(10) for _ in range(5)], 80, [[4, 3], [2, 1], [0]]),
+        ([torch.zeros(2), torch.zeros(100), torch.zeros(2), torch.zeros(2)], 16, [[3, 2], [1], [0]]),
+        (
+            [torch.zeros(2), torch.zeros(2).bfloat16(), torch.zeros(2), torch.zeros(2, device="meta")],
+            1000,
+            [[3], [1], [2, 0]],
+        ),
+        ([torch.zeros(()), torch.zeros(0, 5), torch.zeros(3)], 16, [[2, 1, 0]]),
+        ([], 16, []),
+    ],
+    ids=["from the last backwards", "a large one by itself", "by dtype and device", "empty ones", "none"],
+)
+def test_buckets(parameters: list[Tensor], bucket_bytes: int, expected: list[list[int]]) -> None:
+    assert _indices(parameters, bucket_bytes) == expected
 
 
 def test_a_full_bucket_is_not_exceeded() -> None:
     sizes = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     parameters = [torch.zeros(size) for size in sizes]
-    buckets = make_buckets(parameters, bucket_bytes=40)
-    assert [p for bucket in buckets for p in bucket.parameters] == parameters[::-1]
-    assert all(sum(map(num_bytes, bucket.parameters)) <= 40 for bucket in buckets)
-    assert all(
-        sum(map(num_bytes, first.parameters)) + num_bytes(then.parameters[0]) > 40 for first, then in pairwise(buckets)
-    )
-
-
-def test_dtypes_and_devices_do_not_mix() -> None:
-    half = torch.bfloat16
-    parameters = [torch.zeros(2), torch.zeros(2, dtype=half), torch.zeros(2), torch.zeros(2, device="meta")]
-    assert _indices(parameters, 1000) == [[3], [1], [2, 0]]
-
-
-def test_empty_and_zero_dimensional_parameters_have_a_place() -> None:
-    assert _indices([torch.zeros(()), torch.zeros(0, 5), torch.zeros(3)], 16) == [[2, 1, 0]]
-    assert make_buckets([]) == []
-
-
-def test_a_bound_below_one_byte_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bucket_bytes.*0"):
-        make_buckets([torch.zeros(1)], bucket_bytes=0)
+    buckets = make_buckets(parameters, 40)
+    assert [parameter for bucket in buckets for parameter in bucket] == parameters[::-1]
+    filled = [sum(parameter.nbytes for parameter in bucket) for bucket in buckets]
+    assert max(filled) <= 40
+    assert all(size + then[0].nbytes > 40 for size, then in zip(filled, buckets[1:], strict=False))
 
 
 class _Owner:
