@@ -32,8 +32,8 @@ from lightning_muon.flexdemo.replica_consistency import check_equal
 from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
 from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.elementwise import sgd_step_
-from lightning_muon.optim.matrix_step import AgreedGradients, Elementwise, MatrixStep
+from lightning_muon.optim.elementwise import Elementwise, sgd_step_
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.state import StateCompletion
@@ -122,11 +122,6 @@ class FlexDeMo(PlannedOptimizer):
             num_exchanges=0,
             **without,
         )
-
-    @classmethod
-    def from_config(cls, params: Any, config: FlexDeMoConfig, **overrides: Any) -> FlexDeMo:
-        """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
-        return cls(params, **(vars(config) | overrides))
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
         """Take the nodes from ``mesh``, before anything else is asked of the optimizer; local."""

@@ -25,7 +25,6 @@ from lightning_muon.compat.torch import at_end_of_backward
 from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.parameters import Gradients, States
-from lightning_muon.optim.step_plan import MatrixBucket
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule.program import EARLY_MOMENTUM
 
@@ -65,7 +64,7 @@ class BackwardPrefetch(ABC):
         self._num_steps = 0
         # On CUDA gradients are read on a stream of its own, and whoever writes to them has to come after that.
         self._reads_late = local_tensor(next(iter(self._keys_of))).is_cuda if self._keys_of else False
-        self._remove_hooks = watch_gradients(self, self._keys_of, BackwardPrefetch.arrived)
+        self.close = watch_gradients(self, self._keys_of, BackwardPrefetch.arrived)  # Removes the hooks; local.
 
     @abstractmethod
     def _start(self, key: str, gradients: Gradients) -> None:
@@ -85,7 +84,6 @@ class BackwardPrefetch(ABC):
 
     def _is_ready(self, key: str) -> bool:
         """Whether all but the gradients is there that a bucket is made of."""
-        del key
         return True
 
     def keys(self, tensors: Collection[Tensor]) -> list[str]:
@@ -105,25 +103,19 @@ class BackwardPrefetch(ABC):
         return self.is_sent(key) and any(tensor not in gradients for tensor in self._buckets[key])
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
-        """Whether the step would send other bits than this rank has sent: a bool on the device.
+        """Whether the step would send other bits of a bucket than this rank has sent, if it has: a bool on the device.
 
-        Args:
-            key: A bucket; one that this rank has not sent does not differ.
-            gradients: Local gradients now, all of the bucket.
+        ``gradients`` are the local ones now, all of the bucket.
         """
         if self.is_sent(key):
             return self._differs(key, gradients)
         return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
-        """Send what other ranks have sent, wait for what is void, and get ready for the next backward pass.
+        """Send what other ranks have sent, wait for what is void of it, and get ready for the next backward pass.
 
-        Collective over the ranks that share buckets; every rank must call it, with equal ``sent`` and ``void``.
-
-        Args:
-            sent: Buckets that any rank has sent.
-            void: Those of them that do not count.
-            gradients: Local gradients; parameters without one send zeros.
+        Parameters without a gradient send zeros. Collective over the ranks that share buckets; every rank must call it,
+        with equal ``sent`` (by any rank) and ``void``.
         """
         for key, progress in self._progress.items():
             if key in sent and not progress.is_sent:
@@ -168,34 +160,25 @@ class BackwardPrefetch(ABC):
                     pause,
                 )
 
-    def close(self) -> None:
-        """Remove the hooks; local."""
-        self._remove_hooks()
-
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
-        """A gradient has been accumulated; send the buckets that are complete now, in their order."""
+        """A gradient has been accumulated; send the buckets that are complete now.
+
+        A bucket waits for all before it, so that the order is the same on all ranks.
+        """
         if not self._arrivals[tensor].add():
             return
-        is_complete = False
         for key in self._keys_of[tensor]:
-            missing = self._progress[key].missing
-            missing.discard(tensor)
-            is_complete |= not missing
-        if is_complete:
-            self._send_complete()
-
-    def _send_complete(self) -> None:
-        """Send what is complete; a bucket waits for all before it, so that the order is the same on all ranks."""
+            self._progress[key].missing.discard(tensor)
+        if all(self._progress[key].missing for key in self._keys_of[tensor]):
+            return
         for key, progress in self._progress.items():
             if progress.is_sent or self._num_steps < progress.resume:
                 continue
-            if progress.missing or not all(_can_be_sent(tensor) for tensor in self._buckets[key]):
-                return
-            if not self._is_ready(key):
+            if progress.missing or not all(map(_can_be_sent, self._buckets[key])) or not self._is_ready(key):
                 return
             progress.is_sent = True
-            self._start(key, {tensor: local_gradient(tensor) for tensor in self._buckets[key]})
+            self._start(key, {tensor: _local_gradient(tensor) for tensor in self._buckets[key]})
             if self._reads_late:
                 at_end_of_backward(partial(self._wait_until_read, key))
 
@@ -218,34 +201,24 @@ def _can_be_sent(tensor: Tensor) -> bool:
     return isinstance(grad, DTensor) and grad.placements == tensor.placements
 
 
-def local_gradient(tensor: Tensor) -> Tensor:
+def _local_gradient(tensor: Tensor) -> Tensor:
     """The calling rank's part of the gradient, in the dtype of the parameter."""
-    grad = tensor.grad
-    assert grad is not None
-    return local_tensor(grad).to(tensor.dtype)
+    assert tensor.grad is not None
+    return local_tensor(tensor.grad).to(tensor.dtype)
 
 
 class GatherPrefetch(BackwardPrefetch):
-    """Runs the ops of the backward phase of :class:`MatrixStep`.
-
-    Each bucket that is sent is a communication over the private group of its exchange group.
+    """Runs the ops of the backward phase of :class:`MatrixStep`, each over the private group of its exchange group.
 
     Args:
         step: Runs the ops.
-        buckets: Those that may be sent, in the order in which backward finishes them.
         states: Of the optimizer, which may be replaced at any time.
         is_valid: Whether the hyper-parameters are such that a step can be taken.
     """
 
-    def __init__(
-        self,
-        step: MatrixStep,
-        buckets: Sequence[MatrixBucket],
-        states: Callable[[], States],
-        is_valid: Callable[[], bool],
-    ) -> None:
-        leaders = {bucket.key: bucket.group.jobs[bucket.taken[0]].matrix.name for bucket in buckets}
-        super().__init__({bucket.key: bucket.tensors for bucket in buckets}, leaders)
+    def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
+        leaders = {each.key: each.group.jobs[each.taken[0]].matrix.name for each in step.early_buckets}
+        super().__init__({each.key: each.tensors for each in step.early_buckets}, leaders)
         self._step, self._states, self._is_valid = step, states, is_valid
 
     @override

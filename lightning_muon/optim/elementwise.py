@@ -1,8 +1,8 @@
-"""AdamW for the parameters that are no matrices, on local shards."""
+"""Updates of the parameters that are no matrices, on local shards: AdamW, and SGD for FlexDeMo."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from torch.optim.adamw import adamw
 from lightning_muon.compat import foreach
 from lightning_muon.params.layout import Layout, local_tensor
 
+# One step in place for local tensors of one param group: parameters, gradients, states, group, and the values of
+# hyper-parameters that are tensors on a device.
+Elementwise = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], Mapping[Tensor, float]], None
+]
 _NOTHING_READ: Mapping[Tensor, float] = {}
 # A parameter, its gradient and its two moments.
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -40,18 +45,16 @@ def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: flo
 
     On CUDA torch adds tensors of two dtypes one after the other. Small updates are converted first, all at once.
     """
-    rest = list(zip(targets, updates, strict=True))
+    pairs = list(zip(targets, updates, strict=True))
     if targets[0].is_cuda and updates[0].dtype != targets[0].dtype:
-        small = [(target, update) for target, update in rest if update.numel() < _LEAST_ALONE]
-        rest = [(target, update) for target, update in rest if update.numel() >= _LEAST_ALONE]
+        small = [(target, update) for target, update in pairs if update.numel() < _LEAST_ALONE]
+        pairs = [(target, update) for target, update in pairs if update.numel() >= _LEAST_ALONE]
         if small:
-            converted = [
-                torch.empty(update.shape, dtype=target.dtype, device=target.device) for target, update in small
-            ]
+            converted = [torch.empty(u.shape, dtype=target.dtype, device=target.device) for target, u in small]
             foreach.copy_(converted, [update for _, update in small])
             foreach.add_([target for target, _ in small], converted, alpha=alpha)
-    if rest:
-        foreach.add_([target for target, _ in rest], [update for _, update in rest], alpha=alpha)
+    if pairs:
+        foreach.add_([target for target, _ in pairs], [update for _, update in pairs], alpha=alpha)
 
 
 def adamw_step_(
@@ -61,12 +64,10 @@ def adamw_step_(
     group: dict[str, Any],
     numbers: Mapping[Tensor, float] = _NOTHING_READ,
 ) -> None:
-    """One AdamW step in place for local tensors of one param group.
+    """One AdamW step; an :data:`Elementwise`.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2; the arithmetic is torch's own.
     """
-    if not params:
-        return
     beta1, beta2 = group["betas"]
     is_fused = params[0].device.type == "cpu"
     moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
@@ -77,11 +78,12 @@ def adamw_step_(
         given[n] = _in_order_of_first(given[n])
         param, grad, first, second = given[n]
         used[n] = param.contiguous(), grad.contiguous(), first.contiguous(), second.contiguous()
+    weights, gradients, first_moments, second_moments = map(list, zip(*used, strict=True))
     adamw(
-        [tensors[0] for tensors in used],
-        [tensors[1] for tensors in used],
-        [tensors[2] for tensors in used],
-        [tensors[3] for tensors in used],
+        weights,
+        gradients,
+        first_moments,
+        second_moments,
         [],
         [state["step"] for state in states],
         foreach=params[0].device.type == "cuda",
@@ -110,8 +112,6 @@ def _in_order_of_first(tensors: _Four) -> _Four:
     """
     strides = tensors[0].stride()
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    if order == list(range(len(strides))):
-        return tensors
     param, grad, first, second = tensors
     return param.permute(order), grad.permute(order), first.permute(order), second.permute(order)
 
@@ -123,8 +123,7 @@ def sgd_step_(
     group: dict[str, Any],
     numbers: Mapping[Tensor, float] = _NOTHING_READ,
 ) -> None:
-    """Params <- (1 - lr * weight_decay) * params - lr * grads, for local tensors of one param group."""
-    del states  # There is none.
+    """Params <- (1 - lr * weight_decay) * params - lr * grads; an :data:`Elementwise`."""
     lr = number(group["lr"], numbers)
     if group["weight_decay"]:
         for param in params:

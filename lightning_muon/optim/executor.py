@@ -30,10 +30,7 @@ class Recorder(Protocol):
         ...
 
     def ended(self, op: Op) -> None:
-        """Called when the op has ended (CPU) or with its end queued on the current stream (CUDA).
-
-        For a communication on a CPU the call comes from a thread of the backend.
-        """
+        """Called when the op has ended (CPU, maybe in a thread of the backend) or its end is queued (CUDA)."""
         ...
 
 
@@ -71,7 +68,7 @@ class HostExecutor(Executor):
     def __init__(self, actions: Mapping[str, Action]) -> None:
         super().__init__(actions)
         self._pending: dict[str, Sequence[dist.Work]] = {}
-        self._to_record: dict[str, tuple[Recorder, Op]] = {}
+        self._to_record: dict[str, Callable[[], None]] = {}
 
     @override
     def execute(self, op: Op) -> None:
@@ -96,22 +93,18 @@ class HostExecutor(Executor):
         for work in self._pending.pop(name, ()):
             work.wait()
         if name in self._to_record:
-            recorder, op = self._to_record.pop(name)
-            recorder.ended(op)
+            self._to_record.pop(name)()
 
     def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Recorder) -> None:
         if not works:
             recorder.ended(op)
             return
-
-        def ended(_: torch.futures.Future[Any]) -> None:
-            recorder.ended(op)
-
         try:
-            works[-1].get_future().then(ended)  # pyright: ignore[reportUnknownMemberType]
+            future: torch.futures.Future[Any] = works[-1].get_future()  # pyright: ignore[reportUnknownMemberType]
+            future.then(lambda _: recorder.ended(op))
         except RuntimeError:
             # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
-            self._to_record[op.name] = recorder, op
+            self._to_record[op.name] = lambda: recorder.ended(op)
 
 
 class StreamExecutor(Executor):
@@ -163,11 +156,10 @@ class StreamExecutor(Executor):
             self._compute = current
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
-        for name in op.deps:
-            # An op of this step only: buffers that an earlier step used are free, because finish() waited for them.
-            if name in self._ended:
-                stream.wait_event(self._ended[name])
         with torch.cuda.stream(stream), record_function(op.name):
+            for name in op.deps:
+                # An op of this step only: buffers of an earlier step are free, because finish() waited for them.
+                self.wait(name)
             if self.recorder is not None:
                 self.recorder.started(op)
             for work in self._actions[op.kind](op):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -21,20 +22,18 @@ from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
 
 
+@dataclass(eq=False)
 class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step is skipped
     """Some rank has a NaN or an Inf; raised on all ranks, with nothing changed."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__(names)
-        self.names = names
+    names: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class PrefetchIsVoid(Exception):  # noqa: N818 - no error: the step is run once more
     """The device has found, on some rank, other gradients than those that were sent; the same on all ranks."""
 
-    def __init__(self, keys: frozenset[str]) -> None:
-        super().__init__(keys)
-        self.keys = keys
+    keys: frozenset[str]
 
 
 class GradientsHaveChanged(Exception):  # noqa: N818 - no error: the step is run once more
@@ -98,10 +97,11 @@ def agree_on_gradients(
 ) -> AgreedGradients | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
-    A replicated parameter that only some replicas have a gradient for gets the mean over all of them. Collective over
-    every mesh of the parameters, one after the other (one small all-reduce each in host memory, which the host waits
-    for); every rank of it must call it. Where the ranks have agreed on their gradients when these were finished
-    (``Layout.agreed``), there is no such message: what has changed since is found out together with NaN and Inf.
+    A replicated parameter that only some replicas have a gradient for gets the mean over all of them. Where the ranks
+    have agreed on their gradients when these were finished (``Layout.agreed``), there is no message: what has changed
+    since is found out together with NaN and Inf. Returns ``None`` on all ranks if any of them needs a new plan, and
+    raises on all ranks alike. Collective over every mesh of the parameters, one after the other (one small all-reduce
+    each in host memory, which the host waits for); every rank of it must call it.
 
     Args:
         plan: Meshes and names; a stale one will do.
@@ -111,24 +111,15 @@ def agree_on_gradients(
         is_stale: Whether this rank needs a new plan.
         backward_has_failed: Whether a backward pass has raised, and FSDP2 was not reset since.
         may_lack_gradients: Whether this rank knows why no parameter might have a gradient.
-
-    Returns:
-        ``None`` on all ranks if any of them needs a new plan.
-
-    Raises:
-        GradientsAreNotFinite: On all ranks, if the norm of a gradient is NaN or Inf.
-        TypeError: On all ranks, if a gradient is sparse or complex, or a partial sum that some ranks lack.
-        RuntimeError: On all ranks, if gradients are missing because a backward pass has failed.
     """
     found = LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale, backward_has_failed, may_lack_gradients)
-    is_late = plan.layout.arrives_late
     if step is not None and step.is_due and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
     if error_if_nonfinite and _is_agreed(plan, early):
         return _with_known_gradients(plan, found, findings, numbers)
-    looks = _looks_at_once(plan.device) and not is_late
+    looks = _looks_at_once(plan.device) and not plan.layout.arrives_late
     for members in plan.meshes:
         _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
     void = _void_early(findings, early, plan.layout)
@@ -137,8 +128,7 @@ def agree_on_gradients(
     if not looks and not findings.must_stop and not findings.is_stale:
         look = _Look(plan, found, early, valid, numbers, check=error_if_nonfinite)
         if look.finds_anything:
-            # A look at gradients that are on their way waits for them, on CUDA the stream.
-            deferred_check = (lambda: look.start()()) if is_late else look.start()
+            deferred_check = look.conclusion()
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -149,9 +139,8 @@ def agree_on_gradients(
         found[tensor] = _reduced_gradient(tensor)
     for tensor in findings.partly:
         _fill_in(plan.layout, tensor, found)
-    return AgreedGradients(
-        gradients=found, sent=frozenset(findings.sent), valid=valid, deferred_check=deferred_check, numbers=numbers
-    )
+    sent = frozenset(findings.sent)
+    return AgreedGradients(gradients=found, sent=sent, valid=valid, deferred_check=deferred_check, numbers=numbers)
 
 
 def _is_agreed(plan: StepPlan, early: BackwardPrefetch | None) -> bool:
@@ -169,7 +158,7 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
+        is_wrong = has and (_is_unusable(tensor) or _is_unreduced(tensor))
         is_expected = layout.agreed is not None and tensor in layout.agreed
         has_changed = has_changed or is_wrong or has is not is_expected
         if has and is_expected and not is_wrong:
@@ -177,9 +166,8 @@ def _with_known_gradients(
         elif is_expected:
             found[tensor] = torch.zeros_like(layout.local(tensor))
     look = _Look(plan, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
-    deferred_check = (lambda: look.start()()) if layout.arrives_late else look.start()
     return AgreedGradients(
-        gradients=found, deferred_check=deferred_check, numbers=numbers, is_given_up=findings.is_stale
+        gradients=found, deferred_check=look.conclusion(), numbers=numbers, is_given_up=findings.is_stale
     )
 
 
@@ -199,55 +187,48 @@ def _agree_on_mesh(
     check: bool,
     looks: bool,
 ) -> None:
-    """Add the local gradients to ``found`` and what the mesh knows to ``findings``."""
-    tensors = members.tensors
+    """Add the local gradients to ``found`` and what the mesh knows to ``findings``.
+
+    Collective over the mesh; every rank of it must call it.
+    """
+    tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
     have = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
-    unusable = [has and _is_unusable(tensor.grad) for tensor, has in zip(tensors, have, strict=True)]
+    unusable = [has and _is_unusable(tensor) for tensor, has in zip(tensors, have, strict=True)]
     unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
         if has and not bad:
             found.promise(tensor)
     nonfinite = _nonfinite(tensors, found) if check and looks else [False] * len(tensors)
-    # A rank that needs a new plan may lack the state that it would have to compare.
-    compares = looks and not findings.is_stale
-    keys, sent, void = _early_flags(early, tensors, found, compares=compares)
-    so_far = [
-        *(findings.is_stale, findings.must_stop, findings.backward_has_failed),
-        findings.may_lack_gradients or any(have),
-    ]
-    lacks = [not has for has in have]
-    flags = have, lacks, unusable, unreduced, nonfinite, sent, void, so_far
-    of_all_ranks, unused = _on_any_rank(members, step, *flags)
-    any_has, any_lacks, bad, partial, infinite, any_sent, any_void, (stale, stop, left, may_lack) = of_all_ranks
-    findings.unused += tuple(unused)
+    keys, sent, void = list[str](), list[bool](), list[bool]()
+    if early is not None:
+        keys = early.keys(set(tensors))
+        sent = [early.is_sent(key) for key in keys]
+        # A rank that needs a new plan may lack the state that it would have to compare.
+        compares = looks and not findings.is_stale
+        void = [early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
+    may_lack = findings.may_lack_gradients or any(have)
+    so_far = findings.is_stale, findings.must_stop, findings.backward_has_failed, may_lack
+
+    flags = have, [not has for has in have], unusable, unreduced, nonfinite, sent, void, so_far
+    of_any_rank, unused = _on_any_rank(members, step, *flags)
+    has_any, lacks_any, bad, partial, infinite, sent, void, (stale, stop, left, may_lack) = of_any_rank
     for tensor in unused:
         found.drop(tensor)
-    names = plan.names
-    findings.sent += tuple(key for key, count in zip(keys, any_sent, strict=True) if count)
-    findings.void += tuple(key for key, count in zip(keys, any_void, strict=True) if count)
     partly = [
-        has and lacks and tensor not in unused for tensor, has, lacks in zip(tensors, any_has, any_lacks, strict=True)
+        has and lacks and tensor not in unused for tensor, has, lacks in zip(tensors, has_any, lacks_any, strict=True)
     ]
-    bad = [one or (two and three) for one, two, three in zip(bad, partial, partly, strict=True)]
-    findings.unusable += tuple(names[tensor] for tensor, count in zip(tensors, bad, strict=True) if count)
-    findings.nonfinite += tuple(names[tensor] for tensor, count in zip(tensors, infinite, strict=True) if count)
-    findings.is_stale = findings.is_stale or stale > 0
-    findings.backward_has_failed = left > 0
-    findings.may_lack_gradients = may_lack > 0
-    findings.must_stop = findings.must_stop or stop > 0 or any(bad) or any(infinite)
-    findings.partly += tuple(tensor for tensor, is_partly in zip(tensors, partly, strict=True) if is_partly)
-    findings.unreduced += tuple(tensor for tensor, count in zip(tensors, partial, strict=True) if count)
-
-
-def _early_flags(
-    early: BackwardPrefetch | None, tensors: Sequence[Tensor], found: Gradients, *, compares: bool
-) -> tuple[list[str], list[bool], list[bool]]:
-    """The buckets of a mesh, whether this rank has sent them, and whether it knows that they are void."""
-    if early is None:
-        return [], [], []
-    keys = early.keys(set(tensors))
-    void = [early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
-    return keys, [early.is_sent(key) for key in keys], void
+    # A partial sum is reduced by all ranks, or by none.
+    bad = [one or (is_sum and some) for one, is_sum, some in zip(bad, partial, partly, strict=True)]
+    findings.unused += tuple(unused)
+    findings.sent += tuple(compress(keys, sent))
+    findings.void += tuple(compress(keys, void))
+    findings.unusable += tuple(compress(names, bad))
+    findings.nonfinite += tuple(compress(names, infinite))
+    findings.partly += tuple(compress(tensors, partly))
+    findings.unreduced += tuple(compress(tensors, partial))
+    findings.is_stale |= stale
+    findings.backward_has_failed, findings.may_lack_gradients = left, may_lack
+    findings.must_stop |= stop or any(bad) or any(infinite)
 
 
 def _on_any_rank(
@@ -278,8 +259,8 @@ def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Lay
     return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of({*averaged, *findings.unused})])
 
 
-def _is_unusable(grad: Tensor | None) -> bool:
-    return grad is not None and (grad.is_sparse or grad.is_complex())
+def _is_unusable(tensor: Tensor) -> bool:
+    return tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.is_complex())
 
 
 def _is_unreduced(tensor: Tensor) -> bool:
@@ -346,9 +327,11 @@ class _Look:
         has_changed: bool = False,
     ) -> None:
         self._plan, self._found, self._early, self._check = plan, found, early, check
-        self._has_changed = has_changed
-        self._numbers = numbers
-        self._unknown = _on_device(plan)
+        self._numbers, self._has_changed = numbers, has_changed
+        # Hyper-parameters that are tensors which the host must wait for.
+        groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
+        values = [value for group in groups.values() for value in group.values()]
+        self._unknown = [each for each in values if isinstance(each, Tensor) and each.device.type != "cpu"]
         self._keys = {
             members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
             for members in plan.meshes
@@ -359,11 +342,16 @@ class _Look:
         """Whether there is anything to find out; the same on all ranks."""
         return self._check or bool(self._unknown) or any(self._keys.values())
 
-    def start(self) -> Callable[[], None]:
-        """Begin to look at the gradients; the result waits for the device and raises.
+    def conclusion(self) -> Callable[[], None]:
+        """Waits for the device, and raises.
 
-        Collective over every mesh of the parameters; every rank of it must call it.
+        Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
+        called: a look waits for them, on CUDA the stream. Every rank of the meshes must call it.
         """
+        return (lambda: self._start()()) if self._plan.layout.arrives_late else self._start()
+
+    def _start(self) -> Callable[[], None]:
+        """Begin to look at the gradients. Collective over every mesh of the parameters; every rank must call it."""
         results: list[Tensor] = []
         stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
         changed = torch.ones_like(stop) if self._has_changed else stop
@@ -400,9 +388,8 @@ class _Look:
         findings = _Findings(is_stale=False)
         for (members, keys), counts in zip(self._keys.items(), values, strict=False):
             infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
-            names = (self._plan.names[tensor] for tensor in members.tensors)
-            findings.nonfinite += tuple(name for name, count in zip(names, infinite, strict=True) if count)
-            findings.void += tuple(key for key, count in zip(keys, void, strict=True) if count)
+            findings.nonfinite += tuple(compress((self._plan.names[tensor] for tensor in members.tensors), infinite))
+            findings.void += tuple(compress(keys, void))
             findings.must_stop |= any(infinite) or counts[-1] > 0
             if counts[-2]:
                 raise GradientsHaveChanged
@@ -411,17 +398,6 @@ class _Look:
         _raise_if_needed(findings)
         if findings.void:
             raise PrefetchIsVoid(frozenset(findings.void))
-
-
-def _on_device(plan: StepPlan) -> list[Tensor]:
-    """Hyper-parameters that are tensors which the host must wait for."""
-    groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
-    return [
-        value
-        for group in groups.values()
-        for value in group.values()
-        if isinstance(value, Tensor) and value.device.type != "cpu"
-    ]
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
@@ -452,11 +428,12 @@ def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
 
 
 def _raise_if_needed(findings: _Findings) -> None:
-    if findings.unusable:
+    names = findings.unusable
+    if names:
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise TypeError(
-            f"the gradient of {_listed(findings.unusable)} is sparse or complex, or a partial sum that only some "
-            "ranks have; ParallelMuon takes dense real ones, and partial sums only from all ranks. For an embedding, "
-            "set sparse=False"
+            f"the gradient of {listed} is sparse or complex, or a partial sum that only some ranks have; ParallelMuon "
+            "takes dense real ones, and partial sums only from all ranks. For an embedding, set sparse=False"
         )
     if findings.must_stop:
         raise GradientsAreNotFinite(findings.nonfinite or ("a parameter of another mesh",))
@@ -477,7 +454,3 @@ def _raise_if_lost(findings: _Findings) -> None:
             "batch whose backward pass has raised; with FSDP2 call model.reset_iter_state() after such an exception. "
             "A closure that returns None says that there is no loss"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -93,11 +93,6 @@ class ParallelMuon(PlannedOptimizer):
         fused = fused or {}
         super().__init__(params, from_arguments(MuonConfig, locals()), mesh=mesh, algorithm=algorithm)
 
-    @classmethod
-    def from_config(cls, params: Any, config: MuonConfig, **overrides: Any) -> ParallelMuon:
-        """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
-        return cls(params, **(vars(config) | overrides))
-
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
         return "\n".join([super().summary(), *(_decisions(self._bound.plan) if self._bound is not None else ())])
@@ -107,12 +102,8 @@ class ParallelMuon(PlannedOptimizer):
             _log.info(line)
         if not step.early_buckets:
             return None
-        return GatherPrefetch(
-            step,
-            step.early_buckets,
-            lambda: self._existing_state,
-            lambda: self._checked_groups.are_right(self.param_groups),
-        )
+        are_right = self._checked_groups.are_right
+        return GatherPrefetch(step, lambda: self._existing_state, lambda: are_right(self.param_groups))
 
 
 def _decisions(plan: StepPlan) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from itertools import zip_longest
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,23 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
-from lightning_muon.config import check_hyperparameters
+from lightning_muon.config import OptimizerConfig, check_hyperparameters
 from lightning_muon.params.layout import AxisPlacement, Layout
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 States = dict[Tensor, dict[str, Any]]
 Gradients = dict[Tensor, Tensor]
+ParamGroup = dict[str, Any]
 # Keys of the state of a parameter.
 ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MUON_STATE = frozenset({"momentum_buffer"})
-
-
-def state_keys(algorithm: str) -> frozenset[str]:
-    """What the state of a parameter on ``algorithm`` must have."""
-    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
-
-
-ParamGroup = dict[str, Any]
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
@@ -40,7 +32,13 @@ COMPARED = (
 )
 
 
-_VALUES = itemgetter(*COMPARED)
+def _values_of(group: ParamGroup) -> tuple[Any, ...]:
+    return tuple(map(group.get, COMPARED))
+
+
+def state_keys(algorithm: str) -> frozenset[str]:
+    """What the state of a parameter on ``algorithm`` must have."""
+    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
 
 
 class CheckedGroups:
@@ -55,15 +53,11 @@ class CheckedGroups:
         Values that were right the last time are not looked at again, but for tensors, which may be filled with others.
         Those on a device are not looked at, since the host would have to wait for it.
         """
-        try:
-            values = list(map(_VALUES, groups))
-        except KeyError:
-            values = []
-        for number, group in enumerate(groups):
-            is_known = number < len(values) and number < len(self._right) and values[number] == self._right[number]
-            if not is_known or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values[number]):
+        for group, right in zip_longest(groups, self._right[: len(groups)]):
+            values = _values_of(group)
+            if values != right or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values):
                 check_group_(group)
-        self._right = list(map(_VALUES, groups))
+        self._right = list(map(_values_of, groups))  # After the corrections of check_group_().
 
     def are_right(self, groups: Sequence[ParamGroup]) -> bool:
         """Whether :meth:`check` raises nothing; local."""
@@ -91,11 +85,7 @@ def check_group_(group: ParamGroup) -> None:
 
 
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
-    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
-
-    Raises:
-        ValueError: If a hyper-parameter is out of range, or a variant of AdamW that there is not.
-    """
+    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``."""
     groups = [dict(group) for group in saved]
     for group, before in zip(groups, own, strict=False):
         for key in ("amsgrad", "maximize"):
@@ -114,15 +104,10 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
 class BoundParameter:
     """A parameter, its param group, its route, and where it lives."""
 
-    tensor: torch.nn.Parameter
+    tensor: nn.Parameter
     group: ParamGroup
     route: Route
     layout: Layout
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return tuple(self.tensor.shape)
 
     @property
     def local(self) -> Tensor:
@@ -131,7 +116,7 @@ class BoundParameter:
 
     @property
     def mesh_and_placements(self) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        """As in :class:`~lightning_muon.params.layout.Layout`."""
+        """See :meth:`.Layout.mesh_and_placements`."""
         return self.layout.mesh_and_placements(self.tensor)
 
 
@@ -139,29 +124,25 @@ class BoundParameter:
 class MeshMembers:
     """Parameters that live on one mesh (``None``: local tensors)."""
 
-    mesh: DeviceMesh | None  # The mesh.
+    mesh: DeviceMesh | None
     axes: AxisGroup  # The group over all axes of it.
     host: AxisGroup  # The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
-    tensors: tuple[Tensor, ...]  # The parameters.
+    tensors: tuple[Tensor, ...]
 
 
 def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
     """Parameters by mesh, the smallest meshes first, so that what one mesh finds out reaches the larger ones.
 
     Collective over meshes of several axes the first time; every rank of them must call it.
-
-    Args:
-        tensors: Parameters; they need not be known otherwise.
-        layout: Where they lie.
     """
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
     groups: list[MeshMembers] = []
-    for home, members in found.items():
-        axes = ALONE if home is None else axis_group(home, tuple(range(home.ndim)))
-        host = axes if home is None or home.device_type == "cpu" else host_group(axes)
-        groups.append(MeshMembers(home, axes, host, tuple(members)))
+    for mesh, members in found.items():
+        axes = ALONE if mesh is None else axis_group(mesh, tuple(range(mesh.ndim)))
+        host = axes if mesh is None or mesh.device_type == "cpu" else host_group(axes)
+        groups.append(MeshMembers(mesh, axes, host, tuple(members)))
     return tuple(sorted(groups, key=lambda group: group.axes.size))
 
 
@@ -184,18 +165,16 @@ def fail_on_all_meshes(error: Exception | None, meshes: Sequence[MeshMembers]) -
 class KnownRoutes:
     """Routes that were found once, until a framework swaps parameters or a group gets another ``algorithm``."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: OptimizerConfig) -> None:
+        self._options = options
         # With the algorithm of the group that each was found for.
         self._found: dict[Tensor, tuple[str, Route]] = {}
 
     def __getitem__(self, parameter: Tensor) -> Route:
-        """The route of one of the parameters of the last :meth:`update`."""
         return self._found[parameter][1]
 
-    def update(
-        self, groups: Sequence[dict[str, Any]], module: nn.Module | None, states: States, **patterns: Any
-    ) -> bool:
-        """Look for what is not known, and return whether there was any; arguments and errors as in :func:`routes_of`.
+    def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
+        """Look for what is not known, and return whether there was any.
 
         State of parameters that are not there any more is dropped, which torch could not save, and what is left of
         another algorithm.
@@ -204,7 +183,7 @@ class KnownRoutes:
         known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
         if len(known) == len(current):
             return False
-        routes = routes_of(groups, module, **patterns)
+        routes = routes_of(groups, module, self._options)
         before, self._found = self._found, {p: known.get(p) or (now, routes[p]) for p, now in current.items()}
         for param in [param for param in states if param not in current]:
             del states[param]
@@ -214,29 +193,23 @@ class KnownRoutes:
         return True
 
 
-def routes_of(
-    groups: Sequence[dict[str, Any]],
-    module: nn.Module | None,
-    *,
-    adamw_patterns: Sequence[str],
-    muon_patterns: Sequence[str],
-    fused: Mapping[str, int | tuple[int, ...]] | None,
-) -> dict[Tensor, Route]:
-    """One route for every parameter of ``groups``.
-
-    Raises:
-        RuntimeError: If the module holds unsharded weights.
-        ValueError: If a group with ``algorithm="muon"`` has a parameter that is no matrix, or a pattern is wrong.
-    """
+def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
+    """One route for every parameter of ``groups``."""
+    patterns = {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     known: dict[Tensor, Route]
-    if module is not None:
-        by_name = route_module(module, adamw_patterns=adamw_patterns, muon_patterns=muon_patterns, fused=fused)
-        known = dict(zip(module.parameters(), by_name.values(), strict=True))
-        _refuse_unsharded(groups, known)
-    else:
+    if module is None:
         named = _named_parameters(groups)
-        by_name = route_named(named, adamw_patterns=adamw_patterns, muon_patterns=muon_patterns, fused=fused)
-        known = dict(zip(named.values(), by_name.values(), strict=True))
+        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
+    else:
+        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+        strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
+        if strangers:
+            raise RuntimeError(
+                f"{len(strangers)} sharded parameters of the optimizer, the first of shape "
+                f"{tuple(strangers[0].shape)}, are not in its module, which holds whole weights now (FSDP2: after "
+                "forward, or after an evaluation). Call module.reshard() first, or pass the module to ParallelMuon "
+                "right after fully_shard"
+            )
     routes: dict[Tensor, Route] = {}
     for group in groups:
         for parameter in group["params"]:
@@ -247,18 +220,7 @@ def routes_of(
     return routes
 
 
-def _refuse_unsharded(groups: Sequence[dict[str, Any]], known: Mapping[Tensor, Route]) -> None:
-    """Raise if the module shows whole weights where the optimizer has the shards of FSDP2."""
-    strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
-    if strangers:
-        raise RuntimeError(
-            f"{len(strangers)} sharded parameters of the optimizer, the first of shape {tuple(strangers[0].shape)}, "
-            "are not in its module, which holds whole weights now (FSDP2: after forward, or after an evaluation). Call "
-            "module.reshard() first, or pass the module to ParallelMuon right after fully_shard"
-        )
-
-
-def _named_parameters(groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
+def _named_parameters(groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
     """Parameters by the names that the user gave, or by their position."""
     named: dict[str, nn.Parameter] = {}
     for group in groups:
@@ -298,23 +260,21 @@ def check_memory(parameters: Sequence[BoundParameter]) -> None:
             )
 
 
-def warn_of_frozen_gradients(parameters: Sequence[BoundParameter]) -> None:
-    """Say once per plan, on rank 0, that the gradients of frozen parameters are not applied."""
-    found = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
-    if found and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(
-            f"{len(found)} parameters ({found[0]}, ...) have requires_grad=False and a gradient, which is not applied; "
-            "set requires_grad=True to train them, or grad=None",
-            stacklevel=4,
-        )
-
-
-def warn_of_shapes(parameters: Sequence[BoundParameter]) -> None:
-    """Say once per plan, on rank 0, that embeddings and heads cannot be told from matrices without their module."""
+def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool) -> None:
+    """Say once per plan, on rank 0, what a user may not expect of gradients and routes."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
     guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
-    if guessed and (not dist.is_initialized() or dist.get_rank() == 0):
+    if guessed and not has_module:
         warnings.warn(
             f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
             "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
+            stacklevel=4,
+        )
+    frozen = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
+    if frozen:
+        warnings.warn(
+            f"{len(frozen)} parameters ({frozen[0]}, ...) have requires_grad=False and a gradient, which is not "
+            "applied; set requires_grad=True to train them, or grad=None",
             stacklevel=4,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
-from lightning_muon.config import DtypeName, MuonConfig, from_arguments
+from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.finite import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
+from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.elementwise import adamw_step_
-from lightning_muon.optim.gradients import (
-    GradientsAreNotFinite,
-    GradientsHaveChanged,
-    PrefetchIsVoid,
-    agree_on_gradients,
-)
-from lightning_muon.optim.matrix_step import AgreedGradients, Elementwise, MatrixStep
-from lightning_muon.optim.parameters import (
-    COMPARED,
-    BoundParameter,
-    CheckedGroups,
-    KnownRoutes,
-    check_group_,
-    check_memory,
-    completed_groups,
-    fail_on_all_meshes,
-    group_by_mesh,
-    warn_of_frozen_gradients,
-    warn_of_shapes,
-)
-from lightning_muon.optim.state import CompleteStateOptimizer, StateCompletion, check_shapes, convert_
+from lightning_muon.optim.elementwise import Elementwise, adamw_step_
+from lightning_muon.optim.gradients import agree_on_gradients
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.parameters import BoundParameter
+from lightning_muon.optim.state import StateCompletion, check_shapes, convert_
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart
@@ -57,11 +42,13 @@ class Bound:
     early: BackwardPrefetch | None
 
 
-class PlannedOptimizer(CompleteStateOptimizer):
+class PlannedOptimizer(torch.optim.Optimizer):
     """An optimizer that makes one plan with all ranks at its first step, and a new one when its parameters change.
 
-    ``step()`` is collective over the meshes of the parameters; every rank of them must call it. A gradient that only
-    some ranks have counts as zero on the others; one that no rank has leaves parameter and state as they are.
+    Its state is complete from the start, though nothing is made before somebody asks for it: frameworks replace
+    parameters after the optimizer was made, so that there must be nothing for them then. ``step()`` is collective over
+    the meshes of the parameters; every rank of them must call it. A gradient that only some ranks have counts as zero
+    on the others; one that no rank has leaves parameter and state as they are.
 
     Args:
         params: As in :class:`~lightning_muon.ParallelMuon`.
@@ -81,29 +68,39 @@ class PlannedOptimizer(CompleteStateOptimizer):
         self._options = config
         self._mesh = mesh
         self._module = params if isinstance(params, nn.Module) else None
-        self._routes = KnownRoutes()
-        self._bound: Bound | None = None
-        self._checked_groups = CheckedGroups()
-        self._completion = self._own_completion()
-        self._private_groups = PrivateGroups()
-        self._layout = self._own_layout()
-        self.is_fresh = True
-        # Whether a backward pass has reached any parameter since the last step; ``None`` until the first one does.
-        self._is_reached: bool | None = None
-        self._stop_watching: Callable[[], object] | None = None
+        self._routes = parameters.KnownRoutes(config)
         self._finite_check = FiniteCheck(config.max_skipped_steps)
-        self._step_agreement: StepAgreement | None = None
+        self._forget_life(is_fresh=True)
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
-            {key: value for key, value in vars(config).items() if key in COMPARED} | defaults,
+            {key: value for key, value in vars(config).items() if key in parameters.COMPARED} | defaults,
         )
         if self._module is not None:
             self._bind_parameters()
 
+    def _forget_life(self, *, is_fresh: bool) -> None:
+        """Begin without what is not pickled: plan, layout, and what was found out about parameters."""
+        self._bound: Bound | None = None
+        self._checked_groups = parameters.CheckedGroups()
+        self._completion = self._own_completion()
+        self._private_groups = PrivateGroups()
+        self._layout = self._own_layout()
+        # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
+        self.is_fresh = is_fresh
+        # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
+        self._is_reached: bool | None = None
+        self._stop_watching: Callable[[], object] | None = None
+        self._step_agreement: StepAgreement | None = None
+
+    @classmethod
+    def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
+        """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
+        return cls(params, **(vars(config) | overrides))
+
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
         self._module = module
-        self._routes = KnownRoutes()
+        self._routes = parameters.KnownRoutes(self._options)
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now.
@@ -143,7 +140,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""
         group = self.defaults | param_group
-        check_group_(group)
+        parameters.check_group_(group)
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -161,16 +158,16 @@ class PlannedOptimizer(CompleteStateOptimizer):
                 try:
                     bound.matrix_step.run(self._received(agreed), self.state)
                     is_done = True
-                except GradientsHaveChanged:
+                except gradients.GradientsHaveChanged:
                     # Since they were finished, on some rank. Nothing has been updated yet, and now the ranks ask.
                     bound, agreed = self._begin_step(has_loss=has_loss)
-                except PrefetchIsVoid as void:
+                except gradients.PrefetchIsVoid as void:
                     # Found out on the device, with nothing changed yet: once more, without what was sent early.
                     assert bound.early is not None
                     bound.early.failed(void.keys)
                     agreed = replace(agreed, valid=frozenset(), deferred_check=None)
             self._end_step(bound, agreed)
-        except GradientsAreNotFinite as found:
+        except gradients.GradientsAreNotFinite as found:
             self._layout.forget(self._all_parameters())
             self._finite_check.observe(found.names)
         else:
@@ -190,9 +187,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that live outside of the tensors are forgotten, too."""
         super().zero_grad(set_to_none)
-        parameters = self._all_parameters()
-        self._layout.forget(parameters)
-        self._layout.forget_unreduced(parameters)
+        self._layout.forget(self._all_parameters())
+        self._layout.forget_unreduced(self._all_parameters())
 
     def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
         """The plan, which is made anew if any rank needs that, and what all ranks know of the gradients.
@@ -217,22 +213,38 @@ class PlannedOptimizer(CompleteStateOptimizer):
         if self._is_reached:
             self._is_reached = False
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As in torch, and complete: zeros are made when it is first asked for.
+
+        ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
+        parameters on the meta device, which have no final form yet, there is none.
+        """
+        if (self.is_fresh or not self._existing_state) and self._can_make_state():
+            self._complete_state()
+        return self._existing_state
+
+    @state.setter
+    def state(self, state: dict[Tensor, Any]) -> None:
+        # State without what the property adds to it.
+        self._existing_state = state if isinstance(state, defaultdict) else defaultdict[Tensor, Any](dict, state)
+
+    def _can_make_state(self) -> bool:
+        """Whether some parameters have no state, and all are such that it can be laid out like them; local."""
+        given = self._all_parameters()
+        return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
+
     def __getstate__(self) -> dict[str, Any]:
-        """As in torch, with what this class adds; the plan is made anew."""
         kept = ("_options", "_mesh", "_module", "_routes", "_finite_check")
-        return super().__getstate__() | {key: getattr(self, key) for key in kept} | {"_bound": None}
+        return super().__getstate__() | {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As in torch."""
-        super().__setstate__(state)
-        vars(self).setdefault("_private_groups", PrivateGroups())
-        vars(self).setdefault("_layout", self._own_layout())
-        vars(self).setdefault("is_fresh", False)
-        vars(self).setdefault("_is_reached", None)
-        vars(self).setdefault("_stop_watching", None)
-        vars(self).setdefault("_checked_groups", CheckedGroups())
-        vars(self).setdefault("_step_agreement", None)
-        vars(self).setdefault("_completion", self._own_completion())
+        own = dict(state)
+        if "state" in own:  # An ordinary attribute in torch.
+            self.state = own.pop("state")
+        super().__setstate__(own)
+        if "_layout" not in vars(self):  # A copy; torch's load_state_dict() calls this, too.
+            self._forget_life(is_fresh=False)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state of every parameter is there also before the first step.
@@ -241,11 +253,10 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """
         self._complete_state()
         packed = super().state_dict()
-        parameters = self._all_parameters()
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
-        convert_([(parameters[number], state) for number, state in states.items()], self._layout.saved)
-        packed["state"] = states
-        return packed
+        given = self._all_parameters()
+        convert_([(given[number], state) for number, state in states.items()], self._layout.saved)
+        return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; collective as :meth:`state_dict` is.
@@ -256,16 +267,13 @@ class PlannedOptimizer(CompleteStateOptimizer):
             ValueError: If a hyper-parameter is out of range, or a state has another shape than its parameter; nothing
                 has changed then.
         """
-        groups = completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
+        groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         check_shapes(state_dict, self.param_groups)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
-        parameters = self._all_parameters()
         states = self._existing_state
-        convert_(
-            [(parameter, states[parameter]) for parameter in parameters if parameter in states], self._layout.loaded
-        )
+        convert_([(each, states[each]) for each in self._all_parameters() if each in states], self._layout.loaded)
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -275,12 +283,11 @@ class PlannedOptimizer(CompleteStateOptimizer):
         """What else must be the same on all ranks."""
         return ""
 
-    def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
+    def _prepare(self, bound: Sequence[BoundParameter]) -> None:
         """A plan will be made for these. Collective as :meth:`step` is; every rank must call it."""
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """What is in the program of a step beside matrices and AdamW; see :func:`.make_step_plan`."""
-        del reads
         return self._layout.step_part(done)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
@@ -288,7 +295,6 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
         Collective as :meth:`step` is; every rank must call it.
         """
-        del plan, step
         return None
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
@@ -315,34 +321,23 @@ class PlannedOptimizer(CompleteStateOptimizer):
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""
-        rows = [(bound.route, bound.shape, not bound.tensor.requires_grad) for bound in self._bind_parameters()]
-        return routing_table(rows)
+        bound = self._bind_parameters()
+        return routing_table([(b.route, tuple(b.tensor.shape), not b.tensor.requires_grad) for b in bound])
 
     def _bind_parameters(self) -> list[BoundParameter]:
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
-        options = self._options
-        are_new = self._routes.update(
-            self.param_groups,
-            self._module,
-            self._existing_state,
-            adamw_patterns=options.adamw_patterns,
-            muon_patterns=options.muon_patterns,
-            fused=options.fused,
-        )
-        if are_new:
-            self._check_backends(self._all_parameters())
+        if self._routes.update(self.param_groups, self._module, self._existing_state):
+            for parameter in self._all_parameters():
+                # Raise if it lies where the groups of its mesh cannot take it from.
+                mesh, _ = self._layout.mesh_and_placements(parameter)
+                if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
+                    where = f"{self._routes[parameter].name} {tuple(parameter.shape)} is"
+                    require_backend(mesh, parameter.device, where)
         return [
             BoundParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
-
-    def _check_backends(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if parameters lie where the groups of their mesh cannot take them from; local."""
-        for parameter in parameters:
-            mesh, _ = self._layout.mesh_and_placements(parameter)
-            if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
-                require_backend(mesh, parameter.device, f"{self._routes[parameter].name} {tuple(parameter.shape)} is")
 
     def _key(self) -> tuple[Any, ...]:
         """Changes when the plan must be made anew."""
@@ -352,42 +347,41 @@ class PlannedOptimizer(CompleteStateOptimizer):
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
         options = self._options
-        meshes = group_by_mesh(self._all_parameters(), self._layout)
-        parameters: list[BoundParameter] = []
+        meshes = parameters.group_by_mesh(self._all_parameters(), self._layout)
+        bound: list[BoundParameter] = []
         error: Exception | None = None
         try:
             self._checked_groups.check(self.param_groups)
-            parameters = self._bind_parameters()
-            check_memory(parameters)
+            bound = self._bind_parameters()
+            parameters.check_memory(bound)
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
-                require_muon(parameter.route for parameter in parameters)
-            self._completion.complete(parameters, self._existing_state)
+                require_muon(parameter.route for parameter in bound)
+            self._completion.complete(bound, self._existing_state)
         except Exception as problem:
             error = problem
-        fail_on_all_meshes(error, meshes)
-        if self._module is None:
-            warn_of_shapes(parameters)
-        warn_of_frozen_gradients(parameters)
-        device = parameters[0].local.device
+        parameters.fail_on_all_meshes(error, meshes)
+        parameters.warn_of_parameters(bound, has_module=self._module is not None)
+        device = bound[0].local.device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = compute_dtype if options.wire_dtype == "auto" else _DTYPES[options.wire_dtype]
         plan_options = from_arguments(
             PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "device_type": device.type}
         )
         settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()} {plan_options}"
-        require_equal_parameters(parameters, meshes, settings)
+        require_equal_parameters(bound, meshes, settings)
+
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
         if self._stop_watching is not None:
             self._stop_watching()
-        tensors = [parameter.tensor for parameter in parameters]
+        tensors = [parameter.tensor for parameter in bound]
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
         self._is_reached = None  # Nobody has watched until now.
         self._layout.watch(tensors)
-        self._completion.agree(parameters, meshes, self._existing_state)
-        self._prepare(parameters)
-        plan = make_step_plan(parameters, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
+        self._completion.agree(bound, meshes, self._existing_state)
+        self._prepare(bound)
+        plan = make_step_plan(bound, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
         step = MatrixStep(
             plan,
             look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,
@@ -400,7 +394,7 @@ class PlannedOptimizer(CompleteStateOptimizer):
         return self._bound
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> AgreedGradients | None:
-        is_trainable = any(param.requires_grad for group in self.param_groups for param in group["params"])
+        given = self._all_parameters()
         return agree_on_gradients(
             bound.plan,
             bound.early,
@@ -412,7 +406,8 @@ class PlannedOptimizer(CompleteStateOptimizer):
             # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.
             may_lack_gradients=(
                 self._is_reached is not False
-                or not (has_loss and is_trainable and self._layout.holds_whole_models(self._all_parameters()))
+                or not (has_loss and any(each.requires_grad for each in given))
+                or not self._layout.holds_whole_models(given)
             ),
         )
 

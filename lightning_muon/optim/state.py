@@ -1,12 +1,10 @@
-"""State of the parameters of a ParallelMuon: created for all of them at once, and as a checkpoint has it."""
+"""State of the parameters of an optimizer: created for all of them at once, and as a checkpoint has it."""
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import contains, is_
 from typing import Any
 
@@ -18,9 +16,6 @@ from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum
 from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.optim.parameters import ADAMW_STATE, MUON_STATE, BoundParameter, MeshMembers, States, state_keys
-
-# What is laid out like the parameter.
-MOMENTS = MUON_STATE | ADAMW_STATE - {"step"}
 
 
 def zero_state(parameter: BoundParameter) -> dict[str, Any]:
@@ -34,6 +29,7 @@ class StateCompletion:
     """Zero state in the place of what is missing, on all ranks alike; ``states`` are those of an optimizer."""
 
     def __init__(self) -> None:
+        # What the parameters of the plan must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
         # The states that were complete, and those of them that must have a key, by this key.
         self._known: list[dict[str, Any]] = []
@@ -76,7 +72,7 @@ class StateCompletion:
 
         Collective over the meshes of the parameters; every rank of them must call it.
         """
-        lost: list[Tensor] = []
+        lost: dict[Tensor, None] = {}
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
         local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
@@ -84,17 +80,17 @@ class StateCompletion:
         for members in meshes:
             if members.host.group is not None:
                 everyone = gather(has_made, members.host.group)
-                lost += [t for name, t in local.items() if len({each[name] for each in everyone if name in each}) > 1]
+                for name, tensor in local.items():
+                    if len({each[name] for each in everyone if name in each}) > 1:
+                        lost[tensor] = None
                 made = [tensor in self._made for tensor in members.tensors]
                 counts = torch.tensor(made, dtype=torch.int32, device="cpu")
                 start_all_reduce_sum(counts, members.host).wait()
                 is_lost = read_flags((counts > 0).logical_and(counts < members.host.size))
-                lost += [tensor for tensor, one in zip(members.tensors, is_lost, strict=True) if one]
-        lost = list(dict.fromkeys(lost))
-        if lost:
-            for tensor in lost:
-                states.pop(tensor, None)
-            self.complete(parameters, states)
+                lost |= dict.fromkeys(compress(members.tensors, is_lost))
+        for tensor in lost:
+            states.pop(tensor, None)
+        self.complete(parameters, states)
         self._made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
         self._known, self._having = list(states.values()), {}
@@ -103,58 +99,10 @@ class StateCompletion:
                 self._having.setdefault(key, []).append(states[tensor])
         if lost and dist.get_rank() == 0:
             warnings.warn(
-                f"some ranks had no optimizer state for {len(lost)} parameters ({names[lost[0]]}, ...), so all "
-                "ranks begin with zeros for them; clear or load state on all ranks alike",
+                f"some ranks had no optimizer state for {len(lost)} parameters ({names[next(iter(lost))]}, ...), so "
+                "all ranks begin with zeros for them; clear or load state on all ranks alike",
                 stacklevel=2,
             )
-
-
-class CompleteStateOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer whose state is complete from the start, though nothing is made before somebody asks for it.
-
-    Frameworks replace parameters after the optimizer was made, so that there must be nothing for them then.
-
-    Attributes:
-        is_fresh: Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
-    """
-
-    is_fresh: bool
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """As in torch, and complete: zeros are made when it is first asked for.
-
-        ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
-        parameters on the meta device, which have no final form yet, there is none.
-        """
-        if (self.is_fresh or not self._existing_state) and self._can_make_state():
-            self._complete_state()
-        return self._existing_state
-
-    @state.setter
-    def state(self, state: dict[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._replace_state(state)
-
-    def _replace_state(self, state: dict[Tensor, Any]) -> None:
-        # State without what the property adds to it.
-        self._existing_state = state if isinstance(state, defaultdict) else defaultdict[Tensor, Any](dict, state)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As in torch, where the state is an ordinary attribute."""
-        own = dict(state)
-        if "state" in own:
-            self._replace_state(own.pop("state"))
-        super().__setstate__(own)
-
-    def _can_make_state(self) -> bool:
-        """Whether some parameters have no state, and all are such that it can be laid out like them; local."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        has_all = all(parameter in self._existing_state for parameter in parameters)
-        return not has_all and not any(parameter.is_meta for parameter in parameters)
-
-    @abstractmethod
-    def _complete_state(self) -> None:
-        """Make the state that parameters lack; local."""
 
 
 def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -164,7 +112,8 @@ def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     """
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
-            for key in sorted(MOMENTS & state_dict["state"].get(number, {}).keys()):
+            saved_keys = state_dict["state"].get(number, {}).keys()
+            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"}) & saved_keys):
                 shape = tuple(getattr(state_dict["state"][number][key], "shape", ()))
                 if shape != tuple(parameter.shape):
                     name = group["param_names"][place] if "param_names" in group else f"parameter {number}"

@@ -53,26 +53,19 @@ def _train(
 
 def _compare(mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None]) -> list[str]:
     """Names of weights that differ from those of a step without any overlap."""
-    expected = _train(mesh_shape, {"overlap": "off"}, backward)
-    return [
-        f"{options} {name}"
-        for options in variants
-        for name, weight in _train(mesh_shape, options, backward).items()
-        if not torch.equal(weight, expected[name])
-    ]
-
-
-def _compare_as_on_cuda(backward: Callable[..., None]) -> list[str]:
-    """As :func:`_compare`; then once more with a host that sees no gradient before Newton-Schulz is under way."""
-    mesh_shape = (dist.get_world_size(),)
-    different = _compare(mesh_shape, [EARLY], backward)
+    expected, different = _train(mesh_shape, {"overlap": "off"}, backward), list[str]()
+    for options in variants:
+        weights = _train(mesh_shape, options, backward)
+        different += [f"{options} {name}" for name in weights if not torch.equal(weights[name], expected[name])]
+    # Once more with a host that sees no gradient before Newton-Schulz is under way, as on CUDA.
     with mock.patch.object(gradients, "_looks_at_once", return_value=False):
-        return different + _compare(mesh_shape, [EARLY], backward)
+        weights = _train(mesh_shape, EARLY, backward)
+    return [*different, *(name for name in weights if not torch.equal(weights[name], expected[name]))]
 
 
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__.strip("_"))
 def test_early_gathers_give_the_weights_of_a_serial_step(gloo: ProcessPool, backward: Callable[..., None]) -> None:
-    for differences in gloo.run(_compare_as_on_cuda, backward, world_size=3):
+    for differences in gloo.run(_compare, (3,), [EARLY], backward, world_size=3):
         assert differences == []
 
 

@@ -71,7 +71,8 @@ class _Wire:
 
 
 def _start(transfer: Transfer, leg: Leg) -> Any:
-    return leg.start(send=transfer.sent(leg), receive=transfer.received(leg), group=transfer.axes)
+    send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
+    return leg.start(send=send, receive=receive, group=transfer.axes)
 
 
 def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: int) -> dict[str, Any]:
@@ -85,16 +86,16 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
     ):
         for number, taken in enumerate(group.plan.buckets):
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
-            transfer = Transfer(BucketPieces(group, taken), pool, ("0", "0"))
+            transfer = Transfer(BucketPieces(group, taken), pool, {"gather": "0", "scatter": "0"})
             pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
             for work in _start(transfer, transfer.pieces.gather) if "gather" in kinds else ():
                 work.wait()
-            matrices = [torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned]
+            matrices = {job: torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned}
             transfer.unpack(matrices)
-            for job, matrix in zip(transfer.owned, matrices, strict=True):
+            for job, matrix in matrices.items():
                 is_right &= torch.equal(matrix, full[group.jobs.index(job)])
-            transfer.pack_updates([2 * matrix for matrix in matrices])
+            transfer.pack_updates({job: 2 * matrix for job, matrix in matrices.items()})
             for work in _start(transfer, transfer.pieces.scatter) if "scatter" in kinds else ():
                 work.wait()
             updates = transfer.updates()

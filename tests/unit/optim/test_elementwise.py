@@ -31,10 +31,6 @@ def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
         assert float(state["step"]) == 4
 
 
-def test_no_parameters_are_no_step() -> None:
-    adamw_step_([], [], [], {"betas": (0.9, 0.999)})
-
-
 def _between(tensor: torch.Tensor) -> torch.Tensor:
     """In columns of a wider tensor of ones."""
     wide = torch.ones(*tensor.shape[:-1], 2 * tensor.shape[-1] + 3)
