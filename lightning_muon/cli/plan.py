@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_muon.cli.plan_model import (
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_report import plan_as_dict, plan_as_text, plan_zero2, section
-from lightning_muon.cli.plan_strategies import CompareOptions, Outcome, choice_of, compare_strategies, wire_itemsize
+from lightning_muon.cli.plan_report import plan_as_dict, plan_as_text, section, zero2_table, zero2_ways
+from lightning_muon.cli.plan_strategies import CompareOptions, choice_of, compare_strategies
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
@@ -40,17 +40,15 @@ strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
 def plan_command(args: Sequence[str], *, cli_class: Callable[[], type[Any]]) -> None:
     """Run ``lightning-muon plan``; a failure ends the process with a message.
 
-    Args:
-        args: What follows ``plan`` on the command line.
-        cli_class: Gives ``LightningCLI`` of the installed package; called for ``--config`` only.
+    ``cli_class`` gives ``LightningCLI`` of the installed package; it is called for ``--config`` only.
     """
-    options = _parser().parse_args(args)
+    arguments = _parser().parse_args(args)
     was_collecting = gc.isenabled()
     # The plan of thousands of ranks has millions of small objects without cycles; looking for some takes a third of the
     # time.
     gc.disable()
     try:
-        _run(options, cli_class)
+        sys.stdout.write(_plan(arguments, cli_class))
     except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
         raise SystemExit(f"lightning-muon plan: {error}") from error
     finally:
@@ -58,7 +56,8 @@ def plan_command(args: Sequence[str], *, cli_class: Callable[[], type[Any]]) -> 
             gc.enable()
 
 
-def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> None:
+def _plan(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> str:
+    """Plan, write the files that are asked for, and return the report."""
     planned = _read_model(arguments, cli_class)
     model = with_fused(planned.shapes, dict(arguments.fused))
     if arguments.stack_shard_dim is not None:
@@ -67,39 +66,32 @@ def _run(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> N
         write_shapes(model, arguments.write_shapes)
     mesh = _mesh(arguments, planned)
     options = _options(arguments, planned.optimizer, model, mesh)
-    links = None
+    links, zero2 = None, []
+    choice, outcomes = None, []
     if planned.flexdemo is not None:
         links = slow_links(model, mesh, planned.flexdemo, compute_seconds=arguments.compute_seconds)
-    outcomes = _outcomes(planned.flexdemo, model, mesh, options)
+        if planned.flexdemo.base == "muon":
+            # Nodes do not share matrices: every one of them divides all among its own ranks.
+            outcomes = compare_strategies(model, replace(mesh, replicate=1), options)
+    else:
+        outcomes = compare_strategies(model, mesh, options)
+        zero2 = zero2_ways(model, mesh, options.cost, node_ranks=arguments.node_ranks)
+        if arguments.config is not None:
+            choice = choice_of(planned.optimizer, model, mesh, options)
     if arguments.draw and not outcomes:
         raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     for path in arguments.draw:
         timelines = {outcome.name: outcome.timeline for outcome in outcomes}
         draw_timelines(timelines, path, title=f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
-    choice = None
-    if arguments.config is not None and links is None:
-        choice = choice_of(planned.optimizer, model, mesh, options)
-    zero2 = plan_zero2(model, mesh, options.cost, node_ranks=arguments.node_ranks) if links is None else None
     if arguments.json:
         found = slow_links_as_dict(links) if links is not None else None
         plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=found)
-        text = json.dumps(plan | {"zero2": zero2.to_dict() if zero2 is not None else None}) + "\n"
-    else:
-        shown = slow_links_as_text(links) if links is not None else ""
-        text = plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown)
-        if zero2 is not None:
-            text = f"{text}\n{section('Gradients and values with sharding=zero2, one step', zero2.to_text())}\n"
-    sys.stdout.write(text)
-
-
-def _outcomes(
-    flexdemo: FlexDeMoConfig | None, model: ModelShapes, mesh: Mesh, options: CompareOptions
-) -> list[Outcome]:
-    """All strategies of Newton-Schulz; none for an optimizer that has none."""
-    if flexdemo is None:
-        return compare_strategies(model, mesh, options)
-    # Nodes do not share matrices: every one of them divides all among its own ranks.
-    return compare_strategies(model, replace(mesh, replicate=1), options) if flexdemo.base == "muon" else []
+        return json.dumps(plan | {"zero2": zero2 or None}) + "\n"
+    shown = slow_links_as_text(links) if links is not None else ""
+    text = plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown)
+    if zero2:
+        text += f"\n{section('Gradients and values with sharding=zero2, one step', zero2_table(zero2))}\n"
+    return text
 
 
 def _read_model(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> PlannedModel:
@@ -110,21 +102,21 @@ def _read_model(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]
         planned = PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=None)
     if arguments.flexdemo is None:
         return planned
-    base = FlexDeMoConfig() if planned.flexdemo is None else planned.flexdemo
-    return replace(planned, flexdemo=config_from_words(arguments.flexdemo, base))
+    return replace(planned, flexdemo=config_from_words(arguments.flexdemo, planned.flexdemo or FlexDeMoConfig()))
 
 
 def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
-    replicate = arguments.replicate if arguments.replicate is not None else planned.replicate
-    shard = arguments.shard if arguments.shard is not None else planned.shard
-    if shard is None and arguments.config is not None:
-        raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
     # An exchange between nodes takes two of them.
     fewest = 1 if planned.flexdemo is None else 2
-    mesh = Mesh(replicate=fewest if replicate is None else replicate, shard=_DEFAULT_SHARD if shard is None else shard)
-    for name, size in (("--replicate", mesh.replicate), ("--shard", mesh.shard)):
+    mesh = Mesh(
+        replicate=_first(arguments.replicate, planned.replicate, fewest),
+        shard=_first(arguments.shard, planned.shard, _DEFAULT_SHARD if arguments.config is None else None),
+    )
+    if mesh.shard is None:
+        raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
+    for name, size in asdict(mesh).items():
         if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+            raise ValueError(f"--{name} must be at least 1, got {size}")
     if mesh.size > MOST_RANKS:
         raise ValueError(
             f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}; choose a smaller "
@@ -133,19 +125,27 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel) -> Mesh:
     return mesh
 
 
+def _first(*values: Any) -> Any:
+    """The first value that is given."""
+    return next((value for value in values if value is not None), None)
+
+
 def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> CompareOptions:
-    for name in ("wire_bytes", "chunk_bytes", "ns_steps", "buffer_bytes", "node_ranks"):
+    smallest = {"wire_bytes": 1, "chunk_bytes": 1, "ns_steps": 1, "buffer_bytes": 1, "node_ranks": 1, "look_ahead": 0}
+    for name, least in smallest.items():
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     seconds = arguments.compute_seconds
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"--compute-seconds must be finite and above 0, got {seconds}")
+    # On CUDA, where "auto" is bfloat16.
+    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
     return CompareOptions(
-        ns_steps=optimizer.ns_steps if arguments.ns_steps is None else arguments.ns_steps,
-        wire_itemsize=wire_itemsize(optimizer) if arguments.wire_bytes is None else arguments.wire_bytes,
-        chunk_bytes=optimizer.chunk_bytes if arguments.chunk_bytes is None else arguments.chunk_bytes,
-        look_ahead=optimizer.look_ahead if arguments.look_ahead is None else arguments.look_ahead,
+        ns_steps=_first(arguments.ns_steps, optimizer.ns_steps),
+        wire_itemsize=_first(arguments.wire_bytes, 4 if wire_dtype == "float32" else 2),
+        chunk_bytes=_first(arguments.chunk_bytes, optimizer.chunk_bytes),
+        look_ahead=_first(arguments.look_ahead, optimizer.look_ahead),
         buffer_bytes=arguments.buffer_bytes,
         cost=_cost_model(arguments, model, mesh),
     )

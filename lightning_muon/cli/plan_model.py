@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lightning_muon.config import MuonConfig, nearest
+from lightning_muon.config import MuonConfig, unknown_option
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -52,17 +52,10 @@ class PlannedModel:
 
 
 def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
-    """Read a YAML file and build its model on the meta device, without a Trainer.
+    """Read what ``lightning-muon fit --config`` takes and build its model on the meta device, without a Trainer.
 
-    A model that needs real tensors in its constructor is built on the CPU.
-
-    Args:
-        path: What ``lightning-muon fit --config`` takes.
-        cli_class: ``LightningCLI`` of the installed package.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If LightningCLI refuses it; names the file.
+    A model that needs real tensors in its constructor is built on the CPU. ``cli_class`` is the ``LightningCLI`` of the
+    installed package.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}")
@@ -72,13 +65,30 @@ def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
         # The parser has printed its usage and ends the process; what it says does not name the file.
         raise ValueError(f"{path}: {error.__context__ or 'LightningCLI does not accept it, see above'}") from error
     trainer = cli.config["fit"].as_dict().get("trainer") or {}
-    options = _options(trainer.get("strategy"), source=str(path))
-    config = options.config
+    strategy = trainer.get("strategy")
+    arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
+    known = ("optimizer", *(field.name for field in fields(MeshSizes)))
+    given = {key: arguments[key] for key in known if arguments.get(key) is not None}
+    options = Options.from_mapping(given, source=str(path))
+    config = FlexDeMoConfig() if strategy == _FLEXDEMO else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
     optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
-    replicate, shard = _mesh_sizes(options.mesh_sizes, trainer)
+    # As far as the file determines the mesh without looking at a machine.
+    asked, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes")
+    if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+        replicate, shard = asked.resolve(num_nodes=nodes, num_processes=devices)
+    else:
+        replicate, shard = (size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size))
     shapes = shapes_of(cli.model, optimizer, name=f"{type(cli.model).__name__} ({path.name})", source=str(path))
     return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
+
+
+def muon_part(config: FlexDeMoConfig) -> MuonConfig:
+    """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
+    shared = {field.name for field in fields(MuonConfig)} & {field.name for field in fields(FlexDeMoConfig)}
+    # FlexDeMo's is of the buckets that travel between nodes.
+    taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
+    return MuonConfig(**taken, dedupe="never")
 
 
 def shapes_of(module: nn.Module, optimizer: MuonConfig, *, name: str, source: str) -> ModelShapes:
@@ -118,9 +128,19 @@ def _model_only(cli_class: type[Any]) -> type[Any]:
             """No random numbers are needed."""
 
         def instantiate_classes(self) -> None:
-            parser = self._parser("fit")
             only_model = type(self.config)(model=self.config["fit"]["model"])
-            self.model = _on_meta_device(lambda: _configured(parser.instantiate_classes(only_model)["model"]))
+
+            def build() -> nn.Module:
+                model = self._parser("fit").instantiate_classes(only_model)["model"]
+                model.configure_model()
+                return model
+
+            try:
+                with torch.device("meta"):
+                    self.model = build()
+            except Exception:
+                # Whatever a constructor does with numbers fails on tensors that have none.
+                self.model = build()
 
         def _run_subcommand(self, subcommand: str) -> None:
             """Nothing is trained."""
@@ -128,50 +148,8 @@ def _model_only(cli_class: type[Any]) -> type[Any]:
     return ModelOnlyCLI
 
 
-def _configured(model: Any) -> nn.Module:
-    """The model with the layers that ``configure_model`` makes."""
-    model.configure_model()
-    return model
-
-
-def _on_meta_device(build: Callable[[], nn.Module]) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return build()
-    except Exception:
-        # Whatever a constructor does with numbers fails on tensors that have none.
-        return build()
-
-
-def _options(strategy: Any, *, source: str) -> Options:
-    """The optimizer and the sizes of the mesh that a strategy of a YAML file asks for."""
-    if strategy == _FLEXDEMO:
-        return Options(optimizer=FlexDeMoConfig())
-    arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
-    known = ("optimizer", *(field.name for field in fields(MeshSizes)))
-    given = {key: arguments[key] for key in known if arguments.get(key) is not None}
-    return Options.from_mapping(given, source=source)
-
-
-def _mesh_sizes(asked: MeshSizes, trainer: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Sizes of the mesh, as far as the file determines them without looking at a machine."""
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
-    if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
-        return asked.resolve(num_nodes=nodes, num_processes=devices)
-    replicate, shard = (size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size))
-    return replicate, shard
-
-
 def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:
-    """Divide the weights whose names match a pattern into logical matrices.
-
-    Args:
-        model: Shapes.
-        fused: Shell pattern -> sizes of the parts along dimension 0, or one number: so many equal parts.
-
-    Raises:
-        ValueError: If a pattern matches no matrix, or its parts do not make up the weight.
-    """
+    """Divide the weights whose names match a shell pattern into parts of these sizes, or into one number of parts."""
     parameters = list(model.parameters)
     for pattern, parts in fused.items():
         matched = [
@@ -180,18 +158,19 @@ def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelS
         if not matched:
             raise ValueError(f"fused pattern {pattern!r} matches no matrix of {model.name}")
         for i in matched:
-            sizes = _part_sizes(parameters[i], parts)
-            reason = f"{parameters[i].reason}, {len(sizes)} fused"
-            parameters[i] = replace(parameters[i], splits=sizes, split_dim=0, reason=reason)
+            weight, sizes = parameters[i], tuple(parts)
+            if len(parts) == 1:
+                (number,) = parts
+                if number < 1 or weight.shape[0] % number:
+                    raise ValueError(f"{weight.name} {weight.shape} cannot be divided into {number} equal parts")
+                sizes = (weight.shape[0] // number,) * number
+            reason = f"{weight.reason}, {len(sizes)} fused"
+            parameters[i] = replace(weight, splits=sizes, split_dim=0, reason=reason)
     return replace(model, parameters=tuple(parameters))
 
 
 def with_stacks_cut_along(model: ModelShapes, dim: int) -> ModelShapes:
-    """Shard stacks along another dimension than the one that counts matrices.
-
-    Raises:
-        ValueError: If there are no stacks, or they have no such dimension.
-    """
+    """Shard stacks along another dimension than the one that counts matrices."""
     if not any(parameter.kind == "stack" for parameter in model.parameters):
         raise ValueError(f"{model.name} has no stacks of matrices that could be cut along dimension {dim}")
     return replace(
@@ -199,73 +178,29 @@ def with_stacks_cut_along(model: ModelShapes, dim: int) -> ModelShapes:
     )
 
 
-def _part_sizes(parameter: ParameterShape, parts: Sequence[int]) -> tuple[int, ...]:
-    size = parameter.shape[0]
-    if len(parts) > 1:
-        return tuple(parts)
-    (number,) = parts
-    if number < 1 or size % number:
-        raise ValueError(f"{parameter.name} {parameter.shape} cannot be divided into {number} equal parts")
-    return (size // number,) * number
-
-
 def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoConfig:
-    """``base`` with other values.
-
-    Args:
-        words: ``key=value``: fields of the config, ``replicator=NAME``, and fields of the replicator.
-        base: What the words leave out.
-
-    Raises:
-        ValueError: If a word has another form, or a key or a name that there is not; names the nearest right one.
-    """
-    values = dict(_split(word) for word in words)
-    named = values.pop("replicator", None)
-    kind: type[Any] = type(base.replicator) if named is None else _named(str(named))
-    own = [field.name for field in fields(kind)]
-    known = ("replicator", *_KEYS, *own)
-    for key in values:
-        if key not in known:
-            raise ValueError(
-                f"--flexdemo has no key {key!r}{_nearest(key, known)}; with {kind.__name__} there are "
-                f"{', '.join(known)}"
-            )
-    options = {key: values.pop(key) for key in own if key in values}
-    try:
-        replicator = kind(**options) if named is not None else replace(cast(Any, base.replicator), **options)
-    except TypeError as error:
-        raise ValueError(f"--flexdemo replicator={kind.__name__}: {error}; its options are {', '.join(own)}") from error
-    return replace(base, replicator=replicator, **values)
-
-
-def muon_part(config: FlexDeMoConfig) -> MuonConfig:
-    """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
-    shared = {field.name for field in fields(MuonConfig)} & {field.name for field in fields(FlexDeMoConfig)}
-    # FlexDeMo's is of the buckets that travel between nodes.
-    taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
-    return MuonConfig(**taken, dedupe="never")
-
-
-def _split(word: str) -> tuple[str, Any]:
-    key, equals, text = word.partition("=")
-    if not (key and equals and text):
-        raise ValueError(f"--flexdemo takes KEY=VALUE, such as top_k=8, got {word!r}")
-    try:
-        return key, ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return key, text
-
-
-def _named(name: str) -> type[Any]:
-    """The replicator of that class name."""
+    """``base`` with other values: ``key=value`` of its fields, ``replicator=NAME``, and fields of the replicator."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (key and equals and text):
+            raise ValueError(f"--flexdemo takes KEY=VALUE, such as top_k=8, got {word!r}")
+        try:
+            values[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[key] = text
     known = {kind.__name__: kind for kind in _REPLICATORS}
+    name = str(values.pop("replicator", type(base.replicator).__name__))
     if name not in known:
-        raise ValueError(
-            f"--flexdemo knows no replicator {name!r}{_nearest(name, list(known))}; there are {', '.join(known)}"
-        )
-    return known[name]
-
-
-def _nearest(wrong: str, right: Sequence[str]) -> str:
-    found = nearest(wrong, right)
-    return "" if found is None else f" (did you mean {found!r}?)"
+        raise ValueError(f"--flexdemo replicator={name}: {unknown_option(name, list(known))}")
+    own = [field.name for field in fields(known[name])]
+    options = {key: values.pop(key) for key in own if key in values}
+    for key in values:
+        if key not in _KEYS:
+            raise ValueError(f"--flexdemo {key}: {unknown_option(key, ('replicator', *_KEYS, *own))}")
+    is_named = any(word.startswith("replicator=") for word in words)
+    try:
+        replicator = known[name](**options) if is_named else replace(cast(Any, base.replicator), **options)
+    except TypeError as error:
+        raise ValueError(f"--flexdemo replicator={name}: {error}; its options are {', '.join(own)}") from error
+    return replace(base, replicator=replicator, **values)

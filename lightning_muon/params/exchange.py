@@ -21,7 +21,8 @@ from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import sharing_pays
-from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]
 
@@ -160,12 +161,10 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
     for number, (ranks, matrices) in enumerate(group_matrices(parameters, options)):
         specs = matrix_specs(matrices)
         plan = plan_step(
-            specs,
-            num_ranks=ranks.size,
+            sharded_matrices(specs, ranks.replica_of),
             itemsize=options.itemsize,
             chunk_bytes=options.chunk_bytes,
             strategy=options.assignment,
-            replica_of=ranks.replica_of,
             loads=loads_so_far(ranks, planned, options.itemsize),
             key_prefix=f"{number}.",
             ranks=(ranks.rank,),

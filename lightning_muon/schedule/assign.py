@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
-from lightning_muon.schedule.program import UNASSIGNED, Op, Program
+from lightning_muon.schedule.traffic import Owners
 
 Strategy = Literal["round_robin", "lpt", "redundant"]
 Load = tuple[int, int]
@@ -15,66 +15,42 @@ Load = tuple[int, int]
 
 
 def assign_owners(
-    program: Program,
+    buckets: Sequence[Sequence[int]],
     *,
     costs: Sequence[int],
     sizes: Sequence[int],
     sole_holders: Sequence[int | None],
     loads: Sequence[Load],
     strategy: Strategy,
-) -> Program:
-    """Divide the op of each bucket among the ranks; a rank that gets nothing of it has no op.
+) -> list[Owners]:
+    """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks do already.
 
     A matrix that lies on one rank alone stays there and counts in that rank's load before all others are assigned.
-
-    Args:
-        program: One unassigned op per bucket.
-        costs: FLOPs of each matrix.
-        sizes: Bytes of each matrix; they break ties between equal loads.
-        sole_holders: For each matrix the rank that has all of it, or None.
-        loads: What each rank has to do already.
-        strategy: ``"lpt"``: :func:`longest_first` bucket by bucket with loads that add up, then
-            :func:`~.exchange.even_out` on the last buckets, which no later bucket can even out. ``"round_robin"``: the
-            i-th matrix to rank ``i % num_ranks``. ``"redundant"``: every matrix to every rank, as where all ranks
-            gather all momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
+    ``"lpt"``: :func:`longest_first` bucket by bucket with loads that add up, then :func:`even_out` on the last buckets,
+    which no later bucket can even out. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
+    every rank, as where all ranks gather all momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
     loads = list(loads)
-    buckets = program[UNASSIGNED]
-    for matrix in (item for op in buckets for item in op.items):
-        holder = sole_holders[matrix]
+    for cost, holder in zip(costs, sole_holders, strict=True):
         if holder is not None:
-            loads[holder] = (loads[holder][0] + costs[matrix], loads[holder][1])
-    owners: list[dict[int, int]] = []
-    turn = 0
-    for op in buckets:
-        shared = [item for item in op.items if sole_holders[item] is None]
-        if strategy == "lpt":
-            owners.append(longest_first(costs, sizes, loads, taken=shared))
-        else:
-            owners.append({matrix: (turn + place) % len(loads) for place, matrix in enumerate(shared)})
-            turn += len(shared)
-    if strategy == "lpt":
-        even_out(owners[-EVENED_BUCKETS:], costs, sizes, loads)
-    assigned: Program = {rank: [] for rank in range(len(loads))}
-    for op, owner_of in zip(buckets, owners, strict=True):
-        if strategy == "redundant" and owner_of:
-            everyone = dict.fromkeys(assigned, op.items)
-        else:
-            everyone = _by_owner(op, owner_of, sole_holders)
-        for rank, items in everyone.items():
-            cost = op.cost if items is op.items else sum(costs[item] for item in items)
-            assigned[rank].append(replace(op, rank=rank, items=items, cost=cost))
-    return assigned
-
-
-def _by_owner(op: Op, owner_of: dict[int, int], sole_holders: Sequence[int | None]) -> dict[int, tuple[int, ...]]:
-    owned: dict[int, list[int]] = {}
-    for matrix in op.items:
-        holder = sole_holders[matrix]
-        owned.setdefault(owner_of[matrix] if holder is None else holder, []).append(matrix)
-    return {rank: tuple(items) for rank, items in owned.items()}
+            loads[holder] = (loads[holder][0] + cost, loads[holder][1])
+    shared = [[matrix for matrix in bucket if sole_holders[matrix] is None] for bucket in buckets]
+    owners: list[Owners] = [() if holder is None else (holder,) for holder in sole_holders]
+    if strategy == "redundant":
+        everyone = tuple(range(len(loads)))
+        for matrix in chain.from_iterable(shared):
+            owners[matrix] = everyone
+    elif strategy == "round_robin":
+        for turn, matrix in enumerate(chain.from_iterable(shared)):
+            owners[matrix] = (turn % len(loads),)
+    else:
+        assigned = [longest_first(costs, sizes, loads, taken=bucket) for bucket in shared]
+        even_out(assigned[-EVENED_BUCKETS:], costs, sizes, loads)
+        for matrix, owner in chain.from_iterable(each.items() for each in assigned):
+            owners[matrix] = (owner,)
+    return owners
 
 
 def longest_first(
@@ -82,7 +58,7 @@ def longest_first(
 ) -> dict[int, int]:
     """Give each job, dearest first, to the rank with the least load so far; a rank is within 4/3 of the optimum.
 
-    Takes ``O(n log n)`` for n jobs and ranks.
+    Takes ``O(n log n)`` for n jobs and ranks. Source: Graham 1969, Bounds on multiprocessing timing anomalies.
 
     Args:
         costs: FLOPs of every job.
@@ -92,8 +68,6 @@ def longest_first(
 
     Returns:
         Job index -> rank, the same on every rank.
-
-    Source: Graham 1969, Bounds on multiprocessing timing anomalies.
     """
     heap = [(*load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -124,29 +98,24 @@ class _Exchange(NamedTuple):
 
 
 def even_out(
-    owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[tuple[int, int]]
+    owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]
 ) -> None:
-    """Relieve the busiest rank by the exchange that helps most, again and again, until none does.
+    """Relieve the busiest rank by the exchange that helps most, again and again, until none does; all in place.
 
     A matrix goes to another rank, alone or in exchange for a cheaper matrix of the same bucket; then both ranks have
     less to do than the busiest had. The order is fixed, so all ranks that plan come to the same owners.
-
-    Args:
-        owners: For each bucket its matrices and their owners. Updated in place.
-        costs: FLOPs of every matrix.
-        sizes: Bytes of every matrix.
-        loads: FLOPs and bytes of every rank. Updated in place.
     """
     compared = 0
     while compared < MOST_COMPARISONS:
         busiest = max(range(len(loads)), key=lambda rank: (loads[rank][0], -rank))
-        best: _Exchange | None = None
+        found: list[_Exchange] = []
         for number, bucket in enumerate(owners):
             for matrix in [matrix for matrix, owner in bucket.items() if owner == busiest]:
                 compared += len(bucket)
-                best = min(filter(None, (best, _best_exchange(number, bucket, matrix, costs, loads))), default=None)
-        if best is None:
+                found += _exchanges(number, bucket, matrix, costs, loads)
+        if not found:
             return
+        best = min(found)
         moves = [(best.matrix, busiest, best.rank), (best.other, best.rank, busiest)]
         for matrix, source, target in moves[: 1 if best.other < 0 else 2]:
             loads[source] = (loads[source][0] - costs[matrix], loads[source][1] - sizes[matrix])
@@ -154,19 +123,16 @@ def even_out(
             owners[best.bucket][matrix] = target
 
 
-def _best_exchange(
-    number: int, bucket: dict[int, int], matrix: int, costs: Sequence[int], loads: Sequence[tuple[int, int]]
-) -> _Exchange | None:
-    """What takes most load from the owner of ``matrix`` without making another rank as busy."""
+def _exchanges(
+    number: int, bucket: dict[int, int], matrix: int, costs: Sequence[int], loads: Sequence[Load]
+) -> list[_Exchange]:
+    """All that take load from the owner of ``matrix`` without making another rank as busy."""
     load = loads[bucket[matrix]][0]
     idlest = min(range(len(loads)), key=lambda rank: (loads[rank][0], rank))
     partners = [(idlest, -1, costs[matrix])]
     partners += [(rank, other, costs[matrix] - costs[other]) for other, rank in bucket.items()]
-    return min(
-        (
-            _Exchange(max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
-            for rank, other, relief in partners
-            if 0 < relief < load - loads[rank][0]
-        ),
-        default=None,
-    )
+    return [
+        _Exchange(max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
+        for rank, other, relief in partners
+        if 0 < relief < load - loads[rank][0]
+    ]

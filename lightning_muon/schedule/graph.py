@@ -30,17 +30,13 @@ class Graph:
     """All ops of a program, and what they wait for."""
 
     ops: list[Op]  # Of all ranks.
-    nodes: list[Node]  # See `Node`.
+    nodes: list[Node]
     node_of: list[int]  # Node of each op.
     # For each op the ops of its rank that must end before: those of `deps`, and the one before in its lane.
     waits: list[list[int]]
 
     def order(self) -> Iterator[int]:
-        """Nodes, each behind all that it waits for.
-
-        Raises:
-            DeadlockError: Some can never begin. Those before them have been given by then.
-        """
+        """Nodes, each behind all that it waits for; ends with a :class:`DeadlockError` if some can never begin."""
         missing = [node.num_members - len(node.ops) for node in self.nodes]
         for op, before in enumerate(self.waits):
             missing[self.node_of[op]] += len(before)
@@ -84,26 +80,29 @@ class Graph:
 
 
 def build_graph(program: Program) -> Graph:
-    """Read off what waits for what.
-
-    Raises:
-        ValueError: A rank has two ops of one name, an op depends on one that its rank does not have, or the group of a
-            communication is wrong.
-    """
+    """Read off what waits for what; a ``ValueError`` says which names, dependencies or groups are wrong."""
     ops = [op for listed in program.values() for op in listed]
     nodes: list[Node] = []
     node_of: list[int] = []
-    matches = Communications()
-    shared: dict[tuple[str, str, int], int] = {}
+    groups = Groups()
+    shared: dict[tuple[str, str, frozenset[int]], int] = {}
     for index, op in enumerate(ops):
-        key = matches.key(op)
-        place = len(nodes) if key is None else shared.setdefault(key, len(nodes))
+        place = len(nodes)
+        if len(op.group) > 1:
+            kind = SEND if op.kind == RECV else op.kind
+            place = shared.setdefault((kind, op.key, groups.of(op)), place)
         if place == len(nodes):
             nodes.append(Node([], len(op.group) or 1, []))
-        nodes[place].ops.append(index)
+        members = nodes[place].ops
+        if members and op.kind in (SEND, RECV):
+            first = ops[members[0]]
+            if len(members) > 1 or first.rank == op.rank or first.kind == op.kind:
+                raise ValueError(
+                    f"{where(op)} is no message with {where(first)}: one rank sends and the other receives; use another "
+                    "key for each message"
+                )
+        members.append(index)
         node_of.append(place)
-        if key is not None and len(nodes[place].ops) > len(op.group):
-            raise ValueError(f"{where(op)} is not the only op of its rank in this communication; use another key")
     waits: list[list[int]] = []
     for listed in program.values():
         waits += _waits_of_rank(listed, first=len(waits))
@@ -134,42 +133,23 @@ def _waits_of_rank(ops: list[Op], first: int) -> list[list[int]]:
     return waits
 
 
-class Communications:
-    """Tells which ops of different ranks are one communication, without comparing long groups again and again."""
+class Groups:
+    """The ranks of each communication as a set, made once for each tuple: those of thousands of ranks are long."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, int] = {}
-        self._by_value: dict[frozenset[int], int] = {}
-        # An id stays valid while its tuple lives.
-        self._groups: list[tuple[int, ...]] = []
-        self._members: list[frozenset[int]] = []
+        # By identity; ids stay valid while the program lives.
+        self._known: dict[int, frozenset[int]] = {}
 
-    def group_number(self, op: Op) -> int:
-        """Equal for two ops just if their groups have the same ranks.
-
-        Raises:
-            ValueError: The op's own rank is not in its group, or a rank is in it twice.
-        """
-        number = self._by_id.get(id(op.group))
-        if number is None:
-            members = frozenset(op.group)
+    def of(self, op: Op) -> frozenset[int]:
+        """Raises a ``ValueError`` if the op's own rank is not in its group, or a rank is in it twice."""
+        members = self._known.get(id(op.group))
+        if members is None:
+            members = self._known[id(op.group)] = frozenset(op.group)
             if len(members) != len(op.group):
                 raise ValueError(f"{where(op)} has a rank twice in its group {op.group[:NAMED]}")
-            number = self._by_value.setdefault(members, len(self._members))
-            if number == len(self._members):
-                self._members.append(members)
-            self._by_id[id(op.group)] = number
-            self._groups.append(op.group)
-        if op.rank not in self._members[number]:
+        if op.rank not in members:
             raise ValueError(f"{where(op)} is a communication of ranks {op.group[:NAMED]}, to which it does not belong")
-        return number
-
-    def key(self, op: Op) -> tuple[str, str, int] | None:
-        """Equal for the ops of one communication; None for what a rank does alone."""
-        if len(op.group) < 2:
-            return None
-        kind = SEND if op.kind == RECV else op.kind
-        return kind, op.key, self.group_number(op)
+        return members
 
 
 def where(op: Op) -> str:

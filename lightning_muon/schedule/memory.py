@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from lightning_muon.schedule.program import Op, Program
 
-_Alive = list[tuple[int, list[int]]]
-_Structure = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def rank_peaks(program: Program) -> dict[int, Peak]:
     """
     with_result = {op.name for ops in program.values() for op in ops if op.memory}
     # Ranks run the same ops with different sizes, so what may be alive together is found once for all of them.
-    known: dict[_Structure, _Alive] = {}
+    known: dict[object, list[tuple[int, list[int]]]] = {}
     peaks: dict[int, Peak] = {}
     for rank, ops in program.items():
         structure = tuple((op.name, op.lane, op.deps) for op in ops)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from lightning_muon.schedule.assign import Load, Strategy, assign_owners
-from lightning_muon.schedule.buckets import fill_buckets, insert_communication, owners_of
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
-from lightning_muon.schedule.passes import choose_lanes
-from lightning_muon.schedule.program import NEWTON_SCHULZ, UNASSIGNED, Op, Program
+from lightning_muon.schedule.matrix_shards import ShardedMatrices
+from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE, Op, Program
+from lightning_muon.schedule.traffic import Owners, Traffic, count_elements
 
-__all__ = ["MatrixSpec", "MuonPlan", "newton_schulz_ops", "plan_step"]
+# Gradients, momenta and weights are counted as float32.
+STATE_ITEMSIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class MuonPlan:
 
     # For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the strategy
     # `"redundant"`.
-    owners: tuple[tuple[int, ...], ...]
+    owners: tuple[Owners, ...]
     # The matrices of each bucket, in the order in which backward finishes them; those of a bucket travel together.
     # Buckets of matrices that lie on one rank alone come first.
     buckets: tuple[tuple[int, ...], ...]
@@ -36,85 +37,158 @@ class MuonPlan:
 
 
 def plan_step(
-    specs: Sequence[MatrixSpec],
+    matrices: ShardedMatrices,
     *,
-    num_ranks: int,
     itemsize: int,
     chunk_bytes: int,
     strategy: Strategy = "lpt",
-    replica_of: Sequence[int] | None = None,
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
-    keep_idle: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
     """Assign owners and buckets, from sizes alone, so that every rank makes the same plan.
 
-    Composes the passes ``bucket``, ``assign_owners``, ``insert_communication`` and ``choose_lanes``. The program is
-    serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
+    The program is serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
 
     Args:
-        specs: In the order of the forward pass; buckets are filled from the last one.
-        num_ranks: Size of the exchange group.
+        matrices: In the order of the forward pass; buckets are filled from the last one.
         itemsize: Bytes of an element on the wire.
-        chunk_bytes: Bound of what an average owner holds of a bucket, see :func:`~.buckets.bucket`.
+        chunk_bytes: Bound of what an average owner holds of a bucket, see :func:`fill_buckets`.
         strategy: Who owns what, see :func:`~.assign.assign_owners`.
-        replica_of: Replica of each rank. Sharded over all ranks: all 0 (the default). Replicated: each rank its own.
-            A (replicate, shard) grid: the index along the replicate axis.
         loads: FLOPs and bytes that each rank has to do already, for example for other exchange groups.
         key_prefix: In front of the bucket number in the keys of the ops.
-        keep_idle: Also list the ops of buckets that do not travel on ranks that hold nothing of them. Without them the
-            lists of the ranks differ; for simulations of thousands of ranks.
         ranks: Whose ops to list, at least one; all by default. A rank that runs the plan needs only its own.
     """
-    where = sharded_matrices(specs, [0] * num_ranks if replica_of is None else replica_of)
-    loads = [(0, 0)] * num_ranks if loads is None else loads
-    _check_arguments(num_ranks, chunk_bytes, num_replica_entries=where.num_ranks, num_loads=len(loads))
-    sizes = [spec.numel * itemsize for spec in specs]
-    sole_holders = where.sole_holders()
-    bucketed = fill_buckets(
-        newton_schulz_ops(specs),
-        sizes=sizes,
-        sole_holders=sole_holders,
-        num_owners=1 if strategy == "redundant" else num_ranks,
-        chunk_bytes=chunk_bytes,
-        key_prefix=key_prefix,
+    num_ranks = matrices.num_ranks
+    costs = [spec.flops for spec in matrices.specs]
+    sizes = [spec.numel * itemsize for spec in matrices.specs]
+    sole_holders = [shards.sole_holder for shards in matrices.shards]
+    buckets = fill_buckets(
+        sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, chunk_bytes=chunk_bytes
     )
-    assigned = assign_owners(
-        bucketed,
-        costs=[spec.flops for spec in specs],
+    owners = assign_owners(
+        buckets,
+        costs=costs,
         sizes=sizes,
         sole_holders=sole_holders,
-        loads=loads,
+        loads=[(0, 0)] * num_ranks if loads is None else loads,
         strategy=strategy,
     )
-    return MuonPlan(
-        owners=tuple(owners_of(assigned, len(specs))),
-        buckets=tuple(op.items for op in bucketed[UNASSIGNED]),
-        flops=tuple(sum(op.cost for op in assigned[rank]) for rank in range(num_ranks)),
-        program=choose_lanes(
-            insert_communication(
-                assigned, where, itemsize=itemsize, buckets=bucketed[UNASSIGNED], keep_idle=keep_idle, ranks=ranks
-            )
-        ),
+    shares = [_shares(bucket, owners, costs) for bucket in buckets]
+    flops = [0] * num_ranks
+    for rank, (_, cost) in chain.from_iterable(by_rank.items() for by_rank in shares):
+        flops[rank] += cost
+    traffic = [count_elements({matrix: owners[matrix] for matrix in bucket}, matrices) for bucket in buckets]
+    # A plan none of whose gathers moves anything (replicated parameters) has no gathers, and one none of whose scatters
+    # does (every rank owns everything) has no scatters.
+    wire = _Wire(
+        group=tuple(range(num_ranks)),
+        itemsize=itemsize,
+        has_replicas=len(set(matrices.replica_of)) > 1,
+        has_gathers=any(any(each.gather_received) for each in traffic),
+        has_scatters=any(any(received) for each in traffic for received in each.scatter_received),
     )
+    program: Program = {rank: [] for rank in (range(num_ranks) if ranks is None else ranks)}
+    for number, (bucket, by_rank, moved) in enumerate(zip(buckets, shares, traffic, strict=True)):
+        travels = sole_holders[bucket[0]] is None
+        for rank, ops in program.items():
+            items, cost = by_rank.get(rank, ((), 0))
+            work = Op(kind=NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
+            ops += _around(work, bucket, moved, wire, travels=travels)
+    return MuonPlan(owners=tuple(owners), buckets=tuple(buckets), flops=tuple(flops), program=program)
 
 
-def _check_arguments(num_ranks: int, chunk_bytes: int, *, num_replica_entries: int, num_loads: int) -> None:
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
-    if num_replica_entries != num_ranks:
-        raise ValueError(f"replica_of has {num_replica_entries} entries for {num_ranks} ranks; give one per rank")
-    if num_loads != num_ranks:
-        raise ValueError(f"loads has {num_loads} entries for {num_ranks} ranks; give (FLOPs, bytes) for each rank")
+def fill_buckets(
+    sizes: Sequence[int], sole_holders: Sequence[int | None], *, num_owners: int, chunk_bytes: int
+) -> list[tuple[int, ...]]:
+    """Indices of the matrices of each bucket, the last matrix first: backward finishes gradients about in this order.
+
+    A bucket is closed when it has at least one matrix for each owner and the next one would take it above
+    ``num_owners * chunk_bytes``: what an *average* owner holds of a bucket is bounded by ``chunk_bytes``, but for
+    matrices that are larger. Where all ranks own all matrices, ``num_owners`` is 1, and the bound is that of a bucket.
+
+    Matrices that lie on one rank alone come first, in buckets of their own, with at most ``chunk_bytes`` per rank: each
+    rank fills its own sequence of buckets, so that all ranks have work in bucket after bucket.
+    """
+    resident: list[list[int]] = []
+    travelling: list[list[int]] = []
+    # Sole holder, or None -> number of the bucket that is being filled, and its matrices and bytes so far.
+    state: dict[int | None, tuple[int, int, int]] = {}
+    for matrix in reversed(range(len(sizes))):
+        holder = sole_holders[matrix]
+        buckets, least = (travelling, num_owners) if holder is None else (resident, 1)
+        number, count, filled = state.get(holder, (0, 0, 0))
+        if count >= least and filled + sizes[matrix] > least * chunk_bytes:
+            number, count, filled = number + 1, 0, 0
+        state[holder] = (number, count + 1, filled + sizes[matrix])
+        if number == len(buckets):
+            buckets.append([])
+        buckets[number].append(matrix)
+    return [tuple(bucket) for bucket in (*resident, *travelling)]
 
 
-def newton_schulz_ops(specs: Sequence[MatrixSpec]) -> Program:
-    """One unassigned op per matrix, the last matrix first: backward finishes their gradients about in this order."""
-    order = range(len(specs) - 1, -1, -1)
-    return {
-        UNASSIGNED: [
-            Op(kind=NEWTON_SCHULZ, key=str(index), rank=UNASSIGNED, cost=specs[index].flops, items=(index,))
-            for index in order
-        ]
-    }
+def _shares(
+    bucket: Sequence[int], owners: Sequence[Owners], costs: Sequence[int]
+) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Rank -> the matrices of a bucket that it owns, and their FLOPs."""
+    everyone = owners[bucket[0]]
+    if len(everyone) > 1:
+        return dict.fromkeys(everyone, (tuple(bucket), sum(costs[matrix] for matrix in bucket)))
+    owned: dict[int, list[int]] = {}
+    for matrix in bucket:
+        owned.setdefault(owners[matrix][0], []).append(matrix)
+    return {rank: (tuple(items), sum(costs[matrix] for matrix in items)) for rank, items in owned.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wire:
+    """What the transfers of a plan have in common."""
+
+    group: tuple[int, ...]
+    itemsize: int
+    has_replicas: bool
+    has_gathers: bool
+    has_scatters: bool
+
+
+def _around(work: Op, bucket: tuple[int, ...], moved: Traffic, wire: _Wire, *, travels: bool) -> list[Op]:
+    """Momentum, gather, Newton-Schulz, scatter and update of one bucket on one rank, each of which needs the one before.
+
+    Every rank gets all of them, even with nothing to do: a collective needs all ranks.
+    """
+    key, rank, itemsize = work.key, work.rank, wire.itemsize
+    held, packed = moved.held[rank], moved.gather_sent[rank] * itemsize
+    updates = sum(sent[rank] for sent in moved.scatter_sent) * itemsize
+    # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
+    momentum_bytes = 3 * STATE_ITEMSIZE * held + packed
+    ops = [Op(kind=MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
+    if wire.has_gathers and travels:
+        moves = [(moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)]
+        ops.append(_transfer(GATHER, ops[-1], bucket, moves, wire))
+    # What came is read and the wholes are written; of the updates, what goes is read and written.
+    work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
+    ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
+    if wire.has_scatters and travels:
+        moves = [(sent[rank], got[rank]) for sent, got in zip(moved.scatter_sent, moved.scatter_received, strict=True)]
+        ops.append(_transfer(SCATTER, ops[-1], bucket, moves, wire))
+    # The update is read, the weight is read and written.
+    update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * held
+    ops.append(Op(kind=UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
+    return ops
+
+
+def _transfer(kind: str, before: Op, bucket: tuple[int, ...], moves: Sequence[tuple[int, int]], wire: _Wire) -> Op:
+    """Of ``moves``, elements sent and received, within the replica and between replicas."""
+    sent, received = (sum(column) * wire.itemsize for column in zip(*moves, strict=True))
+    return Op(
+        kind=kind,
+        key=before.key,
+        rank=before.rank,
+        deps=(before.name,),
+        lane=TRANSFER,
+        bytes=max(sent, received),
+        axis_bytes=tuple(max(pair) * wire.itemsize for pair in moves) if wire.has_replicas else (),
+        memory=received,
+        items=bucket,
+        group=wire.group,
+    )

@@ -1,8 +1,8 @@
-"""Passes over finished programs: lanes, the order of issue, and waiting for a blocked host."""
+"""Passes over finished programs: the order of issue, and waiting for a blocked host."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_muon.schedule.memory import peak_memory
@@ -14,58 +14,32 @@ from lightning_muon.schedule.program import (
     NEWTON_SCHULZ,
     SCATTER,
     STEP_KINDS,
-    TRANSFER,
     UPDATE,
     Op,
     Program,
 )
 
 
-def choose_lanes(program: Program, transfer_kinds: Collection[str] = (GATHER, SCATTER)) -> Program:
-    """Put ops of the given kinds on the transfer lane and all others on the compute lane."""
-    return {
-        rank: [_on(TRANSFER if op.kind in transfer_kinds else COMPUTE, op) for op in ops]
-        for rank, ops in program.items()
-    }
-
-
-def _on(lane: str, op: Op) -> Op:
-    return op if op.lane == lane else replace(op, lane=lane)
-
-
-def prefetch(
-    program: Program, look_ahead: int, memory_bytes: int | None = None, *, scatter_buffers: int = 2
-) -> Program:
+def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
-    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
-    Newton-Schulz and scatter of k, update of k - 1, momentum and gather of k + look_ahead. With 0 the program is left
-    as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues behind the
-    scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
+    ``program`` has for each rank the ops of its buckets in canonical order, and any number of ``adamw`` ops. Momentum
+    and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
+    Newton-Schulz and scatter of k, the update of an earlier bucket, momentum and gather of k + look_ahead. With 0 the
+    program is left as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1
+    queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
-    There are buffers for ``look_ahead`` gathers and for ``scatter_buffers`` scatters, so momentum k waits for
-    Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - scatter_buffers; the update behind scatter k is
-    that of k - scatter_buffers + 1. With more than two, a rank does not wait at once for the slowest owner of the last
-    bucket. "k - 1" is the bucket before in the list, whatever its key.
+    There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
+    for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s; the update behind scatter k is that of
+    k - s + 1. "k - 1" is the bucket before in the list, whatever its key.
 
-    Args:
-        program: For each rank the ops of its buckets in canonical order, and any number of ``adamw`` ops.
-        look_ahead: Number of buckets whose gather may be on its way.
-        memory_bytes: Upper bound of the buffers of each rank (see :func:`~.memory.peak_memory`). ``look_ahead`` is
-            lowered on all ranks alike until they fit, and ``scatter_buffers`` with it, but not below 2.
-        scatter_buffers: Number of buckets whose updates may be on their way, at least 2.
-
-    Raises:
-        ValueError: The buffers do not fit even if ``look_ahead`` is 1, or the program has ops of other kinds.
+    Where the buffers of a rank (see :func:`~.memory.peak_memory`) exceed ``memory_bytes``, ``look_ahead`` is lowered on
+    all ranks alike until they fit.
     """
-    if look_ahead < 0:
-        raise ValueError(f"look_ahead must be at least 0, got {look_ahead}")
-    if scatter_buffers < 2:
-        raise ValueError(f"scatter_buffers must be at least 2, got {scatter_buffers}")
     while True:
         issued = program
         if look_ahead:
-            issued = {rank: _issue_ahead(ops, look_ahead, scatter_buffers) for rank, ops in program.items()}
+            issued = {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()}
         if memory_bytes is None:
             return issued
         peak = peak_memory(issued)
@@ -77,7 +51,6 @@ def prefetch(
                 f"memory_bytes is {memory_bytes}; raise it or lower chunk_bytes"
             )
         look_ahead -= 1
-        scatter_buffers = min(scatter_buffers, max(2, look_ahead))
 
 
 def scatter_buffers_for(look_ahead: int) -> int:
@@ -85,13 +58,23 @@ def scatter_buffers_for(look_ahead: int) -> int:
     return max(2, look_ahead)
 
 
-def _issue_ahead(ops: Sequence[Op], look_ahead: int, scatter_buffers: int) -> list[Op]:
-    others, buckets = _by_bucket(ops)
+def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
+    adamw: list[Op] = []
+    by_key: dict[str, dict[str, Op]] = {}
+    for op in ops:
+        if op.kind == ADAMW:
+            adamw.append(op)
+        elif op.kind in STEP_KINDS:
+            by_key.setdefault(op.key, {})[op.kind] = op
+        else:
+            raise ValueError(f"prefetch does not know where to put {op.name} of rank {op.rank}; add it afterwards")
+    buckets = list(by_key.values())
+    scatter_buffers = scatter_buffers_for(look_ahead)
     delay = scatter_buffers - 1
     issued: list[Op] = []
     for bucket in buckets[:look_ahead]:
         issued += _present(bucket, MOMENTUM, GATHER)
-    issued += others
+    issued += adamw
     for number, bucket in enumerate(buckets):
         issued += _present(bucket, NEWTON_SCHULZ, SCATTER)
         if number >= delay:
@@ -100,9 +83,9 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int, scatter_buffers: int) -> li
             issued += _present(buckets[number + look_ahead], MOMENTUM, GATHER)
     for bucket in buckets[-delay:]:
         issued += _present(bucket, UPDATE)
-    after = _buffer_deps(buckets, MOMENTUM, NEWTON_SCHULZ, look_ahead)
-    after |= _buffer_deps(buckets, NEWTON_SCHULZ, UPDATE, scatter_buffers)
-    return [replace(op, deps=(*op.deps, after[op.name])) if op.name in after else op for op in issued]
+    frees = _buffer_deps(buckets, MOMENTUM, NEWTON_SCHULZ, look_ahead)
+    frees |= _buffer_deps(buckets, NEWTON_SCHULZ, UPDATE, scatter_buffers)
+    return [replace(op, deps=(*op.deps, frees[op.name])) if op.name in frees else op for op in issued]
 
 
 def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, distance: int) -> dict[str, str]:
@@ -112,19 +95,6 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
         for earlier, later in zip(buckets, buckets[distance:], strict=False)
         if kind in later and frees in earlier
     }
-
-
-def _by_bucket(ops: Sequence[Op]) -> tuple[list[Op], list[dict[str, Op]]]:
-    others: list[Op] = []
-    buckets: dict[str, dict[str, Op]] = {}
-    for op in ops:
-        if op.kind == ADAMW:
-            others.append(op)
-        elif op.kind in STEP_KINDS:
-            buckets.setdefault(op.key, {})[op.kind] = op
-        else:
-            raise ValueError(f"prefetch does not know where to put {op.name} of rank {op.rank}; add it afterwards")
-    return others, list(buckets.values())
 
 
 def _present(bucket: Mapping[str, Op], *kinds: str) -> list[Op]:
@@ -147,10 +117,3 @@ def host_order(program: Program) -> Program:
                 op = replace(op, deps=(*op.deps, last))
             ordered[rank].append(op)
     return ordered
-
-
-def with_adamw(program: Program, bytes_per_rank: Mapping[int, int] | Sequence[int]) -> Program:
-    """Put an ``adamw`` op with these bytes of memory traffic behind each rank's ops, as an optimizer does it."""
-    return {
-        rank: [*ops, Op(kind=ADAMW, key="0", rank=rank, bytes=bytes_per_rank[rank])] for rank, ops in program.items()
-    }

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
+# Lanes.
 COMPUTE = "compute"
 TRANSFER = "transfer"
+
+# Kinds of messages: `send[key]` on one rank and `recv[key]` on the other, with the same two ranks as group, are one
+# communication.
 SEND = "send"
 RECV = "recv"
-"""``send[key]`` on one rank and ``recv[key]`` on the other, with the same two ranks as group, are one communication."""
-UNASSIGNED = -1
-"""Rank of ops that no rank has been chosen for yet."""
 
 # Phases, in their order. What belongs to backward and has not run when the step begins, runs then.
 IN_BACKWARD = "in backward"
 IN_STEP = "in step"
 
 # Conditions, each of which holds for some keys in a step; equal on all ranks that share an op.
-GRADIENTS = "gradients"
-"""Some parameter of the bucket has a gradient."""
-SENT = "sent"
-"""Some rank has sent the bucket during backward, so that all ranks do."""
-VALID = "valid"
-"""The bucket was sent during backward, with what the step would send. Implies ``SENT``."""
+GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
+SENT = "sent"  # Some rank has sent the bucket during backward, so that all ranks do.
+VALID = "valid"  # The bucket was sent during backward, with what the step would send. Implies `SENT`.
+# Whether the step may change anything is known only when `check` has waited for it: for a device, for example.
 DEFERRED = "deferred"
-"""Whether the step may change anything is known only when ``check`` has waited for it: for a device, for example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,52 +92,38 @@ def branch(program: Program, facts: Facts) -> Program:
 
 def without_absent(program: Program) -> Program:
     """Ops that have run: they depend on nothing that has not, and have no conditions."""
-    return {rank: _unconditional(ops) for rank, ops in program.items()}
-
-
-def _unconditional(ops: Sequence[Op]) -> list[Op]:
-    names = {op.name for op in ops}
-    return [
-        op
-        if not op.when and not op.unless and names.issuperset(op.deps)
-        else replace(op, deps=tuple(name for name in op.deps if name in names), when=(), unless=())
-        for op in ops
-    ]
+    chosen: Program = {}
+    for rank, ops in program.items():
+        names = {op.name for op in ops}
+        chosen[rank] = [
+            op
+            if not op.when and not op.unless and names.issuperset(op.deps)
+            else replace(op, deps=tuple(name for name in op.deps if name in names), when=(), unless=())
+            for op in ops
+        ]
+    return chosen
 
 
 # Kinds of the ops of an optimizer step.
-MOMENTUM = "momentum"
-"""Update the momentum of the local pieces of a bucket and pack what goes to the owners."""
-GATHER = "gather"
-"""Bring the pieces to the owners."""
-NEWTON_SCHULZ = "newton_schulz"
-"""Unpack, orthogonalize the owned matrices, and pack the updates."""
-SCATTER = "scatter"
-"""Bring the updates back to the ranks that hold the pieces."""
-UPDATE = "update"
-"""Weight decay and update of the local pieces of the weights."""
-EARLY_MOMENTUM = "early_momentum"
-"""As ``MOMENTUM``, during backward; changes no state, so that it can be thrown away."""
-EARLY_GATHER = "early_gather"
-"""As ``GATHER``, during backward."""
+MOMENTUM = "momentum"  # Update the momentum of the local pieces of a bucket and pack what goes to the owners.
+GATHER = "gather"  # Bring the pieces to the owners.
+NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
+SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
+UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
+EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so that it can be thrown away.
+EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
+# Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid.
 CHECK = "check"
-"""Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid."""
-ADAMW = "adamw"
-"""AdamW for some of the parameters that are no matrices."""
+ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
+# Sum the gradients of a bucket of replicated parameters on the ranks that update them.
 REDUCE_SCATTER = "reduce_scatter"
-"""Sum the gradients of a bucket of replicated parameters on the ranks that update them."""
-ALL_GATHER = "all_gather"
-"""Bring the new values of a bucket of replicated parameters to all ranks."""
-ENCODE = "encode"
-"""Add the gradients of a bucket to the residuals, and choose what other nodes get of them."""
-EXCHANGE = "exchange"
-"""Send that to the other nodes."""
+ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
+ENCODE = "encode"  # Add the gradients of a bucket to the residuals, and choose what other nodes get of them.
+EXCHANGE = "exchange"  # Send that to the other nodes.
+# As `ENCODE` and `EXCHANGE`, during backward; changes no residual, so that it can be thrown away.
 EARLY_EXCHANGE = "early_exchange"
-"""As ``ENCODE`` and ``EXCHANGE``, during backward; changes no residual, so that it can be thrown away."""
-SETTLE = "settle"
-"""Subtract from the residuals of a bucket what was sent."""
-DECODE = "decode"
-"""Merge what all nodes have sent of a bucket into updates."""
+SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
+DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 EARLY_KINDS = {EARLY_MOMENTUM: MOMENTUM, EARLY_GATHER: GATHER}
 """What runs during backward in the place of which op of the step."""

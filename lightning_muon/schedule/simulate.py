@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from lightning_muon.schedule.cost import CostModel
@@ -31,11 +33,6 @@ class RankSummary:
     # Most bytes of results at one time; a result lives from the start of its op to the end of its last user.
     peak_bytes: int
 
-    @property
-    def hidden(self) -> float:
-        """Share of the transfers that ran behind arithmetic; 1 if there were none."""
-        return 1 - self.exposed_seconds / self.transfer_seconds if self.transfer_seconds else 1.0
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -51,15 +48,10 @@ class Timeline:
     @cached_property
     def ranks(self) -> dict[int, RankSummary]:
         """What became of each rank's time."""
-        # Ranks that do the same share one list.
-        found = {
-            id(spans): _summary(spans, self.makespan) for spans in {id(s): s for s in self.spans.values()}.values()
-        }
+        # Ranks that do the same may share one list.
+        distinct = {id(spans): spans for spans in self.spans.values()}
+        found = {number: _summary(spans, self.makespan) for number, spans in distinct.items()}
         return {rank: found[id(spans)] for rank, spans in self.spans.items()}
-
-    def of_all_ranks(self, like: Mapping[int, int]) -> Timeline:
-        """The timeline of all ranks, from one of :func:`merge_equal_ranks`."""
-        return Timeline({rank: self.spans[kept] for rank, kept in like.items()})
 
     @property
     def idle(self) -> float:
@@ -82,11 +74,8 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
     """Run the program on paper.
 
     An op begins when the one before it in its lane and all of its ``deps`` have ended and, for a communication, when
-    that holds on all ranks of its group. A communication takes as long as its slowest member. Takes time in the number
-    of ops and dependencies.
-
-    Raises:
-        DeadlockError: Ops wait for each other; the message names them.
+    that holds on all ranks of its group. A communication takes as long as its slowest member. Raises
+    :class:`~.graph.DeadlockError` where ops wait for each other. Takes time in the number of ops and dependencies.
     """
     graph = build_graph(program)
     start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
@@ -97,53 +86,40 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
         for later in node.after:
             if start[later] < ended:
                 start[later] = ended
-    spans: dict[int, list[Span]] = {}
-    first = 0
-    for rank, ops in program.items():
-        nodes = graph.node_of[first : first + len(ops)]
-        spans[rank] = [Span(op, start[node], end[node]) for op, node in zip(ops, nodes, strict=True)]
-        first += len(ops)
-    return Timeline(spans)
+    spans = (Span(op, start[node], end[node]) for op, node in zip(graph.ops, graph.node_of, strict=True))
+    return Timeline({rank: list(islice(spans, len(ops))) for rank, ops in program.items()})
 
 
 def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
     """Keep one rank of those that do the same all the time, so that thousands of ranks are simulated quickly.
 
-    Communications of all ranks become communications of those that are left. As equal ranks run at equal times, the
-    timeline stays what it was.
-
-    Returns:
-        The smaller program, and for each rank the one in it that does the same.
+    Communications become those of the ranks that are left; as equal ranks run at equal times, the timeline stays what it
+    was. Also returns, for each rank, the one that does the same.
     """
-    first_like: dict[tuple[tuple[object, ...], ...], int] = {}
-    like: dict[int, int] = {}
-    for rank, ops in program.items():
-        # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.
-        pattern = tuple(
-            (op.kind, op.key, op.cost, op.lane, op.deps, op.bytes, op.axis_bytes, op.memory, id(op.group)) for op in ops
+    first_like: dict[object, int] = {}
+    # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.
+    like = {
+        rank: first_like.setdefault(
+            tuple((op.name, op.cost, op.lane, op.deps, op.bytes, op.axis_bytes, op.memory, id(op.group)) for op in ops),
+            rank,
         )
-        like[rank] = first_like.setdefault(pattern, rank)
-    kept = set(like.values())
-    members: dict[int, tuple[int, ...]] = {}
-    merged: Program = {}
-    for rank in sorted(kept):
-        merged[rank] = []
-        for op in program[rank]:
-            if id(op.group) not in members:
-                members[id(op.group)] = tuple(member for member in op.group if member in kept)
-            merged[rank].append(replace(op, group=members[id(op.group)]))
-    return merged, like
+        for rank, ops in program.items()
+    }
+    kept = {rank: program[rank] for rank in first_like.values()}
+    groups = {id(op.group): op.group for ops in kept.values() for op in ops}
+    members = {number: tuple(rank for rank in group if rank in kept) for number, group in groups.items()}
+    return {rank: [replace(op, group=members[id(op.group)]) for op in ops] for rank, ops in kept.items()}, like
 
 
 def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:
-    compute = _union((span.start, span.end) for span in spans if span.op.lane == COMPUTE)
-    transfers = _union((span.start, span.end) for span in spans if span.op.lane != COMPUTE)
-    compute_seconds, transfer_seconds = _total(compute), _total(transfers)
+    compute_seconds = _covered(span for span in spans if span.op.lane == COMPUTE)
+    transfer_seconds = _covered(span for span in spans if span.op.lane != COMPUTE)
     return RankSummary(
         compute_seconds=compute_seconds,
         idle=1 - compute_seconds / makespan if makespan else 0.0,
         transfer_seconds=transfer_seconds,
-        exposed_seconds=transfer_seconds - _overlap(compute, transfers),
+        # Not below or above what is possible, whatever is rounded.
+        exposed_seconds=min(max(_covered(spans) - compute_seconds, 0.0), transfer_seconds),
         peak_bytes=_peak_bytes(spans, makespan),
     )
 
@@ -165,29 +141,10 @@ def _peak_bytes(spans: Sequence[Span], makespan: float) -> int:
     return most
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points in disjoint intervals, in order."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def _total(intervals: Sequence[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
-def _overlap(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
-    """Seconds that lie in both; each of them disjoint and in order."""
-    total, index = 0.0, 0
-    for start, end in one:
-        while index < len(other) and other[index][1] <= start:
-            index += 1
-        place = index
-        while place < len(other) and other[place][0] < end:
-            total += max(0.0, min(end, other[place][1]) - max(start, other[place][0]))
-            place += 1
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds in which any of them ran."""
+    total, covered_until = 0.0, 0.0
+    for _, start, end in sorted(spans, key=itemgetter(1)):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total

@@ -1,4 +1,4 @@
-"""How many elements and bytes each rank sends and receives, for given owners, and the fewest that could do.
+"""How many elements each rank sends and receives, for given owners, and the fewest that could do.
 
 The gather: an owner takes pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
 every rank gets its piece of the update from :func:`server_of`. A rank's own piece never travels.
@@ -6,11 +6,11 @@ every rank gets its piece of the update from :func:`server_of`. A rank's own pie
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec, ShardedMatrices, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixShards, ShardedMatrices
 
 Owners = tuple[int, ...]
 """Ranks of the exchange group that run Newton-Schulz for a matrix, ascending."""
@@ -23,156 +23,78 @@ def server_of(owners: Owners, rank: int, replica_of: Sequence[int]) -> int:
     return next((owner for owner in owners if replica_of[owner] == replica_of[rank]), owners[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTraffic:
-    """What one rank holds, owns, sends and receives, the last two as ``(within its replica, between replicas)``."""
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Elements of some matrices that each rank holds, owns, sends and receives. Gathers stay within a replica."""
 
-    held: int = 0
-    owned: int = 0
-    gather_sent: tuple[int, int] = (0, 0)
-    gather_received: tuple[int, int] = (0, 0)
-    scatter_sent: tuple[int, int] = (0, 0)
-    scatter_received: tuple[int, int] = (0, 0)
+    held: list[int]
+    owned: list[int]
+    gather_sent: list[int]
+    gather_received: list[int]
+    scatter_sent: tuple[list[int], list[int]]  # Within a replica, and between replicas; so is the next one.
+    scatter_received: tuple[list[int], list[int]]
 
 
-def count_elements(owners: Mapping[int, Owners], where: ShardedMatrices) -> list[RankTraffic]:
-    """Elements of the given matrices that each rank holds, owns, sends and receives.
+def count_elements(owners: Mapping[int, Owners], matrices: ShardedMatrices) -> Traffic:
+    """Count what the given matrices (index -> owners) cost each rank.
 
     Takes time in the number of matrices plus, for each different :class:`~.matrix_shards.MatrixShards`, the number of
     ranks; pairs of ranks are not looked at.
-
-    Args:
-        owners: Matrix -> its owners. Share one tuple among matrices that all ranks own.
-        where: Which rank holds what.
     """
-    counts = _Counts(where.num_ranks)
-    for (shards, _), (chosen, times) in _alike(owners, where).items():
-        counts.add(shards, chosen, times, where.replica_of)
-    for shards, times in Counter(where.shards[matrix] for matrix in owners).items():
-        for holders in shards.by_replica.values():
-            for rank, elements in holders:
-                counts.held[rank] += elements * times
-    for (shards, replica), (num_owners, num_served) in counts.served.items():
-        for rank, elements in shards.by_replica.get(replica, ()):
-            counts.gather_sent[rank] += elements * num_owners
-            counts.served_within[rank] += elements * num_served
-    return counts.result()
-
-
-def _alike(owners: Mapping[int, Owners], where: ShardedMatrices) -> dict[tuple[MatrixShards, int], tuple[Owners, int]]:
-    """Matrices that lie alike and have one tuple of owners, and how many they are."""
-    found: dict[tuple[MatrixShards, int], tuple[Owners, int]] = {}
-    for matrix, chosen in owners.items():
-        key = (where.shards[matrix], id(chosen))
-        found[key] = (chosen, found[key][1] + 1 if key in found else 1)
-    return found
-
-
-class _Counts:
-    """Running sums over matrices, one entry per rank."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.held = [0] * num_ranks
-        self.owned = [0] * num_ranks
-        self.own_pieces = [0] * num_ranks
-        # As if each rank sent its own pieces too, and got the updates of them sent.
-        self.gather_sent = [0] * num_ranks
-        self.served_within = [0] * num_ranks
-        self.gather_received = [0] * num_ranks
-        self.sent_within = [0] * num_ranks
-        self.sent_between = [0] * num_ranks
-        # (shards, replica) -> owners there, and matrices with an owner there.
-        self.served: dict[tuple[MatrixShards, int], tuple[int, int]] = {}
-
-    def add(self, shards: MatrixShards, owners: Owners, times: int, replica_of: Sequence[int]) -> None:
-        """Count ``times`` matrices that lie and are owned alike."""
-        by_replica: dict[int, list[int]] = {}
-        for owner in owners:
-            by_replica.setdefault(replica_of[owner], []).append(owner)
-        unserved = shards.total
-        for replica, members in by_replica.items():
+    replica_of = matrices.replica_of
+    held, owned, gather_sent, gather_received = ([0] * matrices.num_ranks for _ in range(4))
+    sent_within, sent_between, received_within, received_between = ([0] * matrices.num_ranks for _ in range(4))
+    num_alike: Counter[MatrixShards] = Counter()
+    # (shards, replica) -> owners there, and matrices with an owner there.
+    served: defaultdict[tuple[MatrixShards, int], list[int]] = defaultdict(lambda: [0, 0])
+    alike = Counter((matrices.shards[matrix], chosen) for matrix, chosen in owners.items())
+    for (shards, chosen), times in alike.items():
+        num_alike[shards] += times
+        owners_in: dict[int, list[int]] = {}
+        for owner in chosen:
+            owners_in.setdefault(replica_of[owner], []).append(owner)
+        for replica, members in owners_in.items():
             numel = shards.replica_numel.get(replica, 0)
-            num_owners, num_served = self.served.get((shards, replica), (0, 0))
-            self.served[shards, replica] = (num_owners + times * len(members), num_served + times)
-            unserved -= numel
-            to_serve = numel
+            served[shards, replica][0] += times * len(members)
+            served[shards, replica][1] += times
             for owner in members:
-                own = shards.held[owner]
-                self.owned[owner] += times * numel
-                self.own_pieces[owner] += times * own
-                self.gather_received[owner] += times * (numel - own)
-                to_serve -= own
-            self.sent_within[members[0]] += times * to_serve
-        self.sent_between[owners[0]] += times * unserved
-
-    def result(self) -> list[RankTraffic]:
-        """The sums, without what a rank would send to itself."""
-        return [
-            RankTraffic(
-                held=self.held[rank],
-                owned=self.owned[rank],
-                gather_sent=(self.gather_sent[rank] - self.own_pieces[rank], 0),
-                gather_received=(self.gather_received[rank], 0),
-                scatter_sent=(self.sent_within[rank], self.sent_between[rank]),
-                scatter_received=(
-                    self.served_within[rank] - self.own_pieces[rank],
-                    self.held[rank] - self.served_within[rank],
-                ),
-            )
-            for rank in range(self.num_ranks)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficFloor:
-    """Fewest bytes of all ranks together, ``(within the replicas, between replicas)``."""
-
-    gather: tuple[int, int]
-    scatter: tuple[int, int]
+                own = times * shards.held[owner]
+                owned[owner] += times * numel
+                gather_received[owner] += times * numel - own
+                # Below, ranks send all of their pieces and get all of their updates sent.
+                gather_sent[owner] -= own
+                received_within[owner] -= own
+            sent_within[members[0]] += times * (numel - sum(shards.held[owner] for owner in members))
+        sent_between[chosen[0]] += times * (
+            shards.total - sum(shards.replica_numel.get(replica, 0) for replica in owners_in)
+        )
+    for shards, times in num_alike.items():
+        for replica, holders in shards.by_replica.items():
+            num_owners, num_served = served[shards, replica]
+            for rank, elements in holders:
+                held[rank] += elements * times
+                gather_sent[rank] += elements * num_owners
+                received_within[rank] += elements * num_served
+                received_between[rank] += elements * (times - num_served)
+    return Traffic(
+        held=held,
+        owned=owned,
+        gather_sent=gather_sent,
+        gather_received=gather_received,
+        scatter_sent=(sent_within, sent_between),
+        scatter_received=(received_within, received_between),
+    )
 
 
-def traffic(
-    owners: Sequence[Owners], specs: Sequence[MatrixSpec], *, itemsize: int, replica_of: Sequence[int]
-) -> list[RankTraffic]:
-    """Bytes that each rank holds, owns, sends and receives in one step.
+def traffic_floor(owners: Sequence[Owners], matrices: ShardedMatrices) -> tuple[int, int]:
+    """Fewest elements with which the first owner of each matrix can compute it and tell all others.
 
-    Args:
-        owners: Of each matrix.
-        specs: The matrices.
-        itemsize: Bytes of an element on the wire.
-        replica_of: Replica of each rank.
+    Within the replicas, all of a matrix but the owner's piece has to reach the owner in the gather, and as much has to
+    go back in the scatter. Between replicas, the scatter brings the whole update to each one but the owner's.
     """
-    where = sharded_matrices(specs, replica_of)
-    return [_in_bytes(count, itemsize) for count in count_elements(dict(enumerate(owners)), where)]
-
-
-def traffic_floor(
-    owners: Sequence[Owners], specs: Sequence[MatrixSpec], *, itemsize: int, replica_of: Sequence[int]
-) -> TrafficFloor:
-    """Fewest bytes with which the first owner of each matrix can compute it and tell all others.
-
-    All of a matrix but the owner's piece has to reach the owner once, from within its replica, and the same bytes have
-    to go back; each of the R replicas but the owner's gets the whole update once, ``(R - 1) * numel`` together.
-    """
-    where = sharded_matrices(specs, replica_of)
     within, between = 0, 0
-    for shards, (first, *_) in zip(where.shards, owners, strict=True):
-        in_replica = shards.replica_numel.get(replica_of[first], 0)
+    for shards, (first, *_) in zip(matrices.shards, owners, strict=True):
+        in_replica = shards.replica_numel.get(matrices.replica_of[first], 0)
         within += in_replica - shards.held[first]
         between += shards.total - in_replica
-    return TrafficFloor(gather=(within * itemsize, 0), scatter=(within * itemsize, between * itemsize))
-
-
-def _in_bytes(count: RankTraffic, itemsize: int) -> RankTraffic:
-    def both(pair: tuple[int, int]) -> tuple[int, int]:
-        return pair[0] * itemsize, pair[1] * itemsize
-
-    return RankTraffic(
-        held=count.held * itemsize,
-        owned=count.owned * itemsize,
-        gather_sent=both(count.gather_sent),
-        gather_received=both(count.gather_received),
-        scatter_sent=both(count.scatter_sent),
-        scatter_received=both(count.scatter_received),
-    )
+    return within, between

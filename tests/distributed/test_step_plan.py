@@ -212,8 +212,8 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     model = ModelShapes(name="m", source="", parameters=tuple(parameters))
     outcomes = {each.name: each for each in compare_strategies(model, Mesh(replicate=2, shard=2), options)}
     outcome = outcomes[GRID if dedupe == "always" else PIPELINE]
-    held = [spec.held for spec in outcome.ranks.specs]
-    return [(outcome.owners, group.plan.owners), (held, [job.pieces.held for job in group.jobs])]
+    held = [spec.held for spec in outcome.matrices.specs]
+    return [(outcome.plan.owners, group.plan.owners), (held, [job.pieces.held for job in group.jobs])]
 
 
 @pytest.mark.parametrize("dedupe", ["always", "never"])

@@ -21,8 +21,8 @@ from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.matrix_shards import MatrixSpec
-from lightning_muon.schedule.traffic import traffic, traffic_floor
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.traffic import count_elements, traffic_floor
 from tests.support.processes import ProcessPool
 
 SHAPES = [(13, 7), (1, 9), (6, 6), (2, 50), (9, 4)]
@@ -105,14 +105,14 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
         MatrixSpec(name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=job.pieces.held)
         for job in group.jobs
     ]
-    layout = {"itemsize": 1, "replica_of": group.replica_of}
-    planned = traffic(group.plan.owners, specs, **layout)[rank]  # type: ignore[arg-type]
-    floor = traffic_floor(group.plan.owners, specs, **layout)  # type: ignore[arg-type]
+    matrices = sharded_matrices(specs, group.replica_of)
+    planned = count_elements(dict(enumerate(group.plan.owners)), matrices)
+    within, between = traffic_floor(group.plan.owners, matrices)
     return {
         "is_right": is_right,
         "sent": wire.sent.total(),
-        "planned": sum((*planned.gather_sent, *planned.scatter_sent)),
-        "floor": sum((*floor.gather, *floor.scatter)),
+        "planned": sum(sent[rank] for sent in (planned.gather_sent, *planned.scatter_sent)),
+        "floor": 2 * within + between,
         "between": sum(n for peer, n in wire.sent.items() if group.replica_of[peer] != group.replica_of[rank]),
     }
 

@@ -222,7 +222,7 @@ def test_a_config_file_of_flexdemo_is_planned(
         (("--shapes", "10b", "--flops", "inf"), "flops_per_second must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "pictures are .png, .svg or .pdf files"),
         (("--config", "nothing.yaml"), "there is no config file nothing.yaml"),
-        (("--shapes", "10b", "--flexdemo", "topk=8"), "no key 'topk' (did you mean 'top_k'?)"),
+        (("--shapes", "10b", "--flexdemo", "topk=8"), "no option 'topk'; did you mean 'top_k'?"),
         (("--shapes", "10b", "--flexdemo", "--draw", "plan.png"), "which FlexDeMo has with base=muon only"),
         (("--shapes", "10b", "--flexdemo", "--compute-seconds", "0"), "--compute-seconds must be finite and above 0"),
         (("--shapes", "10b", "--cost", "nothing.json"), "nothing.json"),

@@ -160,15 +160,15 @@ def test_words_replace_what_they_name(words: list[str], expected: FlexDeMoConfig
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["top=3"], r"no key 'top' \(did you mean 'top_k'\?\); with DCTTopK there are "),
-        (["rate=0.5"], r"no key 'rate'"),
-        (["replicator=DCTTop"], r"no replicator 'DCTTop' \(did you mean 'DCTTopK'\?\)"),
+        (["top=3"], r"no option 'top'; did you mean 'top_k'\?"),
+        (["rate=0.5"], r"no option 'rate'; the options are replicator, base, .* top_k"),
+        (["replicator=DCTTop"], r"no option 'DCTTop'; did you mean 'DCTTopK'\?"),
         (["replicator=Random"], r"replicator=Random: .*'rate'"),
         (["top_k"], r"KEY=VALUE, such as top_k=8, got 'top_k'"),
         (["=8"], r"KEY=VALUE"),
         (["top_k=0"], r"top_k must be at least 1, got 0"),
         (["base=lion"], r"base must be one of .*'lion'"),
-        (["lr=1"], r"no key 'lr'"),
+        (["lr=1"], r"no option 'lr'"),
     ],
 )
 def test_a_wrong_word_is_explained(words: list[str], message: str) -> None:

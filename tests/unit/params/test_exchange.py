@@ -16,7 +16,8 @@ from lightning_muon.params.exchange import (
     plan_exchanges,
 )
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.muon import MatrixSpec, plan_step
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.muon import plan_step
 
 LOCAL = MeshRanks.of_shape(())
 OPTIONS = PlanOptions(
@@ -68,7 +69,7 @@ def _ranks(mesh_axes: tuple[int, ...], coordinates: tuple, replicas: tuple[int, 
 )
 def test_loads_are_equal_in_all_replicas(earlier: ExchangeRanks, later: list, rank_of_owner: int) -> None:
     specs = (MatrixSpec(name="w", numel=8, flops=100, held=(8 // earlier.size,) * earlier.size),)
-    plan = plan_step(specs, num_ranks=earlier.size, itemsize=2, chunk_bytes=1)
+    plan = plan_step(sharded_matrices(specs, [0] * earlier.size), itemsize=2, chunk_bytes=1)
     (owner,) = plan.owners[0]
     planned = [PlannedExchange(earlier, (), specs, plan)]
     expected = [(100, 16) if place == owner // rank_of_owner else (0, 0) for place in (0, 1)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.matrix_shards import MatrixSpec
+from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.muon import MuonPlan, plan_step
+from lightning_muon.schedule.program import ADAMW, Op, Program
 
 
 def sharded(
@@ -22,17 +26,25 @@ def sharded(
     return specs
 
 
+def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
+    """Matrices of which every rank has all."""
+    return [MatrixSpec(name=f"w{i}", numel=numel, flops=numel, held=(numel,) * num_ranks) for i, numel in enumerate(numels)]
+
+
 def grid(num_replicas: int, num_shards: int) -> list[int]:
     """Replica of each rank, for the order of :func:`sharded`."""
     return [replica for replica in range(num_replicas) for _ in range(num_shards)]
 
 
-def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
-    """Matrices of which every rank has all."""
-    return [
-        MatrixSpec(name=f"w{index}", numel=numel, flops=numel, held=(numel,) * num_ranks)
-        for index, numel in enumerate(numels)
-    ]
+def plan_of(specs: list[MatrixSpec], replica_of: Sequence[int] | None = None, **options: Any) -> MuonPlan:
+    """The plan of one replica, unless ``replica_of`` says more; 2 bytes on the wire and one matrix per owner and bucket."""
+    replica_of = [0] * len(specs[0].held) if replica_of is None else replica_of
+    return plan_step(sharded_matrices(specs, replica_of), **({"itemsize": 2, "chunk_bytes": 1} | options))
+
+
+def with_adamw(program: Program, size: int = 1) -> Program:
+    """With an ``adamw`` op of these bytes behind each rank's ops, as an optimizer has it."""
+    return {rank: [*ops, Op(kind=ADAMW, key="0", rank=rank, bytes=size)] for rank, ops in program.items()}
 
 
 @st.composite
@@ -40,11 +52,9 @@ def plans(draw: st.DrawFn) -> MuonPlan:
     """Plans of up to 20 matrices on up to four ranks, by every strategy."""
     num_replicas, num_shards = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
     num_ranks = num_replicas * num_shards
-    return plan_step(
+    return plan_of(
         sharded(draw(st.lists(st.integers(1, 60), min_size=1, max_size=20)), num_ranks, num_replicas),
-        num_ranks=num_ranks,
-        itemsize=2,
+        grid(num_replicas, num_shards),
         chunk_bytes=draw(st.integers(1, 300)),
         strategy=draw(st.sampled_from(["lpt", "round_robin", "redundant"])),
-        replica_of=grid(num_replicas, num_shards),
     )

@@ -18,11 +18,12 @@ from lightning_muon.schedule.estimates import (
     shard_exchanges,
     sharing_pays,
 )
-from lightning_muon.schedule.muon import MatrixSpec, MuonPlan, plan_step
+from lightning_muon.schedule.matrix_shards import MatrixSpec
+from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import GATHER, MOMENTUM, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from tests.unit.schedule.specs import replicated
+from tests.unit.schedule.specs import plan_of, replicated
 
 H100 = PRESETS["h100"]
 MIB = 2**20
@@ -73,7 +74,7 @@ def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
     held = (rows * cols // num_ranks,) * num_ranks
     flops = newton_schulz_flops(rows, cols, 5)
     specs = [MatrixSpec(name=f"w{i}", numel=rows * cols, flops=flops, held=held) for i in range(num_matrices)]
-    return plan_step(specs, num_ranks=num_ranks, itemsize=2, chunk_bytes=4 * 2**20)
+    return plan_of(specs, chunk_bytes=4 * 2**20)
 
 
 def _without_early(program: Program) -> Program:
@@ -84,7 +85,7 @@ def _without_early(program: Program) -> Program:
         op = replace(op, bytes=0) if op.kind == MOMENTUM else op
         return replace(op, bytes=0, group=()) if op.kind == GATHER and op.key != last else op
 
-    issued = prefetch(program, 3, scatter_buffers=3)
+    issued = prefetch(program, 3)
     found: Program = {}
     for rank, ops in issued.items():
         is_first = [op.key == last and op.kind in (MOMENTUM, GATHER) for op in ops]
@@ -113,7 +114,7 @@ def test_both_steps_take_as_long_as_in_the_simulator(
     machine = replace(H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
     found = _estimate(program, machine)
     assert found is not None
-    in_step = simulate(prefetch(program, 3, scatter_buffers=3), machine).makespan
+    in_step = simulate(prefetch(program, 3), machine).makespan
     in_backward = simulate(_without_early(program), machine).makespan + found.check_seconds
     # The estimate takes all buckets for equally large, and leaves out how many may be on their way.
     assert found.in_step_seconds == pytest.approx(in_step, rel=0.25)
@@ -149,9 +150,9 @@ def test_one_bucket_has_no_head_start() -> None:
 
 
 def test_what_is_not_gathered_has_no_estimate() -> None:
-    whole = plan_step(replicated([60, 60], 2), num_ranks=2, itemsize=2, chunk_bytes=1, replica_of=[0, 1])
+    whole = plan_of(replicated([60, 60], 2), [0, 1])
     assert _estimate(whole.program, H100) is None
-    alone = plan_step([MatrixSpec(name="w", numel=9, flops=9, held=(9,))], num_ranks=1, itemsize=2, chunk_bytes=1)
+    alone = plan_of([MatrixSpec(name="w", numel=9, flops=9, held=(9,))])
     assert _estimate(alone.program, H100) is None
 
 

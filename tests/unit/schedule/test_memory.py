@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_muon.schedule.memory import Peak, peak_memory, rank_peaks
-from lightning_muon.schedule.muon import plan_step
 from lightning_muon.schedule.passes import prefetch
-from lightning_muon.schedule.program import Program
+from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
 from tests.unit.schedule.programs import UNIT, collective, compute, programs
-from tests.unit.schedule.specs import sharded
+from tests.unit.schedule.specs import plan_of, sharded
 
 
 @settings(deadline=None)
@@ -22,49 +21,44 @@ def test_no_simulation_shows_more_than_the_bound(program: Program) -> None:
         assert summary.peak_bytes <= bounds[rank].bytes
 
 
-def test_a_chain_holds_two_neighbours_at_a_time() -> None:
-    chain = [
-        compute("a", 1, memory=5),
-        collective("b", 1, "a[0]", memory=7),
-        compute("c", 1, "b[0]", memory=3),
-        compute("d", 1, "c[0]"),
-    ]
-    assert rank_peaks({0: chain}) == {0: Peak(12, 0, "b[0]")}
+_A, _USE_A, _USE_B = compute("a", 1, memory=1), compute("use_a", 1, "a[0]"), compute("use_b", 1, "b[0]")
 
 
-def test_lanes_that_run_side_by_side_are_counted_together() -> None:
-    ops = [
-        compute("a", 1, memory=1),
-        collective("b", 1, memory=10),
-        compute("use_a", 1, "a[0]"),
-        compute("use_b", 1, "b[0]"),
-    ]
-    assert rank_peaks({0: ops})[0].bytes == 11
-    behind = [ops[0], ops[2], collective("b", 1, "use_a[0]", memory=10), ops[3]]
-    assert rank_peaks({0: behind})[0].bytes == 10
+@pytest.mark.parametrize(
+    ("ops", "num_bytes"),
+    [
+        # Lanes run side by side, so both results count, unless one op waits for the user of the other.
+        ([_A, collective("b", 1, memory=10), _USE_A, _USE_B], 11),
+        ([_A, _USE_A, collective("b", 1, "use_a[0]", memory=10), _USE_B], 10),
+        # A user that is listed later keeps a result alive.
+        ([_A, collective("late", 1, "a[0]"), compute("b", 1, "a[0]"), compute("c", 1, memory=2)], 3),
+    ],
+)
+def test_results_that_may_be_alive_together_count(ops: list[Op], num_bytes: int) -> None:
+    assert rank_peaks({0: ops})[0].bytes == num_bytes
 
 
-def test_the_rank_that_needs_most_is_named() -> None:
+def test_a_chain_holds_two_neighbours_and_names_the_op() -> None:
     program = {
-        rank: [compute("a", 1, rank=rank, memory=rank), compute("b", 1, "a[0]", rank=rank)] for rank in (0, 1, 2)
+        rank: [
+            compute("a", 1, memory=5, rank=rank),
+            collective("b", 1, "a[0]", memory=7 + rank, rank=rank),
+            compute("c", 1, "b[0]", memory=3, rank=rank),
+            compute("d", 1, "c[0]", rank=rank),
+        ]
+        for rank in (0, 1)
     }
-    assert peak_memory(program) == Peak(2, 2, "a[0]")
+    assert peak_memory(program) == Peak(13, 1, "b[0]")
     assert peak_memory({}) == Peak(0, 0, "")
-
-
-def test_a_dependency_on_a_later_op_keeps_a_result_alive() -> None:
-    ops = [compute("a", 1, memory=4), collective("late", 1, "a[0]"), compute("b", 1, "a[0]"), compute("c", 1, memory=2)]
-    assert rank_peaks({0: ops})[0].bytes == 6
 
 
 @pytest.mark.parametrize("look_ahead", [1, 2, 3])
 def test_a_longer_step_needs_no_more_buffers(look_ahead: int) -> None:
-    peaks: list[int] = []
-    for num_buckets in (8, 40):
-        plan = plan_step(sharded([12] * 3 * num_buckets, 3), num_ranks=3, itemsize=2, chunk_bytes=1)
-        assert len(plan.buckets) == num_buckets
-        peaks.append(peak_memory(prefetch(plan.program, look_ahead)).bytes)
+    peaks = [
+        peak_memory(prefetch(plan_of(sharded([12] * 3 * num_buckets, 3)).program, look_ahead)).bytes
+        for num_buckets in (8, 40)
+    ]
     assert peaks[0] == peaks[1]
-    # Per bucket 16 bytes are received by the owner; up to look_ahead gathers and a pair of scatters are on their way,
-    # each with what is packed for it.
-    assert peaks[0] <= 16 * (2 * look_ahead + 4)
+    # Per bucket 16 bytes are received by the owner; up to look_ahead gathers and scatters (at least two) are on their
+    # way, each with what is packed for it.
+    assert peaks[0] <= 16 * (2 * look_ahead + 2 * max(2, look_ahead))

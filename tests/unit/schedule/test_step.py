@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.passes import with_adamw
+from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
     ALL_GATHER,
     DEFERRED,
@@ -26,7 +25,7 @@ from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import ALL_EARLY, ALL_IN_STEP, AddedOps, fingerprint, step_program
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.programs import UNIT
-from tests.unit.schedule.specs import sharded
+from tests.unit.schedule.specs import plan_of, sharded, with_adamw
 
 BUCKETS = ("0", "1", "2")
 
@@ -34,11 +33,11 @@ BUCKETS = ("0", "1", "2")
 @pytest.fixture
 def plan() -> MuonPlan:
     """Six matrices on two ranks, two to a bucket."""
-    return plan_step(sharded([8] * 6, 2), num_ranks=2, itemsize=4, chunk_bytes=1)
+    return plan_of(sharded([8] * 6, 2), itemsize=4)
 
 
 def _program(plan: MuonPlan, look_ahead: int = 2, *, is_late: bool = False) -> Program:
-    return step_program(with_adamw(plan.program, [1, 1]), look_ahead=look_ahead, early=BUCKETS, is_late=is_late)
+    return step_program(with_adamw(plan.program), look_ahead=look_ahead, early=BUCKETS, is_late=is_late)
 
 
 def _names(program: Program, facts: Facts) -> list[str]:
@@ -86,13 +85,13 @@ def test_added_ops_have_their_places(plan: MuonPlan) -> None:
             last=[Op(kind=ALL_GATHER, key="p1", deps=("adamw[0]",), **common)],
         )
 
-    canonical = with_adamw(plan.program, [1, 1])
+    canonical = with_adamw(plan.program)
     program = step_program(canonical, look_ahead=2, is_late=True, added={rank: added(rank) for rank in (0, 1)})
     check_step(program, [plan])
     names = _names(program, ALL_IN_STEP)
     assert (names[0], names[-1]) == ("reduce_scatter[p0]", "all_gather[p1]")
     assert names[names.index("update[1]") + 1] == "all_gather[p0]"
-    with pytest.raises(ValueError, match=r"next to update\[9\], which is not in the step"):
+    with pytest.raises(ValueError, match=r"behind update\[9\], which is not in the step"):
         step_program(canonical, look_ahead=2, added={0: AddedOps(after={"update[9]": []})})
 
 
@@ -104,7 +103,7 @@ def test_an_op_comes_in_front_of_the_first_that_needs_it(plan: MuonPlan, is_late
         (Op(kind="decode", key="c", rank=0), {"adamw[0]", "momentum[0]"}),
         (Op(kind="decode", key="d", rank=0), {"momentum[2]"}),
     ]
-    canonical = with_adamw({0: plan.program[0]}, [1])
+    canonical = with_adamw({0: plan.program[0]})
 
     def program(number: int) -> list[str]:
         added = AddedOps(needed=needed[:number])
