@@ -78,7 +78,9 @@ def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         replicate, shard = asked.resolve(num_nodes=nodes, num_processes=devices)
     else:
-        replicate, shard = (size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size))
+        replicate, shard = (
+            size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size)
+        )
     shapes = shapes_of(cli.model, optimizer, name=f"{type(cli.model).__name__} ({path.name})", source=str(path))
     return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
 

@@ -259,9 +259,10 @@ def _too_many_ranks(outcomes: Sequence[Outcome], options: CompareOptions) -> lis
     if pipeline.matrices.num_ranks <= len(specs):
         return []
     dearest = max(specs, key=lambda spec: spec.flops)
+    idle = last.numbers["load"]["ranks_without_matrix"]
     lines = [
-        f"{len(specs)} matrices on {last.matrices.num_ranks} ranks: {last.numbers['load']['ranks_without_matrix']} ranks "
-        "own nothing, and no step is shorter than the",
+        f"{len(specs)} matrices on {last.matrices.num_ranks} ranks: {idle} ranks own nothing, and no step is shorter "
+        "than the",
         f"Newton-Schulz of the dearest matrix, {dearest.name} ({dearest.rows}, {dearest.cols}): "
         f"{1e3 * dearest.flops / options.cost.flops_per_second:.2f} ms.",
         "Divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own.",
@@ -272,7 +273,7 @@ def _too_many_ranks(outcomes: Sequence[Outcome], options: CompareOptions) -> lis
 def zero2_ways(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: int) -> list[dict[str, Any]]:
     """The ways of ZeRO-2's gradients and values, for JSON; nothing where every replica lies on one node.
 
-    Ranks fill one node after the other. A run chooses by the rates of ``h100``, and on a CPU keeps the smallest buckets.
+    Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
     """
     nodes = [
         [(replica * mesh.shard + rank) // node_ranks for rank in range(mesh.shard)] for replica in range(mesh.replicate)

@@ -194,7 +194,9 @@ class _Ranks:
         specs, itemsize = self.matrices.specs, self._options.wire_itemsize
         # Of whole matrices of each bucket, per rank that owns some of it; where all own all, all of the bucket.
         bucket_bytes = [
-            sum(specs[matrix].numel for matrix in bucket) * itemsize // len({plan.owners[matrix][0] for matrix in bucket})
+            sum(specs[matrix].numel for matrix in bucket)
+            * itemsize
+            // len({plan.owners[matrix][0] for matrix in bucket})
             for bucket in plan.buckets
         ]
         bound, mean, busiest = lower_bound(self.matrices), sum(plan.flops) / len(plan.flops), max(plan.flops)

@@ -97,9 +97,7 @@ class _Exchange(NamedTuple):
     other: int
 
 
-def even_out(
-    owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]
-) -> None:
+def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]) -> None:
     """Relieve the busiest rank by the exchange that helps most, again and again, until none does; all in place.
 
     A matrix goes to another rank, alone or in exchange for a cheaper matrix of the same bucket; then both ranks have

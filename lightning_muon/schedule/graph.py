@@ -98,8 +98,8 @@ def build_graph(program: Program) -> Graph:
             first = ops[members[0]]
             if len(members) > 1 or first.rank == op.rank or first.kind == op.kind:
                 raise ValueError(
-                    f"{where(op)} is no message with {where(first)}: one rank sends and the other receives; use another "
-                    "key for each message"
+                    f"{where(op)} is no message with {where(first)}: one rank sends and the other receives; use a key "
+                    "for each message"
                 )
         members.append(index)
         node_of.append(place)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from lightning_muon.schedule.program import Op, Program
 
 
-
 @dataclass(frozen=True)
 class Peak:
     """Most bytes of a rank, and the op at whose start they may be reached."""

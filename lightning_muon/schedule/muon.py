@@ -152,7 +152,7 @@ class _Wire:
 
 
 def _around(work: Op, bucket: tuple[int, ...], moved: Traffic, wire: _Wire, *, travels: bool) -> list[Op]:
-    """Momentum, gather, Newton-Schulz, scatter and update of one bucket on one rank, each of which needs the one before.
+    """Momentum, gather, Newton-Schulz, scatter and update of a bucket on one rank, each of which needs the one before.
 
     Every rank gets all of them, even with nothing to do: a collective needs all ranks.
     """

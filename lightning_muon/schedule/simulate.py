@@ -93,8 +93,8 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
 def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
     """Keep one rank of those that do the same all the time, so that thousands of ranks are simulated quickly.
 
-    Communications become those of the ranks that are left; as equal ranks run at equal times, the timeline stays what it
-    was. Also returns, for each rank, the one that does the same.
+    Communications become those of the ranks that are left. As equal ranks run at equal times, the timeline stays what
+    it was. Also returns, for each rank, the one that does the same.
     """
     first_like: dict[object, int] = {}
     # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.

@@ -96,10 +96,7 @@ def test_many_ranks_are_simulated_by_few(replicate: int, shard: int, monkeypatch
     monkeypatch.setattr(f"{_MODULE}.MOST_RANKS_IN_FULL", 1)
     for name, few in _compare(40, replicate, shard).items():
         note = "rank 0 of 16 was simulated, all do the same" if name == "redundant" else ""
-        assert few.numbers | {"note": ""} == pytest.approx(full[name].numbers | {"note": ""}) or name == "redundant"
-        assert few.numbers["note"] == note
-        assert few.timeline.makespan == pytest.approx(full[name].timeline.makespan, rel=0.01)
-        assert few.plan.flops == full[name].plan.flops
+        assert few.numbers == full[name].numbers | {"note": note}
 
 
 def test_too_many_buckets_become_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +149,9 @@ def test_costs_are_those_of_newton_schulz_and_adamw() -> None:
         ("a", (12, 12, 12, 4), newton_schulz_flops(10, 4, 3))
     ]
     # Rows of the bias: 3, 3, 3, 1; the scalar lies on the first rank. 28 bytes move for each element.
-    adamw = [next(span.op.bytes for span in spans if span.op.kind == "adamw") for spans in outcome.timeline.spans.values()]
+    adamw = [
+        next(span.op.bytes for span in spans if span.op.kind == "adamw") for spans in outcome.timeline.spans.values()
+    ]
     assert adamw == [28 * 4, 28 * 3, 28 * 3, 28]
 
 

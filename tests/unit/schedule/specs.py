@@ -28,7 +28,9 @@ def sharded(
 
 def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
     """Matrices of which every rank has all."""
-    return [MatrixSpec(name=f"w{i}", numel=numel, flops=numel, held=(numel,) * num_ranks) for i, numel in enumerate(numels)]
+    return [
+        MatrixSpec(name=f"w{i}", numel=numel, flops=numel, held=(numel,) * num_ranks) for i, numel in enumerate(numels)
+    ]
 
 
 def grid(num_replicas: int, num_shards: int) -> list[int]:
@@ -37,7 +39,7 @@ def grid(num_replicas: int, num_shards: int) -> list[int]:
 
 
 def plan_of(specs: list[MatrixSpec], replica_of: Sequence[int] | None = None, **options: Any) -> MuonPlan:
-    """The plan of one replica, unless ``replica_of`` says more; 2 bytes on the wire and one matrix per owner and bucket."""
+    """The plan of one replica, unless ``replica_of`` says more, with one matrix per owner in a bucket."""
     replica_of = [0] * len(specs[0].held) if replica_of is None else replica_of
     return plan_step(sharded_matrices(specs, replica_of), **({"itemsize": 2, "chunk_bytes": 1} | options))
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.program import COMPUTE, TRANSFER
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import grid, plan_of, replicated, sharded
