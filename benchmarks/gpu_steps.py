@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
-from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
 
 Parameters = Sequence[tuple[ParameterShape, nn.Parameter]]

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_muon import ParallelMuon
 from lightning_muon.monitor.ranks import this_device
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_runtime import set_gradient_sync
-from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 
 LR, WEIGHT_DECAY = 1e-3, 0.01

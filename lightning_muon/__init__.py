@@ -19,13 +19,13 @@ from lightning_muon.flexdemo.replicator import Components, ExchangeStep, Replica
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.integrations.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.context_parallel import (
     context_attention,
     gather_sequence,
     pad_to_multiple,
     split_sequence,
 )
-from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.weights import full_state_dict
 

@@ -13,7 +13,7 @@ from lightning_muon.grad_sync.clipping import clip_value_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.weights import names_of
 
 

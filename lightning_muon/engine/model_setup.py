@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.sharding.mode import ShardingMode
+from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.shard_model import plan_units, shard_model
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")

@@ -20,7 +20,7 @@ from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.sharding.mode import ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
 
 LossScaling = Literal["mean", "tokens"]

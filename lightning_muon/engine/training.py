@@ -33,11 +33,11 @@ from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_call_log import tensors_in
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
-from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
-from lightning_muon.sharding.units import check_tensor_parallel
+from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.weights import broadcast_buffers
 
 _READ_EARLY = (

@@ -13,9 +13,9 @@ from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, Size
 from lightning_muon.engine.options import ClipGroups, LossScaling, Options
 from lightning_muon.integrations.registry import STRATEGIES
-from lightning_muon.sharding.mode import BucketBytes
+from lightning_muon.sharding.base import BucketBytes
 from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.units import WrapPolicy
+from lightning_muon.sharding.shard_model import WrapPolicy
 
 
 class MuonStrategy:

@@ -43,8 +43,8 @@ class Position:
         cls, call_log: FsdpCallLog, thread: int, *, beat: int, left: bool = False, failure: str | None = None
     ) -> Position:
         """The position of this process, whose ``thread`` trains; local."""
-        skipped, calls = call_log.calls()
-        crossing_skipped, crossing = call_log.crossing_calls()
+        skipped, calls = call_log.all_calls.tail()
+        crossing_skipped, crossing = call_log.crossing.tail()
         place = waiting_place(thread)
         return cls(
             step=call_log.step,
@@ -120,7 +120,7 @@ def _different_calls(positions: Mapping[int, Position], call_log: FsdpCallLog) -
         everyone[rank] = position.crossing_skipped, position.crossing
     # The calls of a shard group say more.
     for _, tails in sorted(compared.items(), key=lambda item: item[0][1]):
-        found = call_log.describe_tails(tails, complete=False)
+        found = call_log.describe(tails, complete=False)
         if found is not None:
             return found
     return None

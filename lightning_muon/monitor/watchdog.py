@@ -102,7 +102,7 @@ class Watchdog:
             )
         self._store.set(f"process{self._rank}", ProcessIdentity.current().to_text())
         self._store.set(f"alive{self._rank}", "starts")
-        self._num_barriers.update(dict.fromkeys(self._call_log.barrier_names, 0))
+        self._num_barriers.update(dict.fromkeys((self._call_log.all_calls.name, self._call_log.crossing.name), 0))
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
@@ -269,7 +269,7 @@ class Watchdog:
         problem: str | None = None
         num_looks = 0
         while not self._closed.wait(self._interval):
-            now = (*self._call_log.position(), waiting_place(self._main))
+            now = (self._call_log.step, self._call_log.all_calls.count, waiting_place(self._main))
             # The store may be gone together with its rank: then connections are closed, and all raise anyway.
             with suppress(RuntimeError):
                 if num_looks % _LOOKS_PER_SIGN == 0:

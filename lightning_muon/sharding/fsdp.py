@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,25 +15,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.comm.step_agreement import StepAgreement
+from lightning_muon.compat.torch import (
+    collective_counts,
+    default_store,
+    drop_unreduced_gradients,
+    forward_resharding,
+    has_unfinished_backward,
+    has_unfinished_forward,
+    is_in_backward,
+    reset_fsdp,
+    set_forward_resharding,
+)
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.sharding.fsdp_call_log import NO_WORD, FsdpCallLog
-from lightning_muon.sharding.fsdp_recovery import Recovery
+from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.fsdp_call_log import NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.fsdp_runtime import (
-    MicroBatches,
     fsdp_modules,
+    fsdp_roots,
     initialize_roots,
-    let_gathers_start,
     own_places,
     set_gradient_divisor,
+    set_gradient_sync,
 )
-from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.shard_model import shard_axis, shard_model
 from lightning_muon.sharding.weights import mesh_device
+
+_SECONDS_TO_FAIL_TOGETHER = 60.0
+_POLL_SECONDS = 0.01
+# Whole weights by their number -> a gradient of zeros that takes no memory.
+_Zeros = dict[int, Tensor]
 
 
 class GradientAgreement:
@@ -45,24 +62,9 @@ class GradientAgreement:
     one. Ranks that ran different units get the same error; for those that wait there is
     :class:`lightning_muon.monitor.watchdog.Watchdog`.
 
-    Collective over ``mesh``; every rank must construct it, with weights materialized (each unit is gathered once).
-
-    Args:
-        module: A model with units.
-        mesh: The ranks with batches of their own.
-        call_log: The units that this rank has run in this step, if they are watched already; :meth:`close` ends that.
-        nodes: The (replicate, shard) mesh, if ``mesh`` is the shard axis of a decoupled node.
-
-    Attributes:
-        step: Sends what the ranks have to tell each other.
-
-    Example::
-
-        shard_model(model, mesh)
-        agreement = GradientAgreement(model, mesh)
-        model(batch).sum().backward()
-        agreement.finish()
-        optimizer.step()
+    Collective over ``mesh``, the ranks with batches of their own; every rank must construct it, with weights
+    materialized (each unit is gathered once). If ``mesh`` is the shard axis of a decoupled node, ``nodes`` is the
+    (replicate, shard) mesh. :attr:`step` sends what the ranks have to tell each other.
     """
 
     def __init__(
@@ -79,13 +81,14 @@ class GradientAgreement:
         self.step = StepAgreement(host_group(axis_group(whole, tuple(range(whole.ndim)))))
         self._node, self._num_nodes = (0, 1) if nodes is None else (nodes.get_local_rank(0), nodes.size(0))
         self.call_log = call_log or FsdpCallLog(module, mesh)
-        self._scalars = _ReducedScalars()
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
         self._parameters: list[Tensor] = []
         self._used: list[bool] = []
         self._agreed: dict[int, TensorWeakRef] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # 0-d parameters -> their gradient as it was summed, and its value.
+        self._scalar_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
         self._zeros: _Zeros = {}
         if self._everyone.group is not None:
             initialize_roots(module)
@@ -95,25 +98,23 @@ class GradientAgreement:
     def finish(self, divisor: float | None = None, *, is_deferred: bool = False) -> None:
         """Average the gradients of 0-d parameters, and remove gradients that no rank has computed.
 
-        Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping.
-
-        Args:
-            divisor: What the sums over the ranks are divided by, as :func:`set_gradient_divisor` has told the units;
-                ``None``: the number of ranks.
-            is_deferred: Leave the comparison of the ranks to the next message of :attr:`step`, which an optimizer
-                sends. Until then gradients that no rank has computed are zeros. Not for models with 0-d parameters.
-
-        Raises:
-            RuntimeError: On every rank, if the ranks have run different units. The weights are unchanged, the gradients
-                worthless. Raised by whoever sends the message.
+        Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping. The
+        ``divisor`` is that of :func:`set_gradient_divisor`. ``is_deferred`` leaves the comparison of the ranks to the
+        next message of :attr:`step`, which an optimizer sends; until then gradients that no rank has computed are
+        zeros. If the ranks have run different units, whoever sends the message raises ``RuntimeError`` on every rank;
+        the weights are unchanged, the gradients worthless.
         """
+        scalars = [
+            p for p in self._module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)
+        ]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
             self.call_log.mark("end")
             self.step.post(self)
-            if not is_deferred or _plain_scalars(self._module):
+            if not is_deferred or scalars:
                 self.step.reduce(())
-        average_scalar_gradients(self._module, self._everyone.group, self._device, divisor, reduced=self._scalars)
+        if scalars and (self._everyone.group is not None or divisor is not None):
+            self._average(scalars, divisor)
 
     def numbers(self) -> list[int]:
         """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
@@ -157,6 +158,34 @@ class GradientAgreement:
         self._hooks.clear()
         self._places.clear()
 
+    def _average(self, scalars: Sequence[nn.Parameter], divisor: float | None) -> None:
+        """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
+
+        Collective over the mesh; every rank must call it. A missing gradient counts as zero unless it is missing
+        everywhere. What is a result of an earlier call is not summed again, only what was added to it.
+        """
+        # (kept result, what was added to it, whether there is a gradient) x parameters
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in scalars) else torch.float32
+        packed = torch.zeros(3, len(scalars), dtype=dtype, device="cpu")
+        for column, parameter in enumerate(scalars):
+            if parameter.grad is not None:
+                before = self._scalar_sums.get(parameter)
+                if before is not None and before[0]() is parameter.grad:
+                    packed[0, column] = before[1]
+                packed[1, column] = parameter.grad.cpu() - packed[0, column]
+                packed[2, column] = 1.0
+        packed = packed.to(self._device)
+        if self._everyone.group is not None:
+            dist.all_reduce(packed, group=self._everyone.group)
+        size = self._everyone.size
+        divisors = torch.tensor([[size], [divisor or size], [1]], device=self._device)
+        kept, added, present = (packed / divisors).cpu().unbind()
+        for index, parameter in enumerate(scalars):
+            if present[index] > 0:
+                gradient = (kept + added)[index].to(parameter)
+                parameter.grad = gradient
+                self._scalar_sums[parameter] = TensorWeakRef(gradient), gradient.detach().cpu().clone()
+
     def _watch(self, unit: FSDPModule) -> None:
         """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
         places = own_places(unit)
@@ -169,7 +198,7 @@ class GradientAgreement:
                 continue
             # Frozen weights are watched too, because they may be unfrozen later.
             whole.requires_grad_(True)
-            self._hooks.append(whole.register_post_accumulate_grad_hook(self._marker(len(self._places))))
+            self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark, self._used, len(self._used))))
             if not hasattr(unit, "set_reduce_scatter_unused_params"):
                 self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
             whole.requires_grad_(not is_frozen)
@@ -182,19 +211,13 @@ class GradientAgreement:
         else:  # Before torch 2.13.
             self.call_log.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
 
-    def _marker(self, index: int) -> Callable[[Tensor], None]:
-        # Not self: Python's garbage collector does not look into the hooks of tensors, so that the model, and with it
-        # its process groups, would live for ever.
-        used = self._used
 
-        def mark(_: Tensor) -> None:
-            used[index] = True
-
-        return mark
+# Python's garbage collector does not look into the hooks of tensors: what they refer to must not hold the model, which
+# would live for ever, and its process groups with it.
 
 
-# Whole weights by their number -> a gradient of zeros that takes no memory.
-_Zeros = dict[int, Tensor]
+def _mark(used: list[bool], index: int, _: Tensor) -> None:
+    used[index] = True
 
 
 def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
@@ -205,74 +228,129 @@ def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
             whole.grad = zeros[id(whole)]
 
 
-def _make_room(reference: TensorWeakRef, zeros: _Zeros, gradient: Tensor) -> None:
-    """Backward is about to add ``gradient``: to nothing, where there are but the zeros that take no memory."""
-    del gradient
+def _make_room(reference: TensorWeakRef, zeros: _Zeros, _: Tensor) -> None:
+    """Backward is about to add a gradient: to nothing, where there are but the zeros that take no memory."""
     whole = reference()
     if whole is not None and zeros.pop(id(whole), None) is whole.grad:
         whole.grad = None
 
 
-class _ReducedScalars:
-    """Remembers which gradients hold results already, so that only what has been added since is summed again."""
+class Recovery:
+    """Resets a model whose forward or backward has raised, and lets it go on only if that happened on all ranks.
 
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[TensorWeakRef, Tensor]] = {}
-
-    def share_of(self, parameter: nn.Parameter) -> Tensor:
-        """The result that is part of the gradient, zero if there is none."""
-        reference, value = self._kept.get(id(parameter), (None, torch.zeros((), device="cpu")))
-        return value if reference is not None and reference() is parameter.grad else torch.zeros((), device="cpu")
-
-    def keep(self, parameter: nn.Parameter) -> None:
-        """Remember that the gradient is a result."""
-        if parameter.grad is not None:
-            self._kept[id(parameter)] = TensorWeakRef(parameter.grad), parameter.grad.detach().cpu().clone()
-
-
-def average_scalar_gradients(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    divisor: float | None = None,
-    *,
-    reduced: _ReducedScalars | None = None,
-) -> None:
-    """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
-
-    Collective over ``group`` (``None``: this process is alone); every rank must call it. A missing gradient counts as
-    zero unless it is missing everywhere. Without a divisor it is the mean, and calling it again changes nothing; with
-    one, and the same ``reduced``, only what was added since the last call is summed.
+    An exception that is told of (:meth:`failed`), or that leaves a forward of the model, resets it at once; one that
+    nobody tells of, such as that of a bare ``loss.backward()``, before the next forward. What a failed forward leaves
+    does no harm to gradients; a failed backward drops all of the step so far. Before this rank then communicates, it
+    compares through the store whether all ranks have failed after the same communications. Its hooks are called before
+    those of ``call_log``. Local to construct.
     """
-    scalars = _plain_scalars(module)
-    size = 1 if group is None else dist.get_world_size(group)
-    if not scalars or (group is None and divisor is None):
-        return
-    reduced = reduced or _ReducedScalars()
-    # (kept result, what was added to it, whether there is a gradient) x parameters
-    dtype = torch.float64 if _has_double(scalars) else torch.float32
-    packed = torch.zeros(3, len(scalars), dtype=dtype, device="cpu")
-    for column, parameter in enumerate(scalars):
-        if parameter.grad is not None:
-            packed[0, column] = reduced.share_of(parameter)
-            packed[1, column] = parameter.grad.cpu() - packed[0, column]
-            packed[2, column] = 1.0
-    packed = packed.to(device)
-    if group is not None:
-        dist.all_reduce(packed, group=group)
-    kept, added, present = (packed / torch.tensor([[size], [divisor or size], [1]], device=device)).cpu().unbind()
-    for index, parameter in enumerate(scalars):
-        if present[index] > 0:
-            parameter.grad = (kept + added)[index].to(parameter)
-            reduced.keep(parameter)
 
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, call_log: FsdpCallLog) -> None:
+        self._module, self._mesh, self._call_log = module, mesh, call_log
+        self.gradients_dropped: Callable[[], None] | None = None  # Called when gradients have been dropped.
+        self._roots = list(fsdp_roots(module))
+        self._must_meet = False
+        self._hooks: list[RemovableHandle] = []
+        for unit in fsdp_modules(module):
+            self._watch(unit)
 
-def _plain_scalars(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)]
+    def failed(self, *, in_backward: bool) -> None:
+        """Reset the model after an exception; local. A second call for the same one changes nothing.
 
+        FSDP2 is left in the middle of the pass: it would take the next forward for a recomputation, and never reduce
+        the gradients of some units again.
+        """
+        in_backward = in_backward or self._is_left_in_backward()
+        with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
+            for root in self._roots:
+                reset_fsdp(root)
+            if in_backward:
+                # Also those of micro-batches before, which cannot be told apart from what the failed pass has added.
+                for unit in fsdp_modules(self._module):
+                    drop_unreduced_gradients(unit)
+                for parameter in self._module.parameters():
+                    parameter.grad = None
+        if in_backward and self.gradients_dropped is not None:
+            self.gradients_dropped()
+        self._must_meet = True
 
-def _has_double(parameters: Sequence[nn.Parameter]) -> bool:
-    return any(parameter.dtype == torch.float64 for parameter in parameters)
+    def resume(self) -> None:
+        """Go on if all ranks have failed, and communicated the same before; else raise ``RuntimeError``.
+
+        Collective over the mesh after a failure; without one it does nothing. Every rank must call it before it
+        communicates.
+        """
+        if self._is_left_in_backward():
+            self.failed(in_backward=True)
+        if not self._must_meet:
+            return
+        problem = self._compare()
+        self._must_meet = False
+        self._call_log.restart()
+        if problem is not None:
+            raise RuntimeError(
+                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
+                "FSDP2 communicates in both, so ranks can only leave out the same batch together; resume from a "
+                "checkpoint"
+            )
+
+    def close(self) -> None:
+        """Remove the hooks, and leave shards, whatever has ended the run; local."""
+        self.failed(in_backward=False)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _is_left_in_backward(self) -> bool:
+        """Whether an exception has ended a backward pass, and nobody has reset the model since."""
+        return not is_in_backward() and any(map(has_unfinished_backward, self._roots))
+
+    def _compare(self) -> str | None:
+        """What other ranks have done instead, ``None`` if they have done the same."""
+        ranks = self._call_log.ranks
+        if len(ranks) == 1:
+            return None
+        # Ranks that have failed equally often meet; models and meshes do not matter.
+        number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
+        store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
+        of_all, of_shards = self._place()
+        store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
+        deadline = time.monotonic() + _SECONDS_TO_FAIL_TOGETHER
+        missing = [rank for rank in ranks if not store.check([str(rank)])]
+        while missing and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            missing = [rank for rank in missing if not store.check([str(rank)])]
+        if missing:
+            return f"not on rank {', '.join(map(str, missing))} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
+        others: list[str] = []
+        for rank in ranks:
+            place = store.get(str(rank)).decode()
+            shares_weights = rank in self._call_log.shard_ranks
+            if not place.startswith(of_all) or (shares_weights and not place.endswith(of_shards)):
+                others.append(str(rank))
+        return f"at another place on rank {', '.join(others)}" if others else None
+
+    def _place(self) -> tuple[str, str]:
+        """What all ranks, and what the ranks of a shard group, must have communicated alike until now."""
+        counts = collective_counts()
+        *replicas, shards = (counts.get(self._mesh.get_group(axis).group_name) for axis in range(self._mesh.ndim))
+        words = self._call_log.words()
+        own = [word for word in words[NUM_WORDS:] if word != NO_WORD]
+        return f"{words[:NUM_WORDS]} {replicas}", f"{own} {shards}"
+
+    def _watch(self, unit: FSDPModule) -> None:
+        def enter(*_: Any) -> None:
+            if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
+                self.resume()
+
+        def leave(*_: Any) -> None:
+            if has_unfinished_forward(unit):
+                self.failed(in_backward=False)
+
+        # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
+        before, after = map(torch.compiler.disable, (enter, leave))
+        self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
+        self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
 
 
 class Fsdp(ShardingMode):
@@ -298,6 +376,8 @@ class Fsdp(ShardingMode):
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
         self._is_deferred = False
+        # What `no_sync` has changed.
+        self._resharding: list[tuple[FSDPModule, list[Any]]] = []
 
     @override
     def prepare(self, module: nn.Module) -> None:
@@ -313,21 +393,20 @@ class Fsdp(ShardingMode):
         )
         initialize_roots(module)
 
+    @override
     def watch(self, module: nn.Module) -> None:
-        """Note the units that ``module``, as prepared, runs from now on, in trainings and evaluations."""
-        if self._call_log is None:
+        if self.call_log is None:
             self._everyone = axis_group(self._reduced_over, tuple(range(self._reduced_over.ndim)))
             self._host = host_group(self._everyone)
-            self._call_log = FsdpCallLog(module, self._reduced_over)
-            self._recovery = Recovery(module, self._reduced_over, self._call_log)
+            self.call_log = FsdpCallLog(module, self._reduced_over)
+            self._recovery = Recovery(module, self._reduced_over, self.call_log)
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         self._module = module
-        self._micro_batches = MicroBatches(module, reshard_after_backward=self.options.reshard_after_backward)
         self.watch(module)
         nodes = self.mesh if self.options.decoupled_nodes else None
-        self._agreement = GradientAgreement(module, self._reduced_over, self._call_log, nodes=nodes)
+        self._agreement = GradientAgreement(module, self._reduced_over, self.call_log, nodes=nodes)
         assert self._recovery is not None
         self._recovery.gradients_dropped = self._agreement.forget
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
@@ -335,8 +414,24 @@ class Fsdp(ShardingMode):
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._micro_batches.without_sync()
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        # Each micro-batch gathers the weights anew; or whole weights stay from the first forward to the last backward.
+        stays_whole = not self.options.reshard_after_backward
+        units = list(fsdp_modules(self._module))
+        if stays_whole and not self._resharding:
+            self._resharding = [(unit, forward_resharding(unit)) for unit in units]
+            for unit, meshes in self._resharding:
+                set_forward_resharding(unit, [None] * len(meshes))
+        for unit in units if stays_whole else ():
+            unit.set_reshard_after_backward(False, recurse=False)
+        set_gradient_sync(self._module, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(self._module, True)
+            for unit in units if stays_whole else ():
+                unit.set_reshard_after_backward(True, recurse=False)
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
@@ -360,7 +455,9 @@ class Fsdp(ShardingMode):
     def finish_gradients(self) -> None:
         assert self._agreement is not None and self._recovery is not None, "attach comes first"
         self._recovery.resume()
-        self._micro_batches.finish()
+        for unit, meshes in self._resharding:
+            set_forward_resharding(unit, meshes)
+        self._resharding.clear()
         self._agreement.finish(self._divisor, is_deferred=self._is_deferred)
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -378,17 +475,19 @@ class Fsdp(ShardingMode):
     def finish_evaluation(self) -> None:
         """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.
 
-        Raises:
-            RuntimeError: On every rank, if ranks that share weights have run different units.
+        Raises ``RuntimeError`` on every rank if ranks that share weights have run different units.
         """
-        if self._call_log is not None and self._recovery is not None:
+        if self.call_log is not None and self._recovery is not None:
             self._recovery.resume()
-            self._call_log.compare(self._everyone, self._host)
+            self.call_log.compare(self._everyone, self._host)
 
     @override
     def end_step(self) -> None:
         if self.options.early_all_gather and self.mesh.device_type == "cuda":
-            let_gathers_start(self._module)
+            # Weights are final now. FSDP2 takes one event for all units of a root, so that of the whole step.
+            event = torch.cuda.current_stream().record_event()
+            for root in fsdp_roots(self._module):
+                root.set_post_optim_event(event)
 
     @override
     def close(self) -> None:
@@ -398,4 +497,4 @@ class Fsdp(ShardingMode):
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
-        self._end_watch()
+        super().close()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, backends
 from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
+from lightning_muon.sharding.shard_model import original_class
 
 # At least so many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
@@ -63,7 +65,7 @@ class CallList:
         return None if expected or len(self._ranks) == 1 else Barrier(self.name, self._ranks, self._num_ever, call)
 
     def tail(self) -> tuple[int, list[int]]:
-        """Return (number of calls left out, the others)."""
+        """Return (number of calls left out, the others). May be called from any thread."""
         with self._lock:
             return self.count - len(self._kept), self._kept.tolist()
 
@@ -85,11 +87,8 @@ class CallList:
 
 
 Mark = Literal["end", "left"]
-_MARKS: dict[Mark, tuple[int, str]] = {
-    "end": (-2, "ends the step or the evaluation"),
-    "left": (-3, "ends the run"),
-}
-_TEXTS = dict(_MARKS.values())
+_MARKS: dict[Mark, int] = {"end": -2, "left": -3}
+_TEXTS = {None: "runs nothing more", -2: "ends the step or the evaluation", -3: "ends the run"}
 # Of a digest in :meth:`FsdpCallLog.words`, and what stands in the place of those that a rank does not have.
 NUM_WORDS = 4
 NO_WORD = -(2**31)
@@ -100,79 +99,49 @@ class FsdpCallLog:
 
     FSDP2 communicates unit by unit. If one rank runs another unit than the others, or none, messages of different units
     meet: weights of equal shape are mixed in silence, those of different shapes hang. So there are two lists of calls.
-    One holds all calls; it must be equal inside the shard group, whose ranks gather weights from each other. The other
-    holds the backward passes, in which replicas reduce gradients together too; it must be equal on all ranks. So
-    replicas may evaluate different numbers of batches. :meth:`compare` compares both lists. Units on a mesh that does
-    not span all ranks of ``mesh`` (experts that the user has spread over ranks) are left out. Local.
-
-    Args:
-        module: A model with units.
-        mesh: 1-D (shard), or 2-D (replicate, shard).
-
-    Attributes:
-        step: How often the log was started anew.
-        uses_gloo: Whether units communicate over gloo.
-        shard_ranks: The ranks that hold one copy of the weights together, this rank among them.
-        barrier: Called before communication when this order of units is new: when this call did not follow the one
-            before it the last time. Ranks with equal logs until then expect the same call, so if ranks differ, at least
-            one of them calls this. It waits for the other ranks and so keeps messages of different sizes from meeting,
-            which would end a process that uses gloo.
-        before_backward: Unit -> what to call when its backward pass begins, before FSDP2 knows.
-
-    Example::
-
-        log = FsdpCallLog(model, mesh)
-        model(batch).sum().backward()
-        log.compare(everyone, host)
+    :attr:`all_calls` must be equal inside the shard group, whose ranks gather weights from each other.
+    :attr:`crossing` has the backward passes, in which replicas reduce gradients together too; it must be equal on all
+    ranks of ``mesh``, which is 1-D (shard) or 2-D (replicate, shard). So replicas may evaluate different numbers of
+    batches. Units on a mesh that does not span all ranks of ``mesh`` (experts that the user has spread over ranks) are
+    left out. Local.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.step = 0
+        self.step = 0  # How often the log was started anew.
         self.uses_gloo = "gloo" in (backends(mesh.get_group(axis)).get(mesh.device_type) for axis in range(mesh.ndim))
         self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         self._num_replicas = len(rows)
         self._replica = next(index for index, row in enumerate(rows) if dist.get_rank() in row)
+        # The ranks that hold one copy of the weights together, this rank among them.
         self.shard_ranks = tuple(sorted(rows[self._replica]))
+        # Called before communication when this order of units is new: when this call did not follow the one before it
+        # the last time. Ranks with equal logs until then expect the same call, so if ranks differ, at least one of them
+        # calls this. It waits for the other ranks and so keeps messages of different sizes from meeting, which would
+        # end a process that uses gloo.
         self.barrier: Callable[[Barrier], None] | None = None
+        # Unit -> what to call when its backward pass begins, before FSDP2 knows.
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
-        self._all = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
-        self._crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
+        self.all_calls = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
+        self.crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
         self._names: list[tuple[str, str]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        names = {id(child): name for name, child in module.named_modules()}
+        names: dict[Any, str] = {child: name for name, child in module.named_modules()}
         for unit in fsdp_modules(module):
             places = own_places(unit)
             if places and getattr(*places[0]).device_mesh.size() == len(self.ranks):
                 self._watch(unit, places[0])
-                self._names.append((names[id(unit)], _class_name(unit)))
+                self._names.append((names[unit], original_class(unit).__name__))  # type: ignore[arg-type]
 
     def mark(self, what: Mark) -> None:
         """Note a point that all ranks must reach in the same place of their order; local."""
-        self._add(_MARKS[what][0], crosses=True, waits=what != "left")
-
-    @property
-    def barrier_names(self) -> tuple[str, ...]:
-        """What :attr:`Barrier.name` may be on this rank."""
-        return self._all.name, self._crossing.name
-
-    def position(self) -> tuple[int, int]:
-        """How far this rank is: (step, number of calls in it). May be called from any thread."""
-        return self.step, self._all.count
-
-    def calls(self) -> tuple[int, list[int]]:
-        """The calls of this step: (number of calls left out, the others). May be called from any thread."""
-        return self._all.tail()
-
-    def crossing_calls(self) -> tuple[int, list[int]]:
-        """The calls of this step that communicate between replicas too, as :meth:`calls` gives them."""
-        return self._crossing.tail()
+        self._add(_MARKS[what], crosses=True, waits=what != "left")
 
     def words(self) -> list[int]:
         """Digests for an all-reduce MAX over int32: one over all ranks, then one for each shard group."""
-        words = self._crossing.words() + [NO_WORD] * (NUM_WORDS * self._num_replicas)
+        words = self.crossing.words() + [NO_WORD] * (NUM_WORDS * self._num_replicas)
         start = NUM_WORDS * (1 + self._replica)
-        words[start : start + NUM_WORDS] = self._all.words()
+        words[start : start + NUM_WORDS] = self.all_calls.words()
         return words
 
     @staticmethod
@@ -181,62 +150,45 @@ class FsdpCallLog:
         return any(words[at] not in (NO_WORD, -words[at + 1]) for at in range(0, len(words), 2))
 
     def compare(self, everyone: AxisGroup, host: AxisGroup) -> None:
-        """Compare the calls and begin a new log. Collective over the mesh; every rank must call it.
+        """Compare the calls and begin a new log; ``host`` is ``everyone`` with a gloo group: no device is waited for.
 
-        Args:
-            everyone: The ranks of the mesh.
-            host: The same with a gloo group, so that no device is waited for.
-
-        Raises:
-            RuntimeError: On every rank, if the ranks have run different units.
+        Collective over the mesh; every rank must call it. Raises as :meth:`require_equal` does.
         """
         self.mark("end")
         self.require_equal(maxima_over(host, self.words()), everyone)
 
     def require_equal(self, maxima: Sequence[int], everyone: AxisGroup) -> None:
-        """Begin a new log, if the maxima of :meth:`words` over the ranks show that all ranks have made the same calls.
+        """Begin a new log; raise if the maxima of :meth:`words` over the ranks show that they ran different units.
 
-        Collective over the mesh if they do; every rank must call it.
-
-        Raises:
-            RuntimeError: On every rank, if the ranks have run different units.
+        Collective over the mesh if they do; every rank must call it. The ``RuntimeError`` is raised on every rank.
         """
-        problem = self.explain(everyone.group) if self.differs(maxima) else None
+        problem = self._first_difference(everyone.group) if self.differs(maxima) else None
         self.restart()
         if problem is not None:
             raise RuntimeError(problem)
 
-    def explain(self, group: dist.ProcessGroup | None) -> str:
-        """Name the first unit that differs. Collective over ``group``; every rank must call it."""
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (self.shard_ranks[0], self.calls(), self.crossing_calls()), group=group)
+    def _first_difference(self, group: dist.ProcessGroup | None) -> str:
+        """Collective over ``group``; every rank must call it."""
+        gathered = gather((self.shard_ranks[0], self.all_calls.tail(), self.crossing.tail()), group)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         of_shards: dict[int, dict[int, tuple[int, list[int]]]] = {}
         for rank, (shard, calls, _) in zip(ranks, gathered, strict=True):
             of_shards.setdefault(shard, {})[rank] = calls
         crossing = {rank: calls for rank, (_, _, calls) in zip(ranks, gathered, strict=True)}
         for compared in [*of_shards.values(), crossing]:
-            found = self.describe_tails(compared, complete=True)
+            found = self.describe(compared, complete=True)
             if found is not None:
                 return found
         return f"The ranks run different units of the model. {self.advice(())}"
 
-    def describe_tails(self, tails: Mapping[int, tuple[int, Sequence[int]]], *, complete: bool) -> str | None:
-        """As :meth:`describe`, from the first call that no rank has left out: rank -> (number left out, the others)."""
-        start = max((skipped for skipped, _ in tails.values()), default=0)
-        return self.describe(
-            {rank: calls[start - skipped :] for rank, (skipped, calls) in tails.items()}, complete=complete
-        )
+    def describe(self, tails: Mapping[int, tuple[int, Sequence[int]]], *, complete: bool) -> str | None:
+        """Compare what :meth:`CallList.tail` gives on ranks, from the first call on that no rank has left out.
 
-    def describe(self, calls: Mapping[int, Sequence[int]], *, complete: bool) -> str | None:
-        """Compare the calls of ranks; ``None`` if there is no difference.
-
-        Args:
-            calls: Rank -> its calls.
-            complete: Whether the calls have come to their end. Otherwise a rank with fewer calls is only late.
+        ``None`` if there is no difference. If the calls are not ``complete``, a rank with fewer of them is only late.
         """
-        longest = max(map(len, calls.values()), default=0)
-        for index in range(longest):
+        start = max((skipped for skipped, _ in tails.values()), default=0)
+        calls = {rank: kept[start - skipped :] for rank, (skipped, kept) in tails.items()}
+        for index in range(max(map(len, calls.values()), default=0)):
             found: dict[int | None, list[int]] = {}
             for rank, mine in calls.items():
                 call = mine[index] if index < len(mine) else None
@@ -249,37 +201,35 @@ class FsdpCallLog:
 
     def text(self, call: int | None) -> str:
         """What a rank does, as part of a sentence."""
-        if call is None:
-            return "runs nothing more"
-        if call < 0:
+        if call is None or call < 0:
             return _TEXTS[call]
         name, kind = self._names[call // 2]
         unit = f"{name!r} ({kind})" if name else f"the root {kind}"
         return f"enters the backward pass of {unit}" if call % 2 else f"runs {unit}"
 
-    def advice(self, calls: Sequence[int | None] | Mapping[int | None, Any]) -> str:
+    def advice(self, calls: Iterable[int | None]) -> str:
         """What to do about units that only some ranks run."""
-        units = sorted({call // 2 for call in calls if call is not None and call >= 0 and self._names[call // 2][0]})
-        names = [self._names[unit][0] for unit in units]
-        kinds = sorted({self._names[unit][1] for unit in units})
+        numbers = {call // 2 for call in calls if call is not None and call >= 0}
+        units = [self._names[number] for number in sorted(numbers) if self._names[number][0]]
         reason = (
             "FSDP2 gathers and reduces the weights of a unit on all ranks together, so all ranks must run the same "
+            "units in the same order."
         )
-        reason += "units in the same order."
-        if not names:
+        if not units:
             return reason
+        kinds = ", ".join(sorted({kind for _, kind in units}))
         return (
             f"{reason} Merge modules that only some ranks run into the unit around them, where unused parameters get "
-            f"zero gradients: pass a wrap_policy that does not choose them, a list of classes "
-            f"without {', '.join(kinds)} or a function (name, module) -> bool that is False for "
-            f"{', '.join(map(repr, names))}; or run them on every rank, with an input of zeros where there is none."
+            f"zero gradients: pass a wrap_policy that does not choose them, a list of classes without {kinds} or a "
+            f"function (name, module) -> bool that is False for {', '.join(repr(name) for name, _ in units)}; or run "
+            "them on every rank, with an input of zeros where there is none."
         )
 
     def restart(self) -> None:
         """Begin the log of the next step; local."""
         self.step += 1
-        self._all.restart()
-        self._crossing.restart()
+        self.all_calls.restart()
+        self.crossing.restart()
 
     def close(self) -> None:
         """Remove the hooks; local."""
@@ -321,7 +271,7 @@ class FsdpCallLog:
             self._hooks.append(getattr(unit, register)(torch.compiler.disable(hook), prepend=True))
 
     def _add(self, call: int, *, crosses: bool, waits: bool = True) -> None:
-        barriers = [calls.add(call) for calls in ([self._crossing] if crosses else []) + [self._all]]
+        barriers = [calls.add(call) for calls in ([self.crossing] if crosses else []) + [self.all_calls]]
         # The first one is that of the most ranks.
         barrier = next((barrier for barrier in barriers if barrier is not None), None)
         if waits and barrier is not None and self.barrier is not None:
@@ -352,11 +302,6 @@ def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for entry in entries:
             yield from tensors_in(entry, seen)
-
-
-def _class_name(unit: FSDPModule) -> str:
-    """The class that the module had before ``fully_shard`` swapped it."""
-    return next(base.__name__ for base in type(unit).__mro__ if not issubclass(base, FSDPModule))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

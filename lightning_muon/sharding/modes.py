@@ -1,23 +1,33 @@
-"""The sharding modes by name, and the two that shard nothing: a single process, and replicas (DDP)."""
+"""The sharding modes by name, and those with whole weights on every rank: a single process, replicas (DDP), ZeRO-2."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.grad_sync.transports import AllReduce, Results
+from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, make_hops, nodes_of
+from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
+from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.sharded_layout import ShardedLayout
+from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners, Results, Transport
+from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import Layout
+from lightning_muon.params.logical import logical_matrices
+from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.estimates import Grid, ShardExchange, choose_exchange, node_grid
+from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.mode import ModeOptions, ReplicatedWeights, ShardingMode, attach_optimizers
-from lightning_muon.sharding.weights import names_of
-from lightning_muon.sharding.zero2 import Zero2
+from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units
+from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 
 class SingleProcess(ShardingMode):
@@ -31,34 +41,29 @@ class SingleProcess(ShardingMode):
         self._divisor: float | None = None
         self._results = Results()
 
+    @override
     def prepare(self, module: nn.Module) -> None:
-        """Check that there is one rank; local."""
-        del module
         if self.mesh.size() > 1:
             raise ValueError(
                 f"sharding='none' communicates no gradients, but there are {self.mesh.size()} data-parallel ranks; use "
                 "'ddp', 'zero2' or 'fsdp', or one device"
             )
 
+    @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Create the state; local."""
         attach_optimizers(module, optimizers, layout=None)
         self._module = module
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing."""
         return nullcontext()
 
+    @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        """Remember it."""
         self._divisor = divisor
 
+    @override
     def finish_gradients(self) -> None:
-        """Divide the gradients; local.
-
-        Raises:
-            ValueError: If backward has added to gradients that are divided already.
-        """
         if self._divisor is None:
             return
         for parameter in self._module.parameters():
@@ -72,9 +77,77 @@ class SingleProcess(ShardingMode):
             parameter.grad.div_(self._divisor)
             self._results.keep(parameter)
 
+
+class ReplicatedWeights(ShardingMode):
+    """Whole weights on every rank, and gradients that a reducer sums while backward runs."""
+
+    shards_weights = False
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._attached_reducer: GradientReducer | None = None
+
+    @cached_property
+    def _everyone(self) -> AxisGroup:
+        return axis_group(self.mesh, tuple(range(self.mesh.ndim)))
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        assert self._attached_reducer is not None, "attach comes first"
+        return self._attached_reducer
+
+    @override
+    def prepare(self, module: nn.Module) -> None:
+        def check() -> list[nn.Module]:
+            check_meta(module)
+            for name, parameter in names_of(module).items():
+                if isinstance(parameter, DTensor):
+                    raise ValueError(
+                        f"{name} {tuple(parameter.shape)} is a DTensor already, but sharding={self.name!r} keeps whole "
+                        "plain weights on every rank; remove fully_shard and parallelize_module from configure_model, "
+                        "or use sharding='fsdp'"
+                    )
+                if parameter.is_meta:
+                    raise ValueError(f"{name} {tuple(parameter.shape)} is on the meta device; materialize it first")
+            return []
+
+        agree_on_units(module, check, [self._everyone])
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        broadcast_initial_state(module, self.mesh)
+
+    def _watch_gradients(self, module: nn.Module, transport: Transport, bucket_bytes: int) -> GradientReducer:
+        """Sum gradients from now on. Collective over the mesh; every rank must call it."""
+        names = {parameter: name for name, parameter in names_of(module).items()}
+        self._attached_reducer = GradientReducer(
+            list(names), transport, self._everyone, names=names, bucket_bytes=bucket_bytes
+        )
+        return self._attached_reducer
+
+    def _restart_call_log(self) -> None:
+        if self.call_log is not None:
+            self.call_log.restart()
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._reducer.no_sync()
+
+    @override
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+
+    @override
+    def backward_failed(self) -> None:
+        if self._attached_reducer is not None:
+            self._attached_reducer.give_up()
+
+    @override
     def close(self) -> None:
-        """Remove the hooks; local."""
-        self._end_watch()
+        super().close()
+        if self._attached_reducer is not None:
+            self._attached_reducer.close()
+            self._attached_reducer = None
 
 
 class Ddp(ReplicatedWeights):
@@ -83,22 +156,128 @@ class Ddp(ReplicatedWeights):
     name = "ddp"
     takes = frozenset({"bucket_bytes"})
 
-    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
-        super().__init__(mesh, options)
-        self._layout = Layout(mesh)
-
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
         chosen = self.options.bucket_bytes
         bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
-        reducer = self._watch_gradients(names_of(module), AllReduce(everyone), everyone, bucket_bytes)
-        attach_optimizers(module, optimizers, self._layout, step=reducer.step)
+        reducer = self._watch_gradients(module, AllReduce(self._everyone), bucket_bytes)
+        self.layout = Layout(self.mesh)
+        attach_optimizers(module, optimizers, self.layout, step=reducer.step)
 
     @override
     def finish_gradients(self) -> None:
-        self._layout.agreed = self._reducer.finish()
-        self._note_step()
+        assert isinstance(self.layout, Layout)
+        self.layout.agreed = self._reducer.finish()
+        self._restart_call_log()
+
+
+class Zero2(ReplicatedWeights):
+    """Whole weights; gradients and optimizer state in shards over the last axis of the mesh.
+
+    Gradients are reduced during backward to the rank that needs them: a matrix to its owner, who then orthogonalizes it
+    without any gather, and rows of everything else. Replicas, the other axis, sum their parts once more. New values
+    travel back while the next forward already runs.
+
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (stage 2); here with whole matrices as parts.
+    """
+
+    name = "zero2"
+    parameters_arrive_late = True
+    takes = frozenset({"bucket_bytes", "wrap_policy"})
+
+    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
+        super().__init__(mesh, options)
+        self._all_gather: ParameterAllGather | None = None
+        self._root_parameters: Sequence[Tensor] = ()
+
+    @override
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        used = [optimizer for optimizer in optimizers if any(group["params"] for group in optimizer.param_groups)]
+        for optimizer in used:
+            if not isinstance(optimizer, Attachable):
+                raise ValueError(
+                    f"sharding='zero2' divides the gradients that {type(optimizer).__name__} reads whole; use "
+                    "ParallelMuon (with algorithm='adamw' for AdamW alone), or sharding='fsdp' or 'ddp'"
+                )
+        parameters = list(names_of(module).values())
+        matrices = _flops_of_whole_matrices(used)
+        shard_map = ShardMap(self.mesh, place_shards(parameters, matrices, self.mesh.size(-1)))
+        exchange, grid = self._choose_exchange(parameters)
+        transport = ReduceScatterToOwners(shard_map, grid)
+        reducer = self._watch_gradients(module, transport, exchange.bucket_bytes)
+        units = units_of(module, find_units(module, self.options.wrap_policy))
+        self._root_parameters = units[module]
+        # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
+        buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
+        self._all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
+        self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
+        attach_optimizers(module, used, self.layout, step=reducer.step)
+
+    def _choose_exchange(self, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
+        """How gradients and values travel, equal on all ranks, and the grid of this rank's replica.
+
+        Collective over the mesh; every rank must call it.
+        """
+        everyone = self._everyone
+        replicas: dict[tuple[int, ...], list[int]] = {}
+        for coordinate, node in sorted(zip(everyone.coordinates, nodes_of(everyone), strict=True)):
+            replicas.setdefault(coordinate[:-1], []).append(node)
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        if everyone.group is not None:
+            trained = max(gather(trained, host_group(everyone).group))
+        chosen = self.options.bucket_bytes
+        exchange = choose_exchange(
+            list(replicas.values()),
+            trained,
+            PRESETS["h100"],
+            bucket_bytes=BUCKET_BYTES if chosen == "auto" else chosen,
+            may_grow=chosen == "auto" and self.mesh.device_type == "cuda",
+        )
+        return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
+
+    @override
+    def finish_gradients(self) -> None:
+        assert isinstance(self.layout, ShardedLayout), "attach comes first"
+        self.layout.finish_gradients()
+        self._restart_call_log()
+
+    @override
+    def begin_forward(self) -> None:
+        # What belongs to no unit has no forward that waits for it.
+        if self._all_gather is not None:
+            self._all_gather.wait(self._root_parameters)
+
+    @override
+    def end_step(self) -> None:
+        if self.options.wait_for_parameters:
+            self.finish_parameters()
+
+    @override
+    def finish_parameters(self) -> None:
+        if self._all_gather is not None:
+            self._all_gather.wait_all()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        all_gather, self._all_gather, self.layout = self._all_gather, None, Layout()
+        if all_gather is not None:
+            # Takes the values that still arrive; raises if they do not, because other ranks are gone.
+            all_gather.close()
+
+
+def _flops_of_whole_matrices(optimizers: Sequence[Attachable]) -> dict[Tensor, int]:
+    """Parameters that one rank shall own, and the FLOPs of their step. The matrices of a stack are rows of it."""
+    found: dict[Tensor, int] = {}
+    for optimizer in optimizers:
+        routes = iter(optimizer.routes)
+        for group in optimizer.param_groups:
+            for parameter, route in zip(group["params"], routes, strict=False):
+                matrices = logical_matrices(tuple(parameter.shape), route)
+                flops = sum(newton_schulz_flops(matrix.rows, matrix.cols, group["ns_steps"]) for matrix in matrices)
+                if flops and route.kind != "stack":
+                    found[parameter] = flops
+    return found
 
 
 Sharding = Literal["fsdp", "zero2", "ddp", "none"]
@@ -111,11 +290,6 @@ def make_mode(name: str, mesh: DeviceMesh, options: ModeOptions) -> ShardingMode
     Raises:
         ValueError: For an unknown name.
     """
-    check_mode(name)
-    return MODES[name](mesh, options)
-
-
-def check_mode(name: str) -> None:
-    """Raise ``ValueError`` for an unknown name."""
     if name not in MODES:
         raise ValueError(f"sharding must be one of {tuple(MODES)}, got {name!r}")
+    return MODES[name](mesh, options)

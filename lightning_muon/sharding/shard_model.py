@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.groups import axis_group, require_backend
-from lightning_muon.sharding.units import WrapPolicy, check_meta, describe_model, dtype_units, find_units, owners
+from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.params.uses import clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
+
+WrapPolicy = Literal["auto"] | Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+
+# Every unit costs two collectives per step; blocks that together hold less than this share are left to the root.
+_MIN_SHARE = 0.1
 
 
 def shard_model(
@@ -32,8 +32,6 @@ def shard_model(
     wrap_policy: WrapPolicy = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int = True,
-    offload_policy: OffloadPolicy | None = None,
-    forward_methods: Sequence[str] = (),
     shard_root: bool = True,
     decoupled_nodes: bool = False,
 ) -> None:
@@ -46,55 +44,41 @@ def shard_model(
     ``mesh`` must be cut from meshes that number all ranks alike. FSDP2 takes no 0-d parameters: they stay plain and
     replicated, and :class:`lightning_muon.sharding.fsdp.GradientAgreement` averages their gradients.
 
-    Args:
-        module: The model; its parameters are replaced, so create optimizers afterwards.
-        mesh: 1-D (shard) or 2-D (replicate, shard), both axes of any size, named if 2-D.
-        wrap_policy: See :func:`lightning_muon.sharding.units.find_units`.
-        mp_policy: Mixed precision. ``output_dtype`` counts for roots only.
-        reshard_after_forward: Free the whole weights of a unit after its forward, or (an ``int``) keep them sharded
-            over that many ranks. With ``True`` the root still keeps its own until the backward pass, as FSDP2 does.
-        offload_policy: For example ``CPUOffloadPolicy()``.
-        forward_methods: Methods of ``module`` beside ``forward`` that are entered from outside, such as
-            ``"training_step"``: the root's weights are whole while they run.
-        shard_root: ``False`` makes each child a root of its own and leaves ``module`` a plain module. Needed where the
-            backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root
-            only in a backward pass that starts from what its forward returned.
-        decoupled_nodes: FSDP2 knows nothing of the replicas: gradients are means over the shard axis only.
-
-    Raises:
-        ValueError: If the model cannot be sharded; the message says which parameter and why.
-        RuntimeError: If the ranks hold different models.
+    Without ``shard_root`` each child is a root of its own, and ``module`` a plain module. That is needed where the
+    backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root only in a
+    backward pass that starts from what its forward returned. With ``decoupled_nodes`` FSDP2 knows nothing of the
+    replicas, and gradients are means over the shard axis only.
     """
     inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        # For gradients that are clipped and momenta that are gathered there.
-        require_backend(mesh, torch.device("cpu"), f"the weights of {type(module).__name__} are kept")
-    units = _agree_on_units(module, mesh, wrap_policy, shard_root=shard_root, node=inner_mesh)
-    _broadcast_to_all(module, mesh, inner_mesh)
+
+    def plan() -> list[nn.Module]:
+        if decoupled_nodes:
+            _refuse_other_meshes(module, inner_mesh)
+        return plan_units(module, wrap_policy, shard_root=shard_root)
+
+    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+    units = agree_on_units(module, plan, [everyone, *groups_beside(module, mesh)])
+    broadcast_initial_state(module, mesh)
+    if decoupled_nodes and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        # What is sharded inside of a node already does not know of the other nodes.
+        broadcast_initial_state(module, mesh["replicate"])
+
     policy = mp_policy or MixedPrecisionPolicy()
-    ignored = _prepare_parameters(module, mesh)
-    offload = offload_policy or OffloadPolicy()
-    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=ignored, offload_policy=offload)
-    inner_policy = replace(policy, output_dtype=None)
-    outer_units = [module] if shard_root else units
-    inner = {id(child) for outer in outer_units for child in outer.modules() if child is not outer}
+    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=_prepare_parameters(module, mesh))
+    roots = [module] if shard_root else units
+    inside = {child for root in roots for child in root.modules() if child is not root}
     for unit in units:
-        unit_policy = inner_policy if id(unit) in inner else policy
+        # Only roots cast their output.
+        unit_policy = replace(policy, output_dtype=None) if unit in inside else policy
         shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy)
     if shard_root and not isinstance(module, FSDPModule):
         # None, not True: FSDP2 then keeps the root's weights from the end of forward to the start of backward.
         root_reshard = None if reshard_after_forward is True else reshard_after_forward
         shard(module, reshard_after_forward=root_reshard, mp_policy=policy)
-    for name in forward_methods:
-        register_fsdp_forward_method(module, name)
 
 
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local.
-
-    Raises:
-        ValueError: If the mesh has other axes.
-    """
+    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
     if mesh.mesh_dim_names != ("replicate", "shard"):
         raise ValueError(
             "decoupled nodes need a 2-D mesh with the axes ('replicate', 'shard'), also for a single node, got "
@@ -104,16 +88,7 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["shard"]
 
 
-def _broadcast_to_all(module: nn.Module, mesh: DeviceMesh, node: DeviceMesh) -> None:
-    """Give all ranks of ``mesh`` the first one's weights and buffers. Collective over it; every rank must call it."""
-    broadcast_initial_state(module, mesh)
-    # What is sharded inside of a node already does not know of the other nodes.
-    if node.ndim < mesh.ndim and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        broadcast_initial_state(module, mesh["replicate"])
-
-
 def _refuse_other_meshes(module: nn.Module, node: DeviceMesh) -> None:
-    """Raise ``ValueError`` for a parameter that is shared with ranks of other nodes, or divided in another way."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh != node:
             raise ValueError(
@@ -123,27 +98,25 @@ def _refuse_other_meshes(module: nn.Module, node: DeviceMesh) -> None:
             )
 
 
-def _agree_on_units(
-    module: nn.Module, mesh: DeviceMesh, wrap_policy: WrapPolicy, *, shard_root: bool, node: DeviceMesh
+def agree_on_units(
+    module: nn.Module, plan: Callable[[], list[nn.Module]], groups: Iterable[AxisGroup]
 ) -> list[nn.Module]:
-    """:func:`plan_units`, after all ranks have found that they plan the same for the same model.
+    """What ``plan`` returns, after all ranks have found that it gives them the same for the same model.
 
-    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it.
+    Collective over each of ``groups``; every rank of it must call it. What ``plan`` raises on a rank stops them all.
     """
     units: list[nn.Module] = []
     error: Exception | None = None
     try:
-        if node is not mesh:
-            _refuse_other_meshes(module, node)
-        units = plan_units(module, wrap_policy, shard_root=shard_root)
-    except Exception as problem:  # A policy is user code: whatever it raises on one rank must stop the others.
+        units = plan()
+    except Exception as problem:  # A policy is user code, which may raise anything.
         error = problem
-    # What goes wrong on the data axes reaches the other tensor-parallel ranks through the groups that follow.
-    for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
-        if axes.group is not None:
+    # What goes wrong in one group reaches the ranks of the others through those that follow.
+    for group in groups:
+        if group.group is not None:
             try:
-                fail_together(error, axes.group)
-                require_equal(describe_model(module, units), axes.group, f"the model {type(module).__name__}")
+                fail_together(error, group.group)
+                require_equal(describe_model(module, units), group.group, f"the model {type(module).__name__}")
             except Exception as problem:
                 error = error or problem
     if error is not None:
@@ -152,47 +125,39 @@ def _agree_on_units(
 
 
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
-    """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local.
-
-    Raises:
-        ValueError: If the model cannot be sharded.
-    """
+    """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local."""
     check_meta(module)
     if isinstance(module, FSDPModule):
         return []
     units = find_units(module, wrap_policy)
     if not shard_root:
-        units = _with_children(module, units)
+        known = set(units)
+        units += [
+            child
+            for child in callable_children(module)
+            if child not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
+        ]
+        holders = owners(module, units)
+        for name, parameter in module.named_parameters():
+            if module in holders[parameter] or len(holders[parameter]) > 1:
+                raise ValueError(
+                    f"{name} is held by {type(module).__name__} itself or shared by several of its children; with "
+                    "manual optimization these are sharded one by one, so move it into one child module"
+                )
     return [*dtype_units(module, units), *units]
-
-
-def _with_children(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Add the children of ``module`` that hold parameters to the units, and check that nothing is left over."""
-    known = {id(unit) for unit in units}
-    children = [
-        child
-        for child in callable_children(module)
-        if id(child) not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
-    ]
-    result = [*units, *children]
-    holders = owners(module, result)
-    for name, parameter in module.named_parameters():
-        inside = holders[id(parameter)]
-        if any(holder is module for holder in inside) or len(inside) > 1:
-            raise ValueError(
-                f"{name} is held by {type(module).__name__} itself or shared by several of its children; with manual "
-                "optimization these are sharded one by one, so move it into one child module"
-            )
-    return result
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children, and in place of a list or a dict without a forward its entries."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+        if _is_container(child):
             yield from callable_children(child)
         else:
             yield child
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -210,3 +175,223 @@ def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter
             # channels_last convolutions and transposed weights: FSDP2 shards contiguous tensors only.
             parameter.data = parameter.data.contiguous()
     return ignored
+
+
+def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.Module]:
+    """Return the modules to shard as units of their own, inner ones first; all the rest belongs to ``module``.
+
+    ``"auto"`` takes the classes that transformers models declare as ``_no_split_modules``, and elsewhere the outermost
+    ``ModuleList`` or ``Sequential`` children that repeat a class. Otherwise ``wrap_policy`` is classes or class names,
+    or ``policy(qualified_name, module) -> bool``. Modules that are sharded already and all modules inside them are
+    passed over. Units that share a parameter with each other or with the rest are dropped, so that the root holds it.
+    """
+    candidates = list(_unsharded(module))
+    if callable(wrap_policy):
+        chosen = [child for name, child in candidates if child is not module and wrap_policy(name, child)]
+    elif isinstance(wrap_policy, str):
+        if wrap_policy != "auto":
+            raise ValueError(f"wrap_policy must be 'auto', classes or class names, or a callable, got {wrap_policy!r}")
+        chosen = _automatic(module)
+    else:
+        chosen = _of_classes(module, wrap_policy)
+    for unit in chosen:
+        if _is_container(unit):
+            raise ValueError(
+                f"wrap_policy chooses a {type(unit).__name__}, which has no forward and cannot be an FSDP2 unit; "
+                "choose its children"
+            )
+    order = {child: index for index, (_, child) in enumerate(candidates)}
+    # Later in registration order means deeper or beside, never above: reversed, children come before parents.
+    units = sorted(
+        (unit for unit in chosen if next(unit.parameters(), None) is not None), key=order.__getitem__, reverse=True
+    )
+    # FSDP2 refuses a parameter of two groups.
+    while torn := {unit for holders in owners(module, units).values() if len(holders) > 1 for unit in holders}:
+        kept = [unit for unit in units if unit not in torn]
+        if len(kept) == len(units):
+            break
+        units = kept
+    return units
+
+
+def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list[nn.Module]]:
+    """Each parameter -> the distinct innermost units (``module`` for the rest) that hold it."""
+    known = set(units)
+    return {
+        uses[0].parameter: list(
+            dict.fromkeys(
+                next((m for _, m in reversed(use.path) if m in known or isinstance(m, FSDPModule)), module)
+                for use in uses
+            )
+        )
+        for uses in parameter_uses(module)
+    }
+
+
+def _unsharded(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules, parents first, each module once; does not enter modules that are sharded already."""
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, current: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if current in seen or (isinstance(current, FSDPModule) and current is not module):
+            return
+        seen.add(current)
+        yield prefix, current
+        for attribute, child in current.named_children():
+            yield from visit(f"{prefix}.{attribute}" if prefix else attribute, child)
+
+    yield from visit("", module)
+
+
+def _of_classes(module: nn.Module, classes: Collection[type[nn.Module] | str]) -> list[nn.Module]:
+    modules = [child for _, child in _unsharded(module)]
+    chosen: dict[nn.Module, None] = {}
+    for wanted in classes:
+        matches = [
+            child
+            for child in modules
+            if child is not module and any(wanted in (base, base.__name__) for base in type(child).__mro__)
+        ]
+        if not matches:
+            present = ", ".join(sorted({type(child).__name__ for child in modules}))
+            raise ValueError(f"wrap_policy: no module is a {wanted}; the model has {present}")
+        chosen.update(dict.fromkeys(matches))
+    return list(chosen)
+
+
+def _automatic(module: nn.Module) -> list[nn.Module]:
+    minimum = max(_MIN_SHARE * _num_elements(module), 1)
+    chosen: dict[nn.Module, None] = {}
+
+    def visit(current: nn.Module) -> None:
+        declared = _declared_blocks(current)
+        blocks = _repeated_blocks(current)
+        if declared:
+            blocks = declared
+        elif sum(map(_num_elements, blocks)) < minimum:
+            blocks = []
+        chosen.update(dict.fromkeys(blocks))
+        for child in () if declared else current.children():
+            if child not in blocks and not isinstance(child, FSDPModule):
+                visit(child)
+
+    visit(module)
+    return [block for block in chosen if block is not module]
+
+
+def _declared_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a transformers model whose classes it declares as indivisible."""
+    declared = getattr(module, "_no_split_modules", None)
+    if not isinstance(declared, list | tuple | set) or not declared:
+        return []
+    return [child for _, child in _unsharded(module) if child is not module and type(child).__name__ in declared]
+
+
+def _repeated_blocks(container: nn.Module) -> list[nn.Module]:
+    """Return the composite children of a list or a sequence whose class occurs at least twice among them."""
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return []
+    classes = {
+        child: original_class(child)
+        for child in container.children()
+        if next(child.children(), None) is not None and not _is_container(child)
+    }
+    counts = Counter(classes.values())
+    return [child for child, cls in classes.items() if counts[cls] > 1 and not isinstance(child, FSDPModule)]
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that the module had before ``fully_shard`` swapped it."""
+    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def describe_model(module: nn.Module, units: Collection[nn.Module]) -> list[tuple[str, str]]:
+    """Return lines that are equal on all ranks if all hold the same model, cut into the same units."""
+    lines: list[tuple[str, str]] = []
+    for uses in parameter_uses(module):
+        parameter = uses[0].parameter
+        frozen = "" if parameter.requires_grad else ", frozen"
+        ties = "".join(f", tied to {use.name}" for use in uses[1:])
+        lines.append((uses[0].name, f"{_describe(parameter)}{frozen}{ties}"))
+    lines.extend((clean_name(name), f"buffer {_describe(buffer)}") for name, buffer in module.named_buffers())
+    known = set(units)
+    lines.extend((clean_name(name), "FSDP2 unit") for name, child in module.named_modules() if child in known)
+    return lines
+
+
+def _describe(tensor: Tensor) -> str:
+    kind = ""
+    if isinstance(tensor, DTensor):
+        kind = f"DTensor {tensor.placements} on {tuple(tensor.device_mesh.shape)} ranks "
+    return f"{kind}{tuple(tensor.shape)} {_name(tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_meta(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a module with tensors both on the meta device and off it.
+
+    Such a module cannot be materialized: ``to_empty`` and ``reset_parameters`` would wipe what it holds already.
+    """
+    for name, child in module.named_modules():
+        tensors = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+        on_meta = [key for key, tensor in tensors if tensor.is_meta]
+        others = [key for key, tensor in tensors if not tensor.is_meta]
+        if on_meta and others:
+            raise ValueError(
+                f"{clean_name(name) or type(child).__name__}: {', '.join(on_meta)} on the meta device, but "
+                f"{', '.join(others)} not; create all tensors of a module on the same side"
+            )
+
+
+def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` for a model of which nothing is divided over the tensor axis; local, equal on all ranks."""
+    ranks = set(mesh.mesh.flatten().tolist())
+    meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
+    if not any(ranks.issubset(each.mesh.flatten().tolist()) for each in meshes):
+        raise ValueError(
+            f"tensor_size={mesh.size()}, but no layer of {type(module).__name__} is divided over the "
+            f"{mesh.size()} tensor ranks, which would all compute the same; call parallelize_module(..., "
+            f"self.device_mesh[{mesh.mesh_dim_names[0]!r}], plan) in configure_model, or set tensor_size=1"  # type: ignore[index]
+        )
+
+
+def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
+    """Return leaf modules that need units of their own, because the unit around them has another dtype.
+
+    FSDP2 wants one dtype for all trainable parameters of a unit. The largest part stays; every layer of another dtype
+    is split off.
+    """
+    holders = owners(module, units)
+    counted = [
+        uses
+        for uses in parameter_uses(module)
+        if uses[0].parameter.requires_grad
+        and uses[0].parameter.ndim > 0
+        and not isinstance(holders[uses[0].parameter][0], FSDPModule)
+    ]
+    elements: dict[nn.Module, Counter[torch.dtype]] = {}
+    for uses in counted:
+        parameter = uses[0].parameter
+        elements.setdefault(holders[parameter][0], Counter())[parameter.dtype] += parameter.numel()
+    split: dict[nn.Module, None] = {}
+    for uses in counted:
+        parameter, layer = uses[0].parameter, uses[0].owner
+        unit = holders[parameter][0]
+        ((main, _),) = elements[unit].most_common(1)
+        if parameter.dtype == main:
+            continue
+        dtypes = {p.dtype for p in layer.parameters() if p.requires_grad and p.ndim > 0}
+        if layer is unit or len(dtypes) > 1 or any(use.owner is not layer for use in uses) or layer is module:
+            raise ValueError(
+                f"{uses[0].name} is {_name(parameter.dtype)}, but its FSDP2 unit {type(unit).__name__} is "
+                f"{_name(main)} and the parameter cannot be split off; use one dtype, or freeze one of them"
+            )
+        split[layer] = None
+    return list(split)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import accumulate, chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.uses import clean_name, parameter_uses
-from lightning_muon.sharding.units import check_meta, describe_model
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -28,17 +26,15 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor becomes equal along
     all axes over which it is not divided: those of ``mesh``, those of tensor parallelism (:func:`groups_beside`), and
     those on which a DTensor is replicated. Tensors on the meta device are passed over.
-
-    Args:
-        module: The model, with plain tensors, DTensors of a tensor-parallel plan, and what the user has sharded.
-        mesh: Where the model is replicated or will be sharded for data parallelism.
     """
-    tensors = [tensor for tensor in _distinct_state(module) if not tensor.is_meta]
+    tensors = [tensor for tensor in _state(module) if not tensor.is_meta]
     device = mesh_device(mesh)
     for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
         if axes.group is not None:
             ranks = set(dist.get_process_group_ranks(axes.group))
-            _broadcast([local_tensor(tensor) for tensor in tensors if _is_copied(tensor, ranks)], axes.group, device)
+            # Copies, because the tensors do not know of these ranks.
+            copies = [t for t in tensors if not isinstance(t, DTensor) or _only_this_rank(t.device_mesh, ranks)]
+            _broadcast([local_tensor(tensor) for tensor in copies], axes.group, device)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -55,9 +51,8 @@ def groups_beside(module: nn.Module, mesh: DeviceMesh) -> list[AxisGroup]:
 
     Along them, what the plan of the user leaves out is a copy. Local; equal on all ranks that hold the same model.
     """
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in _distinct_state(module) if isinstance(tensor, DTensor))
     found: dict[tuple[int, ...], AxisGroup] = {}
-    for own_mesh in meshes:
+    for own_mesh in dict.fromkeys(tensor.device_mesh for tensor in _state(module) if isinstance(tensor, DTensor)):
         for axis in range(own_mesh.ndim):
             axes = axis_group(own_mesh, (axis,))
             if axes.group is not None:
@@ -67,22 +62,13 @@ def groups_beside(module: nn.Module, mesh: DeviceMesh) -> list[AxisGroup]:
     return list(found.values())
 
 
-def _is_copied(tensor: Tensor, ranks: set[int]) -> bool:
-    """Whether the ranks of a group hold copies because the tensor does not know of them."""
-    return not isinstance(tensor, DTensor) or _only_this_rank(tensor.device_mesh, ranks)
-
-
 def _only_this_rank(mesh: DeviceMesh, ranks: set[int]) -> bool:
     return ranks.intersection(mesh.mesh.flatten().tolist()) == {dist.get_rank()}
 
 
-def _distinct_state(module: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers once each."""
-    seen: set[int] = set()
-    for tensor in (*module.parameters(), *module.buffers()):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
+def _state(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, once each."""
+    return list(dict.fromkeys((*module.parameters(), *module.buffers())))
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -93,74 +79,19 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().to(device).reshape(-1) for tensor in bucket])
-        # Bytes travel, so that backends without complex, bool or float8 carry those too.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype, at most ``_BUCKET_BYTES`` together unless a single one is larger."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in by_dtype.values():
-        bucket: list[Tensor] = []
-        num_bytes = 0
-        for tensor in same_dtype:
-            if bucket and num_bytes + tensor.nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append(tensor)
-            num_bytes += tensor.nbytes
-        yield bucket
-
-
-def replicate_model(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
-    """Give all ranks the weights and buffers of the first one, after all have found that they hold the same model.
-
-    Collective over ``mesh``; every rank must call it.
-
-    Args:
-        module: Of plain tensors; those that are not contiguous become so.
-        mesh: All data-parallel ranks.
-        name: Of the mode, for messages.
-
-    Raises:
-        ValueError: If a parameter is a DTensor, or on the meta device.
-        RuntimeError: If the ranks hold different models.
-    """
-    everyone = axis_group(mesh, tuple(range(mesh.ndim)))
-    error: Exception | None = None
-    try:
-        check_meta(module)
-        _check_plain(module, name)
-    except ValueError as problem:
-        error = problem
-    if everyone.group is not None:
-        fail_together(error, everyone.group)
-        require_equal(describe_model(module, ()), everyone.group, f"the model {type(module).__name__}")
-    elif error is not None:
-        raise error
-    for parameter in module.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-    broadcast_initial_state(module, mesh)
-
-
-def _check_plain(module: nn.Module, name: str) -> None:
-    for parameter_name, parameter in names_of(module).items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{parameter_name} {tuple(parameter.shape)} is a DTensor already, but sharding={name!r} keeps whole "
-                "plain weights on every rank; remove fully_shard and parallelize_module from configure_model, or use "
-                "sharding='fsdp'"
-            )
-        if parameter.is_meta:
-            raise ValueError(f"{parameter_name} {tuple(parameter.shape)} is on the meta device; materialize it first")
+        ends = accumulate(tensor.nbytes for tensor in same_dtype)
+        for _, pairs in groupby(zip(same_dtype, ends, strict=True), key=lambda pair: pair[1] // _BUCKET_BYTES):
+            bucket = [tensor for tensor, _ in pairs]
+            flat = torch.cat([tensor.detach().to(device).reshape(-1) for tensor in bucket])
+            # Bytes travel, so that backends without complex, bool or float8 carry those too.
+            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
 
 
 def names_of(module: nn.Module) -> dict[str, Tensor]:

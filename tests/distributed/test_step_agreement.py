@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon import FlexDeMo, ParallelMuon
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.schedule.program import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, runs
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool

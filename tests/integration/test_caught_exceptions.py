@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, FlexDeMoConfig
-from lightning_muon.sharding import fsdp_recovery as recovery
+from lightning_muon.sharding import fsdp
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.training import (
@@ -206,7 +206,7 @@ def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool, where:
 
 
 def _one_rank_skips() -> None:
-    recovery._SECONDS_TO_FAIL_TOGETHER = 2.0
+    fsdp._SECONDS_TO_FAIL_TOGETHER = 2.0
     fabric = fabric_loop.launch()
     network = fabric_loop.network()
     model, optimizer = fabric.setup(network, fabric_loop.adamw(network))

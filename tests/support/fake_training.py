@@ -260,7 +260,7 @@ def run_zero2(
     with (
         world(size, races=races) as simulation,
         Tracker(),
-        mock.patch("lightning_muon.sharding.mode.replicate_model"),
+        mock.patch("lightning_muon.sharding.modes.ReplicatedWeights.prepare"),
     ):
         net = _Net(shapes)
         mode = make_mode(sharding, mesh_of(size, replicas), ModeOptions())

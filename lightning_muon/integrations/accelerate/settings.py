@@ -22,10 +22,10 @@ from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
-from lightning_muon.sharding.mode import ModeOptions
 from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.units import WrapPolicy
+from lightning_muon.sharding.shard_model import WrapPolicy
 
 _log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"

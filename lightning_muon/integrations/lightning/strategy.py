@@ -40,8 +40,8 @@ from lightning_muon.integrations.lightning.trainer import (
     wait_before_callbacks,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
-from lightning_muon.sharding.mode import ModeOptions
 
 
 @takes_options(Options, ELSEWHERE)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.watchdog import Watchdog, break_communication
-from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
 from tests.distributed.sharding.models import make_mesh

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+
+from lightning_muon.sharding.shard_model import shard_model
 
 
 class Block(nn.Module):
@@ -46,6 +51,13 @@ class Net(nn.Module):
 
     def generate(self, tokens: Tensor) -> Tensor:
         return self.blocks[0](self.table(tokens))
+
+
+def shard_net(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard it, with its methods beside ``forward`` as entries."""
+    shard_model(model, mesh, **options)
+    for name in ("training_step", "generate"):
+        register_fsdp_forward_method(model, name)
 
 
 def make_mesh(shape: tuple[int, int]) -> DeviceMesh:

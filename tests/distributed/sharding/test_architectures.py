@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.fsdp_runtime import free_unsharded, fsdp_modules
@@ -42,7 +43,8 @@ def _t5(shape: tuple[int, int]) -> tuple[list[str], dict[str, Tensor | None], di
     single(input_ids=tokens, labels=tokens).loss.backward()
     torch.manual_seed(dist.get_rank())
     model = transformers.T5ForConditionalGeneration(config)
-    shard_model(model, make_mesh(shape), forward_methods=("generate",))
+    shard_model(model, make_mesh(shape))
+    register_fsdp_forward_method(model, "generate")
     mine = tokens[dist.get_rank()][None]
     model(input_ids=mine, labels=mine).loss.backward()
     gradients = gradients_of(model)

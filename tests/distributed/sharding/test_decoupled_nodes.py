@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool

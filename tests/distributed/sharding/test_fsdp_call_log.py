@@ -68,15 +68,15 @@ def _notes_of_a_step() -> tuple[list[int], list[int], int]:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     call_log = agreement.call_log
     model(inputs_of(0), [0]).sum().backward()
-    _, first = call_log.calls()
+    _, first = call_log.all_calls.tail()
     with torch.no_grad():
         model(inputs_of(0), [0])
         model(inputs_of(0), [1])
-    evaluated = call_log.calls()[1][len(first) :]
+    evaluated = call_log.all_calls.tail()[1][len(first) :]
     agreement.finish()
     agreement.close()
     model(inputs_of(0), [0])
-    return first, evaluated, len(call_log.calls()[1])
+    return first, evaluated, len(call_log.all_calls.tail()[1])
 
 
 def test_calls_are_gathers_and_backward_passes(gloo: ProcessPool) -> None:
@@ -109,7 +109,7 @@ def _backward_through_containers() -> list[int]:
     fully_shard(model[0], mesh=mesh)
     call_log = FsdpCallLog(model, mesh)
     model(torch.ones(2, 3))["nested"][0].hidden.sum().backward()
-    return call_log.calls()[1]
+    return call_log.all_calls.tail()[1]
 
 
 def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
@@ -151,7 +151,7 @@ def _other_mesh() -> list[str]:
     fully_shard(model, mesh=mesh)
     agreement = GradientAgreement(model, mesh)
     model(torch.ones(2, 3)).sum().backward()
-    _, calls = agreement.call_log.calls()
+    _, calls = agreement.call_log.all_calls.tail()
     agreement.finish()
     return [agreement.call_log.text(call) for call in calls]
 
@@ -262,7 +262,7 @@ def _long_evaluation() -> tuple[list[bool], int, int]:
             calls.mark("left" if index == 3 and calls is other else "end")
         if index in (2, 9_999):
             words.append(call_log.words() == other.words())
-    skipped, kept = call_log.calls()
+    skipped, kept = call_log.all_calls.tail()
     return words, len(kept), skipped + len(kept)
 
 

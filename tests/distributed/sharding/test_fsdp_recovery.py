@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat import torch as compat
-from lightning_muon.sharding import fsdp_recovery as recovery
+from lightning_muon.sharding import fsdp
 from tests.distributed import backward_passes
 from tests.distributed.sharding.training import (
     OddNet,
@@ -113,7 +113,7 @@ def test_a_batch_that_failed_on_all_ranks_leaves_no_trace(
 
 def _one_rank_fails(where: str, tells: bool) -> None:
     """Rank 1 leaves out a micro-batch, in which nothing is communicated, and goes on."""
-    recovery._SECONDS_TO_FAIL_TOGETHER = 0.5
+    fsdp._SECONDS_TO_FAIL_TOGETHER = 0.5
     run = Run(accumulate=2)
     training = Training.start("fsdp", mesh_of((2,)), reshard_after_backward=False)
     training.step(run, 0)

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.params.layout import Layout
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.fsdp_runtime import (
-    forget_unreduced,
     free_unsharded,
     initialize_roots,
-    let_gathers_start,
     set_gradient_divisor,
     set_gradient_sync,
 )
+from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     Net,
@@ -27,30 +28,26 @@ from tests.distributed.sharding.models import (
     gradients_of,
     make_mesh,
     reference_gradients,
+    shard_net,
     tokens_of_all,
 )
 from tests.support.processes import ProcessPool
 
 
 def _forgotten(reduce_dtype: torch.dtype | None) -> list[dict[str, Tensor | None]]:
-    """Gradients after a micro-batch of which all but the head's, then all, were forgotten, and a reducing one."""
+    """Gradients after a micro-batch of which all but a block's, then all, were forgotten, and a reducing one."""
     torch.manual_seed(0)
     model = Net()
-    shard_model(
-        model,
-        make_mesh((1, 2)),
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        forward_methods=("training_step",),
-    )
+    shard_net(model, make_mesh((1, 2)), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     agreement = GradientAgreement(model, make_mesh((1, 2)))
     tokens = tokens_of_all(2)[dist.get_rank()]
-    kept = list(model.blocks[0].parameters())
+    parameters = dict(model.named_parameters())
     results = []
-    for forgotten in ([p for p in model.parameters() if all(p is not each for each in kept)], list(model.parameters())):
+    for kept in ("blocks.0.", "nothing"):
         model.zero_grad()
         set_gradient_sync(model, False)
         model.training_step(tokens).backward()
-        forget_unreduced(model, forgotten)
+        Layout().forget_unreduced([parameter for name, parameter in parameters.items() if not name.startswith(kept)])
         model.zero_grad()  # 0-d parameters are no business of FSDP2.
         set_gradient_sync(model, True)
         model.training_step(tokens).backward()
@@ -70,7 +67,7 @@ def test_gradients_that_were_not_reduced_can_be_forgotten(gloo: ProcessPool, red
 def _evaluate_then_call_the_inside() -> list[bool]:
     torch.manual_seed(0)
     model = Net()
-    shard_model(model, make_mesh((1, 2)), forward_methods=("training_step", "generate"))
+    shard_net(model, make_mesh((1, 2)))
     initialize_roots(model)
     initialize_roots(model)
     tokens = tokens_of_all(2)[0]
@@ -113,16 +110,17 @@ def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) ->
 
 def _told_events() -> list[tuple[bool, str]]:
     model = Net()
-    shard_model(model, make_mesh((1, 2)))
-    stream = mock.Mock(record_event=lambda: "event")
+    mode = make_mode("fsdp", make_mesh((1, 2)), ModeOptions(early_all_gather=True))
+    mode.prepare(model)
+    mode.attach(model, [])
+    mode.mesh = mock.Mock(device_type="cuda")
     told: list[tuple[bool, str]] = []
+    stream = mock.Mock(record_event=lambda: "event")
     with (
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-        mock.patch.object(
-            FSDPModule, "set_post_optim_event", lambda module, event: told.append((module is model, event))
-        ),
+        mock.patch.object(FSDPModule, "set_post_optim_event", lambda unit, event: told.append((unit is model, event))),
     ):
-        let_gathers_start(model)
+        mode.end_step()
     return told
 
 
@@ -202,6 +200,3 @@ def test_a_divisor_and_accumulated_gradients_in_float64(gloo: ProcessPool, shape
 def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
     with pytest.raises(ValueError, match="divisor of the gradients must be positive and finite"):
         set_gradient_divisor(nn.Linear(2, 2), divisor)
-
-
-GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"

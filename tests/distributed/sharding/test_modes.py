@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import (
     OddNet,

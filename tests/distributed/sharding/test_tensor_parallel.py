@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.units import check_tensor_parallel
+from lightning_muon.sharding.shard_model import check_tensor_parallel, shard_model
 from tests.distributed.sharding.models import assert_close, full, gradients_of
 from tests.support.processes import ProcessPool
 

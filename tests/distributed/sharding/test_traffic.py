@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import Block, mesh_of
 from tests.support.processes import ProcessPool

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_muon
+from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import full_state_dict, names_of, replicate_model
+from lightning_muon.sharding.weights import full_state_dict, names_of
 from tests.distributed.sharding.models import (
     Net,
     full,
@@ -141,50 +143,41 @@ def test_strided_weights_and_buffers_of_any_dtype_are_broadcast(gloo: ProcessPoo
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _replicated() -> dict[str, Tensor]:
-    torch.manual_seed(dist.get_rank())
+def _replicated(kind: str) -> dict[str, Tensor]:
+    rank, mesh = dist.get_rank(), mesh_of((dist.get_world_size(),))
+    torch.manual_seed(rank)
     net = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(3))
     net[1].running_mean.normal_()
-    replicate_model(net, mesh_of((1, dist.get_world_size())), "ddp")
+    if kind == "shards":
+        fully_shard(net[1], mesh=mesh)
+    elif kind == "meta":
+        net[0].to("meta")
+    elif kind == "different":
+        net[0] = nn.Conv2d(2, 3 + rank, 2)
+    make_mode("ddp", mesh, ModeOptions()).prepare(net)
     assert all(parameter.is_contiguous() for parameter in net.parameters())
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
 def test_weights_and_buffers_are_those_of_the_first_rank(gloo: ProcessPool) -> None:
-    first, *others = gloo.run(_replicated, world_size=3)
+    first, *others = gloo.run(_replicated, "plain", world_size=3)
     torch.manual_seed(0)
     assert torch.equal(first["0.weight"], nn.Conv2d(2, 3, 2).weight)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def _sharded_already() -> None:
-    mesh = mesh_of((dist.get_world_size(),))
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(net[1], mesh=mesh)
-    replicate_model(net, mesh, "ddp")
-
-
-def test_weights_that_are_shards_already_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_sharded_already, world_size=2, match=r"1\.weight \(4, 4\) is a DTensor already")
-
-
-def _different() -> None:
-    net = nn.Linear(4, 4 + dist.get_rank())
-    replicate_model(net, mesh_of((dist.get_world_size(),)), "ddp")
-
-
-def test_different_models_are_the_same_error_everywhere(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_different, world_size=2, exception=RuntimeError, match="the model Linear")
-
-
-def _on_meta() -> None:
-    with torch.device("meta"):
-        net = nn.Linear(2, 2)
-    replicate_model(net, mesh_of((dist.get_world_size(),)), "ddp")
-
-
-def test_weights_without_memory_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_on_meta, world_size=2, match=r"weight \(2, 2\) is on the meta device")
+@pytest.mark.parametrize(
+    ("kind", "exception", "match"),
+    [
+        ("shards", ValueError, r"1\.weight \(3,\) is a DTensor already"),
+        ("meta", ValueError, r"0\.weight \(3, 2, 2, 2\) is on the meta device"),
+        ("different", RuntimeError, "the model Sequential differs"),
+    ],
+)
+def test_what_cannot_be_replicated_is_an_error_everywhere(
+    gloo: ProcessPool, kind: str, exception: type[Exception], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_replicated, kind, world_size=2, exception=exception, match=match)
 
 
 def test_a_tied_parameter_has_one_name() -> None:

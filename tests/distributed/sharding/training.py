@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_muon import ParallelMuon
-from lightning_muon.sharding.mode import ModeOptions, ShardingMode
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 7, 5, 2

@@ -8,7 +8,7 @@ from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.engine import gradient_rules
 from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.engine.options import ClipGroups
-from lightning_muon.sharding.mode import ModeOptions
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import SingleProcess
 
 

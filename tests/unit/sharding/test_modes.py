@@ -1,5 +1,7 @@
 """The modes by name, what optimizers they take, and the mode of a single process."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon, ParallelMuonStrategy
 from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.mode import Attachable, ModeOptions, ShardingMode, attach_optimizers
-from lightning_muon.sharding.modes import MODES, SingleProcess, check_mode, make_mode
+from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.modes import MODES, SingleProcess, make_mode
 from tests.support.processes import ProcessPool
 
 
@@ -34,9 +36,9 @@ def test_another_mode_needs_no_change_of_the_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
-    check_mode("zero2")
+    mesh: Any = None
     with pytest.raises(ValueError, match=r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'"):
-        check_mode("zero3")
+        make_mode("zero3", mesh, ModeOptions())
 
 
 def test_only_optimizers_that_can_be_attached_are() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -12,18 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from typing_extensions import override
 
-from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.grad_sync.reducer import GradientReducer
-from lightning_muon.grad_sync.transports import Transport
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import Route
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
-from lightning_muon.sharding.units import WrapPolicy
-from lightning_muon.sharding.weights import replicate_model
+from lightning_muon.sharding.shard_model import WrapPolicy
 
 BucketBytes = int | Literal["auto"]
 
@@ -34,14 +29,15 @@ class ShardingOptions:
 
     Args:
         wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
-            :func:`lightning_muon.sharding.units.find_units`.
-        reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward.
+            :func:`lightning_muon.sharding.shard_model.find_units`.
+        reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward. ``True`` leaves
+            those of the root, a number keeps them sharded over that many ranks.
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
             on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
             :func:`lightning_muon.schedule.estimates.choose_exchange`.
-        early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only; see
-            :func:`lightning_muon.sharding.fsdp_runtime.let_gathers_start`.
+        early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only. Whatever changes
+            weights between them must do so on a stream that these gathers wait for, or they may miss it.
     """
 
     wrap_policy: WrapPolicy = "auto"
@@ -80,22 +76,21 @@ class ShardingMode(ABC):
     Args:
         mesh: 1-D (shard), or 2-D (replicate, shard): the ranks with batches of their own.
         options: What the user chose.
-
-    Attributes:
-        name: What users call it.
-        shards_weights: Whether parameters are DTensors between the steps.
-        parameters_arrive_late: Whether new values may still be on their way when an optimizer has stepped.
-        takes: The fields of :class:`ModeOptions` that mean something to it.
     """
 
-    name: ClassVar[str]
-    shards_weights: ClassVar[bool]
-    parameters_arrive_late: ClassVar[bool] = False
-    takes: ClassVar[frozenset[str]] = frozenset()
+    name: ClassVar[str]  # What users call it.
+    shards_weights: ClassVar[bool]  # Whether parameters are DTensors between the steps.
+    parameters_arrive_late: ClassVar[bool] = (
+        False  # New values may still be on their way when an optimizer has stepped.
+    )
+    takes: ClassVar[frozenset[str]] = frozenset()  # The fields of `ModeOptions` that mean something to it.
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
-        self._call_log: FsdpCallLog | None = None
+        # How far this rank is, and the FSDP2 units that it has run, from `watch` on.
+        self.call_log: FsdpCallLog | None = None
+        # Where the gradients of the parameters are found.
+        self.layout: Layout = Layout()
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
@@ -103,19 +98,15 @@ class ShardingMode(ABC):
 
     def watch(self, module: nn.Module) -> None:
         """Begin to log the calls that must be equal on all ranks, for a training or an evaluation; may be repeated."""
-        if self._call_log is None:
-            self._call_log = FsdpCallLog(module, self.mesh)
+        if self.call_log is None:
+            self.call_log = FsdpCallLog(module, self.mesh)
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Watch gradients, and create the state of the optimizers.
+        """Watch gradients, and create the state of all optimizers that step the parameters of the prepared module.
 
-        Args:
-            module: As prepared, with all parameters in their final form.
-            optimizers: All that step its parameters. A :class:`~lightning_muon.ParallelMuon` has its routes already.
-
-        Raises:
-            ValueError: If an optimizer cannot work with gradients that are divided like this.
+        A :class:`~lightning_muon.ParallelMuon` has its routes already. Raises ``ValueError`` if an optimizer cannot
+        work with gradients that are divided like this.
         """
 
     @abstractmethod
@@ -141,10 +132,7 @@ class ShardingMode(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Make gradients equal in meaning on all ranks, after the last backward pass of a step.
-
-        May be called again, for example before clipping and before the step.
-        """
+        """Make gradients equal in meaning on all ranks, after the last backward pass of a step; may be called again."""
 
     def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
         """A step of the model begins that is not entered through ``module.__call__``; local."""
@@ -154,27 +142,6 @@ class ShardingMode(ABC):
 
     def finish_parameters(self) -> None:  # noqa: B027
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
-
-    def _end_watch(self) -> None:
-        """The end of what :meth:`watch` has begun; local."""
-        if self._call_log is not None:
-            self._call_log.close()
-            self._call_log = None
-
-    def _note_step(self) -> None:
-        """This rank has ended a step; for modes whose communication does not depend on the units. Local."""
-        if self._call_log is not None:
-            self._call_log.restart()
-
-    @property
-    def call_log(self) -> FsdpCallLog | None:
-        """How far this rank is, and the FSDP2 units that it has run, from :meth:`watch` on. Local."""
-        return self._call_log
-
-    @property
-    def layout(self) -> Layout:
-        """Where the gradients of the parameters are found. Local."""
-        return Layout()
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.
@@ -195,58 +162,11 @@ class ShardingMode(ABC):
     def finish_evaluation(self) -> None:  # noqa: B027
         """An evaluation has run on all ranks."""
 
-    @abstractmethod
     def close(self) -> None:
         """Remove all hooks; the model stays as it is. Local."""
-
-
-class ReplicatedWeights(ShardingMode):
-    """Whole weights on every rank, and gradients that a reducer sums while backward runs."""
-
-    shards_weights = False
-
-    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
-        super().__init__(mesh, options)
-        self._attached_reducer: GradientReducer | None = None
-
-    @property
-    def _reducer(self) -> GradientReducer:
-        assert self._attached_reducer is not None, "attach comes first"
-        return self._attached_reducer
-
-    @override
-    def prepare(self, module: nn.Module) -> None:
-        replicate_model(module, self.mesh, self.name)
-
-    def _watch_gradients(
-        self, named: Mapping[str, Tensor], transport: Transport, everyone: AxisGroup, bucket_bytes: int
-    ) -> GradientReducer:
-        """Sum gradients from now on. Collective over ``everyone``; every rank must call it."""
-        names = {parameter: name for name, parameter in named.items()}
-        self._attached_reducer = GradientReducer(
-            list(named.values()), transport, everyone, names=names, bucket_bytes=bucket_bytes
-        )
-        return self._attached_reducer
-
-    @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._reducer.no_sync()
-
-    @override
-    def set_gradient_divisor(self, divisor: float | None) -> None:
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
-
-    @override
-    def backward_failed(self) -> None:
-        if self._attached_reducer is not None:
-            self._attached_reducer.give_up()
-
-    @override
-    def close(self) -> None:
-        self._end_watch()
-        if self._attached_reducer is not None:
-            self._attached_reducer.close()
-            self._attached_reducer = None
+        if self.call_log is not None:
+            self.call_log.close()
+            self.call_log = None
 
 
 @runtime_checkable
@@ -269,15 +189,6 @@ class Attachable(Protocol):
         ...
 
 
-@runtime_checkable
-class CouplesNodes(Protocol):
-    """An optimizer that exchanges updates between decoupled nodes itself: :class:`~lightning_muon.FlexDeMo`."""
-
-    def use_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the (replicate, shard) mesh, unless the user gave one."""
-        ...
-
-
 def attach_optimizers(
     module: nn.Module,
     optimizers: Sequence[Any],
@@ -288,24 +199,18 @@ def attach_optimizers(
 ) -> None:
     """Attach those that can be attached; the state of all others is made by themselves. Local.
 
-    Args:
-        module: As prepared.
-        optimizers: All that step its parameters.
-        layout: Where gradients are found, if the tensors do not say so themselves.
-        nodes: The (replicate, shard) mesh if its replicas are decoupled.
-        step: What all ranks must know before a step.
-
-    Raises:
-        ValueError: If nodes are decoupled and an optimizer does not keep them equal, or the other way round.
+    ``layout`` says where gradients are found, if the tensors do not; ``nodes`` is the mesh if its replicas are
+    decoupled; with ``step`` optimizers send what all ranks must know before a step.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if nodes is None and isinstance(optimizer, CouplesNodes):
+        couples_nodes = hasattr(optimizer, "use_mesh")  # A FlexDeMo.
+        if nodes is None and couples_nodes:
             raise ValueError(
                 f"{name} exchanges updates between nodes itself, but here gradients are averaged over all ranks; set "
                 "ModeOptions(decoupled_nodes=True), in a Trainer ParallelMuonStrategy(optimizer=FlexDeMoConfig(...))"
             )
-        if nodes is not None and not isinstance(optimizer, CouplesNodes):
+        if nodes is not None and not couples_nodes:
             raise ValueError(
                 f"with decoupled nodes {name} would step each node by its own gradients, and the nodes would drift "
                 "apart; use FlexDeMo"
