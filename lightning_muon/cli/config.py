@@ -26,43 +26,54 @@ _WIDTH = 110
 
 
 def config_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon config``; a failure ends the process with a message.
-
-    Args:
-        args: What follows ``config`` on the command line.
-    """
+    """Run ``lightning-muon config``."""
     arguments = _parser().parse_args(args)
+    text = _config_file(arguments)
+    if arguments.output is None:
+        sys.stdout.write(text)
+        return
     try:
-        text = config_file(arguments)
-        if arguments.output is None:
-            sys.stdout.write(text)
-            return
         with arguments.output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise SystemExit(f"lightning-muon config: {arguments.output} is there already; remove it first") from error
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        raise SystemExit(f"lightning-muon config: {error}") from error
+        raise ValueError(f"{arguments.output} is there already; remove it first") from error
 
 
-def config_file(arguments: argparse.Namespace) -> str:
-    """The file that the arguments of the command ask for.
-
-    Raises:
-        ValueError: If the sizes do not fit the number of processes, or ``sharding`` does not take the optimizer.
-    """
+def _config_file(arguments: argparse.Namespace) -> str:
+    """What ``accelerate config`` would write, and our section."""
     import yaml  # Comes with accelerate.
 
-    with_nodes = arguments.optimizer == "flexdemo"
+    with_nodes, is_cpu, machines = arguments.optimizer == "flexdemo", arguments.cpu, arguments.num_machines
     asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
     options = Options(
         sharding=arguments.sharding, optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer, **asked
     )
-    machines, processes = arguments.num_machines, _num_processes(arguments)
+    processes = _num_processes(arguments)
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate shards models only where they have several shards, and only on accelerators.
-    is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not arguments.cpu
-    stock = _accelerate_part(arguments, processes, (replicas, shards) if is_fsdp else None)
+    is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not is_cpu
+    kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
+    stock: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_fsdp else kind,
+        "mixed_precision": arguments.mixed_precision,
+        "num_machines": machines,
+        "num_processes": processes,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": is_cpu,
+    }
+    if is_fsdp:
+        stock["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        stock["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": replicas,
+            "parallelism_config_dp_shard_size": shards,
+        }
     live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
     if processes > 1 and not is_fsdp and (arguments.sharding == "fsdp" or set(asked.values()) != {"auto"}):
         live |= {"replicate_size": replicas, "shard_size": shards}
@@ -72,47 +83,8 @@ def config_file(arguments: argparse.Namespace) -> str:
     return header + yaml.safe_dump(stock, sort_keys=False) + note + section + "\n"
 
 
-def _accelerate_part(arguments: argparse.Namespace, processes: int, sizes: tuple[int, int] | None) -> dict[str, Any]:
-    """What ``accelerate config`` would write.
-
-    Args:
-        arguments: Of the command.
-        processes: On all machines.
-        sizes: (replicas, shards), where Accelerate is to shard the model with FSDP2.
-    """
-    kind = "NO" if processes == 1 else f"MULTI_{'CPU' if arguments.cpu else 'GPU'}"
-    stock: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if sizes else kind,
-        "mixed_precision": arguments.mixed_precision,
-        "num_machines": arguments.num_machines,
-        "num_processes": processes,
-        "machine_rank": 0,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": arguments.cpu,
-    }
-    if sizes:
-        stock["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": True,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        }
-        stock["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": sizes[0],
-            "parallelism_config_dp_shard_size": sizes[1],
-        }
-    return stock
-
-
 def _section(live: Mapping[str, Any], optimizer: type[Any], *, is_chosen: bool) -> Iterator[str]:
-    """Lines of our section.
-
-    Args:
-        live: Options that are set.
-        optimizer: The config whose options are shown.
-        is_chosen: Whether it is set, or but a comment.
-    """
+    """Lines of our section: ``live`` are options that are set, ``is_chosen`` that the optimizer is no comment."""
     for name, default, comment in _options(Options):
         yield from _commented(comment, "  ")
         yield f"  {_line(name, live[name])}" if name in live else f"  # {_line(name, default)}"
@@ -157,11 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _num_processes(arguments: argparse.Namespace) -> int:
-    """On all machines: as asked for, else as many as both sizes make, else one for each device.
-
-    Raises:
-        ValueError: If ``sharding`` or the machines do not go with it.
-    """
+    """On all machines: as asked for, else as many as both sizes make, else one for each device."""
     machines, processes = arguments.num_machines, arguments.num_processes
     check_whole("--num-machines", machines, at_least=1)
     if processes is None and "auto" not in (arguments.replicate_size, arguments.shard_size):

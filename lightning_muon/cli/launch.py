@@ -7,10 +7,9 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -28,26 +27,28 @@ lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a sec
 
 
 def launch_command(words: Sequence[str]) -> None:
-    """Run ``lightning-muon launch``; a wrong option ends the process with a message.
-
-    Args:
-        words: What follows ``launch`` on the command line.
-    """
+    """Run ``lightning-muon launch``; a wrong option ends the process with a message."""
     from accelerate.commands.launch import launch_command as launch
     from accelerate.commands.launch import launch_command_parser
 
     from lightning_muon.compat.accelerate import launch_on_cpus
+    from lightning_muon.integrations.accelerate.settings import read_options
 
     parser = launch_command_parser()
     parser.usage = _HELP
     arguments = parser.parse_args(list(words))
     given = arguments.config_file
     try:
+        # What the config of Accelerate says, and the command line, which comes first.
+        told = {} if given is None else read_yaml(given)
+        told |= {key: value for key, value in vars(arguments).items() if value is not None}
         with split_config(given) as config_file:
             arguments.config_file = config_file
-            check_sizes(arguments)
+            processes, machines = told.get("num_processes"), told.get("num_machines") or 1
+            if processes and processes % machines == 0:  # The mesh is checked before any process starts.
+                read_options(None).mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
             run_by_us(arguments)
-            (launch_on_cpus if needs_several_cpus(arguments) else launch)(arguments)
+            (launch_on_cpus if needs_several_cpus(told) else launch)(arguments)
     except (ValueError, FileNotFoundError) as error:
         # Of a temporary file the user knows nothing.
         text = str(error).replace(str(arguments.config_file), str(given))
@@ -59,22 +60,14 @@ def launch_command(words: Sequence[str]) -> None:
 def split_config(path: str | None) -> Generator[str | None]:
     """Inside, ``LIGHTNING_MUON_CONFIG`` names a file with our section of ``path``, and the rest is in another file.
 
-    Both are temporary.
-
-    Args:
-        path: A config of Accelerate, with a section ``lightning_muon`` or without; ``None``: Accelerate finds its own.
-
-    Yields:
-        The config for Accelerate.
-
-    Raises:
-        ValueError: For a wrong key in our section, or if the environment variable names another file already.
-        FileNotFoundError: If there is no such file.
+    Both are temporary; yields the one for Accelerate, which is ``path`` itself if there is no section of ours.
     """
     content = {} if path is None else read_yaml(path)
     if path is None or SECTION not in content:
         yield path
         return
+    import yaml  # Comes with accelerate.
+
     from lightning_muon.integrations.accelerate.settings import CONFIG_VARIABLE
 
     Options.from_file(path)  # A wrong key is told here, before any process starts, with the name of the file.
@@ -85,8 +78,8 @@ def split_config(path: str | None) -> Generator[str | None]:
         )
     with tempfile.TemporaryDirectory(prefix="lightning-muon-") as directory:
         side, rest = Path(directory, "options.yaml"), Path(directory, "accelerate.yaml")
-        _write(side, {SECTION: content.pop(SECTION)})
-        _write(rest, content)
+        side.write_text(yaml.safe_dump({SECTION: content.pop(SECTION)}), encoding="utf-8")
+        rest.write_text(yaml.safe_dump(content), encoding="utf-8")
         os.environ[CONFIG_VARIABLE] = str(side)
         try:
             yield str(rest)
@@ -94,38 +87,14 @@ def split_config(path: str | None) -> Generator[str | None]:
             del os.environ[CONFIG_VARIABLE]
 
 
-def needs_several_cpus(arguments: Any) -> bool:
+def needs_several_cpus(told: Mapping[str, Any]) -> bool:
     """Whether several processes are asked for on CPUs, without mpirun to start them."""
-    told = _told(arguments)
-    is_on_cpus = arguments.cpu or bool(told.get("use_cpu"))
-    return is_on_cpus and (told.get("num_processes") or 1) > 1 and told.get("mpirun_hostfile") is None
-
-
-def check_sizes(arguments: Any) -> None:
-    """Raise ``ValueError`` if the mesh of our options does not go with the number of processes, as far as it is known.
-
-    Before any process starts.
-    """
-    from lightning_muon.integrations.accelerate.settings import read_options
-
-    told = _told(arguments)
-    processes, machines = told.get("num_processes"), told.get("num_machines") or 1
-    if processes and processes % machines == 0:
-        read_options(None).mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
-
-
-def _told(arguments: Any) -> dict[str, Any]:
-    """What the config of Accelerate says, and the command line, which comes first."""
-    content = {} if arguments.config_file is None else read_yaml(arguments.config_file)
-    return content | {key: value for key, value in vars(arguments).items() if value is not None}
+    is_on_cpus = told.get("cpu") or told.get("use_cpu")
+    return bool(is_on_cpus) and (told.get("num_processes") or 1) > 1 and told.get("mpirun_hostfile") is None
 
 
 def run_by_us(arguments: Any) -> None:
-    """Let our runner start the script that ``arguments`` name; they are changed.
-
-    Raises:
-        ValueError: If what is to be started is no Python program.
-    """
+    """Let our runner start the script that ``arguments`` name; they are changed."""
     if arguments.no_python:
         raise ValueError(
             f"--no_python starts {arguments.training_script} itself, in which accelerate.Accelerator cannot be "
@@ -136,18 +105,8 @@ def run_by_us(arguments: Any) -> None:
     arguments.training_script, arguments.module = RUNNER, True
 
 
-def _write(path: Path, content: Any) -> None:
-    import yaml  # Comes with accelerate.
-
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-
-
 def run_script(words: Sequence[str] | None = None) -> None:
-    """Run ``[-m] SCRIPT [arguments]`` as ``python`` itself would.
-
-    Args:
-        words: In place of those of the process.
-    """
+    """Run ``[-m] SCRIPT [arguments]``, by default the words of the process, as ``python`` itself would."""
     words = list(sys.argv[1:] if words is None else words)
     is_module = words[:1] == ["-m"]
     if is_module:
@@ -169,22 +128,16 @@ def replace_accelerator() -> None:
 
     Neither package is imported for that. For programs that a launcher of ours starts.
     """
-    register_post_import_hook(_replace_class, "accelerate")
-    register_post_import_hook(_replace_in_trainer, "transformers.trainer")
+    ours = "lightning_muon.integrations.accelerate.accelerator"
 
+    def in_accelerate(package: Any) -> None:
+        package.Accelerator = package.accelerator.Accelerator = importlib.import_module(ours).Accelerator
 
-def _replace_class(package: ModuleType) -> None:
-    ours = _classes().Accelerator
-    package.Accelerator = ours  # type: ignore[attr-defined]
-    package.accelerator.Accelerator = ours
+    def in_trainer(module: Any) -> None:
+        module.Accelerator = importlib.import_module(ours).TrainerAccelerator
 
-
-def _replace_in_trainer(module: ModuleType) -> None:
-    module.Accelerator = _classes().TrainerAccelerator  # type: ignore[attr-defined]
-
-
-def _classes() -> ModuleType:
-    return importlib.import_module("lightning_muon.integrations.accelerate.accelerator")
+    register_post_import_hook(in_accelerate, "accelerate")
+    register_post_import_hook(in_trainer, "transformers.trainer")
 
 
 if __name__ == "__main__":

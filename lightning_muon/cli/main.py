@@ -6,7 +6,6 @@ LightningCLI, with the strategy as the default, runs ``lightning-muon fit|valida
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,38 +16,37 @@ from lightning_muon.cli.config import config_command
 from lightning_muon.cli.convert import convert_command
 from lightning_muon.cli.plan import plan_command
 from lightning_muon.cli.trace import trace_command
-from lightning_muon.compat.lightning import LightningPackage, PackageName, metadata_filename
+from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.errors import UnknownOptionError
-from lightning_muon.integrations.registry import STRATEGY_NAME
+from lightning_muon.integrations.registry import STRATEGY_NAME, TRAINERS, first_installed
 
-_PACKAGES: tuple[PackageName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan
 shows who owns which matrix and predicts the time of a step; lightning-muon trace records real steps; lightning-muon
 config writes a config file for programs with Accelerate, and lightning-muon launch starts them with it."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command; ``args`` come in place of those of the process.
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
-    ``--optimizer`` and ``--lr_scheduler``. The other commands are our own.
-
-    Args:
-        args: In place of those of the process.
+    ``--optimizer`` and ``--lr_scheduler``. The other commands are our own; a failure ends them with a message.
     """
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.insert(0, directory)
     words = list(sys.argv[1:] if args is None else args)
     command = _COMMANDS.get(words[0]) if words else None
-    if command is not None:
-        command(words[1:])
-    else:
+    if command is None:
         _check_strategy_options(words)
         make_cli(args, parser_kwargs={"epilog": _EPILOG})
+        return
+    try:
+        command(words[1:])
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise SystemExit(f"lightning-muon {words[0]}: {error}") from error
 
 
 def _check_strategy_options(words: Sequence[str]) -> None:
@@ -69,7 +67,8 @@ def _check_strategy_options(words: Sequence[str]) -> None:
 
 
 def _convert(words: Sequence[str]) -> None:
-    convert_command(words, metadata_name=metadata_filename(LightningPackage(_installed_package())))
+    package = TRAINERS[first_installed(TRAINERS, "lightning-muon convert needs Lightning")]
+    convert_command(words, metadata_name=metadata_filename(package))
 
 
 def _launch(words: Sequence[str]) -> None:
@@ -78,40 +77,28 @@ def _launch(words: Sequence[str]) -> None:
     launch_command(words)
 
 
-def _plan(words: Sequence[str]) -> None:
-    plan_command(words, cli_class=_lightning_cli)
-
-
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "config": config_command,
     "convert": _convert,
     "launch": _launch,
-    "plan": _plan,
+    "plan": lambda words: plan_command(words, cli_class=_lightning_cli),
     "trace": trace_command,
 }
 
 
 def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
-    """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name.
-
-    Args:
-        args: In place of those of the process.
-        **kwargs: For LightningCLI.
-    """
+    """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name."""
     return _lightning_cli()(
         trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs
     )
 
 
 def _lightning_cli() -> type[Any]:
-    return importlib.import_module(f"{_installed_package()}.cli").LightningCLI
-
-
-def _installed_package() -> PackageName:
-    for package in _PACKAGES:
-        if importlib.util.find_spec(package.partition(".")[0]) is not None:
-            return package
-    raise SystemExit("lightning-muon needs Lightning; pip install 'lightning-muon[lightning]'")
+    try:
+        package = first_installed(TRAINERS, "lightning-muon needs Lightning")
+    except ImportError as error:
+        raise SystemExit(str(error)) from error
+    return importlib.import_module(f"{package}.cli").LightningCLI
 
 
 if __name__ == "__main__":

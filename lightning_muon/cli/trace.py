@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -26,19 +27,8 @@ torchrun the ranks are those that it has started, on CUDA if there is any."""
 
 
 def trace_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon trace``; a failure ends the process with a message.
-
-    Args:
-        args: What follows ``trace`` on the command line.
-    """
+    """Run ``lightning-muon trace``."""
     arguments = _parser().parse_args(args)
-    try:
-        _run(arguments)
-    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
-        raise SystemExit(f"lightning-muon trace: {error}") from error
-
-
-def _run(arguments: argparse.Namespace) -> None:
     model = read_shapes(arguments.shapes)
     for name in ("ranks", "replicate", "steps"):
         if getattr(arguments, name) < 1:
@@ -49,40 +39,42 @@ def _run(arguments: argparse.Namespace) -> None:
     MuonConfig(**options)  # Raises for a value that there is not.
     is_launched = "RANK" in os.environ
     if not is_launched:
-        _require_memory(model, arguments.replicate)
+        # All ranks are on this machine, with all of the model in each replica.
+        numel = sum(math.prod(parameter.shape) for parameter in model.parameters if not parameter.frozen)
+        needed = numel * _BYTES_PER_ELEMENT * arguments.replicate
+        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > present:
+            raise ValueError(
+                f"{model.name} with its gradients and states takes {needed / 2**30:.0f} GiB, and this machine has "
+                f"{present / 2**30:.0f} GiB; trace fewer layers"
+            )
     arguments.out.mkdir(parents=True, exist_ok=True)
     (comparison,) = run_on_ranks(
         _compare, model, arguments.replicate, arguments.steps, options, num_ranks=arguments.ranks
     )
-    if is_launched and os.environ["RANK"] != "0":
-        return
-    _write(comparison, model, arguments)
+    if not is_launched or os.environ["RANK"] == "0":
+        title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
+        _write(comparison, arguments.out, title)
 
 
 def _compare(model: ModelShapes, num_replicas: int, num_steps: int, options: dict[str, Any]) -> list[Comparison]:
     return compare(model, num_replicas=num_replicas, num_steps=num_steps, options=[options])
 
 
-def _write(comparison: Comparison, model: ModelShapes, arguments: argparse.Namespace) -> None:
-    trace = arguments.out / "trace.json"
+def _write(comparison: Comparison, folder: Path, title: str) -> None:
+    trace, cost = folder / "trace.json", comparison.cost
     trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")
-    (arguments.out / "cost.json").write_text(json.dumps(comparison.cost.to_dict()) + "\n", encoding="utf-8")
+    (folder / "cost.json").write_text(json.dumps(cost.to_dict()) + "\n", encoding="utf-8")
     timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}
-    title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
     for suffix in (".png", ".svg"):
-        draw_timelines(timelines, arguments.out / f"timeline{suffix}", title=title)
-    sys.stdout.write(_report(comparison, trace))
-
-
-def _report(comparison: Comparison, trace: Path) -> str:
+        draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
     steps = " ".join(f"{1e3 * seconds:.1f}" for seconds in comparison.measured_seconds)
-    cost = comparison.cost
     links = ", ".join(
         f"{1e6 * latency:.0f} us + bytes / {bandwidth / 1e9:.3g} GB/s"
         for latency, bandwidth in zip(cost.latency_seconds, cost.bandwidth, strict=True)
     )
     memory = f"{cost.memory_bytes_per_second / 1e9:.3g} GB/s of memory"
-    return (
+    sys.stdout.write(
         f"measured   {1e3 * comparison.measured:9.1f} ms per step (fastest of {steps})\n"
         f"predicted  {1e3 * comparison.predicted.makespan:9.1f} ms, {comparison.ratio:.2f} of measured\n"
         f"calibrated {cost.flops_per_second / 1e9:.4g} GFLOP/s, {memory}, "
@@ -91,36 +83,16 @@ def _report(comparison: Comparison, trace: Path) -> str:
     )
 
 
-def _require_memory(model: ModelShapes, num_replicas: int) -> None:
-    """All ranks are on this machine, with all of the model in each replica."""
-    numel = sum(_numel(parameter.shape) for parameter in model.parameters if not parameter.frozen)
-    needed = numel * _BYTES_PER_ELEMENT * num_replicas
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        raise ValueError(
-            f"{model.name} with its gradients and states takes {needed / 2**30:.0f} GiB, and this machine has "
-            f"{present / 2**30:.0f} GiB; trace fewer layers"
-        )
-
-
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-muon trace", description=_DESCRIPTION)
-    parser.add_argument(
-        "--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}"
-    )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
-    parser.add_argument("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
-    parser.add_argument("--steps", type=int, default=5, help="recorded steps (default 5)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
-    parser.add_argument("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
-    parser.add_argument("--overlap", choices=("step", "off"), default="step")
-    parser.add_argument("--look-ahead", type=int, default=MuonConfig.look_ahead)
-    parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
+    add = parser.add_argument
+    add("--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}")
+    add("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
+    add("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
+    add("--steps", type=int, default=5, help="recorded steps (default 5)")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    add("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
+    add("--overlap", choices=("step", "off"), default="step")
+    add("--look-ahead", type=int, default=MuonConfig.look_ahead)
+    add("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
     return parser

@@ -8,11 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, _utils
 
@@ -252,3 +256,15 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
         group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def load_whole(directory: Path, key: str) -> Any:
+    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
+
+    Uses ``state_dict_loader._load_state_dict`` and ``default_planner._EmptyStateDictLoadPlanner``, as
+    ``format_utils.dcp_to_torch_save`` does, which reads everything (2.13).
+    """
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner(keys={key})
+    _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+    return state.get(key, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Packages with a Trainer, and those with a Fabric, in order of preference.
-TRAINERS: dict[str, LightningPackage] = {
-    name: LightningPackage(name) for name in ("lightning.pytorch", "pytorch_lightning")
+TRAINERS = {
+    "lightning.pytorch": LightningPackage("lightning.pytorch"),
+    "pytorch_lightning": LightningPackage("pytorch_lightning"),
 }
-FABRICS: dict[str, LightningPackage] = {
+FABRICS = {
     "lightning.fabric": LightningPackage("lightning.pytorch"),
     "lightning_fabric": LightningPackage("pytorch_lightning"),
 }
@@ -36,55 +37,50 @@ FABRICS: dict[str, LightningPackage] = {
 def register_strategies() -> None:
     """Register :data:`STRATEGIES` with all packages, now if they are imported already, else as soon as they are."""
     for package in TRAINERS:
-        register_post_import_hook(partial(_register, "StrategyRegistry", trainer_strategy), package)
+        register_post_import_hook(partial(_register, "StrategyRegistry"), package)
     for package in FABRICS:
-        register_post_import_hook(partial(_register, "STRATEGY_REGISTRY", fabric_strategy), package)
+        register_post_import_hook(partial(_register, "STRATEGY_REGISTRY"), package)
+
+
+def _register(attribute: str, package: ModuleType) -> None:
+    registry = getattr(importlib.import_module(f"{package.__name__}.strategies"), attribute)
+    for name, (description, arguments) in STRATEGIES.items():
+        if name not in registry:
+            registry.register(name, _strategy(package.__name__), description=description, **arguments)
 
 
 def trainer_strategy(package: str | None = None) -> type[Any]:
     """The strategy class for the Trainer of a package, by default of the first one that is installed."""
-    package = package or _first_installed(TRAINERS, "ParallelMuonStrategy needs Lightning")
-    importlib.import_module(f"{package}.strategies")  # Which may be what registers, and so makes the class.
-    return _make_trainer_strategy(package)
+    return _strategy(package or first_installed(TRAINERS, "ParallelMuonStrategy needs Lightning"))
 
 
 def fabric_strategy(package: str | None = None) -> type[Any]:
     """The strategy class for a package of Fabric, by default for the first one that is installed."""
-    package = package or _first_installed(FABRICS, "ParallelMuonFabricStrategy needs Fabric")
-    importlib.import_module(f"{package}.strategies")
-    return _make_fabric_strategy(package)
+    return _strategy(package or first_installed(FABRICS, "ParallelMuonFabricStrategy needs Fabric"))
+
+
+def _strategy(package: str) -> type[Any]:
+    # This import may be what registers, and so makes the class.
+    return _make_class(package, importlib.import_module(f"{package}.strategies").ModelParallelStrategy)
 
 
 @cache
-def _make_trainer_strategy(package: str) -> type[Any]:
-    from lightning_muon.integrations.lightning.strategy import TrainerStrategy
+def _make_class(package: str, base: type[Any]) -> type[Any]:
+    if package in TRAINERS:
+        from lightning_muon.integrations.lightning.strategy import TrainerStrategy as Ours
 
-    is_first = package == next(iter(TRAINERS))
-    module = "lightning_muon" if is_first else "lightning_muon.integrations.lightning.pytorch_lightning"
-    body = {"__doc__": TrainerStrategy.__doc__, "__module__": module, "package": TRAINERS[package]}
-    return type("ParallelMuonStrategy", (TrainerStrategy, _model_parallel_strategy(package)), body)
+        name, known = "ParallelMuonStrategy", TRAINERS[package]
+    else:
+        from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
 
-
-@cache
-def _make_fabric_strategy(package: str) -> type[Any]:
-    from lightning_muon.integrations.fabric.strategy import FabricStrategy
-
-    body = {"__doc__": FabricStrategy.__doc__, "__module__": "lightning_muon", "package": FABRICS[package]}
-    return type("ParallelMuonFabricStrategy", (FabricStrategy, _model_parallel_strategy(package)), body)
+        name, known = "ParallelMuonFabricStrategy", FABRICS[package]
+    is_second_trainer = package == "pytorch_lightning"
+    module = "lightning_muon.integrations.lightning.pytorch_lightning" if is_second_trainer else "lightning_muon"
+    return type(name, (Ours, base), {"__doc__": Ours.__doc__, "__module__": module, "package": known})
 
 
-def _model_parallel_strategy(package: str) -> type[Any]:
-    return importlib.import_module(f"{package}.strategies").ModelParallelStrategy
-
-
-def _register(attribute: str, strategy_class: Callable[[str], type[Any]], package: ModuleType) -> None:
-    registry = getattr(importlib.import_module(f"{package.__name__}.strategies"), attribute)
-    for name, (description, arguments) in STRATEGIES.items():
-        if name not in registry:
-            registry.register(name, strategy_class(package.__name__), description=description, **arguments)
-
-
-def _first_installed(packages: dict[str, LightningPackage], problem: str) -> str:
+def first_installed(packages: Iterable[str], problem: str) -> str:
+    """The first of ``packages`` that is installed, or an ``ImportError`` that begins with ``problem``."""
     for package in packages:
         if _is_installed(package):
             return package

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, Size
+from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import ClipGroups, LossScaling, Options
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.sharding.base import BucketBytes
 from lightning_muon.sharding.modes import Sharding
@@ -94,3 +98,24 @@ class MuonStrategy:
         if self._meshes is None:  # A second run of the program keeps its process groups.
             self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
         return self._meshes
+
+    def _make_engine(
+        self, module: nn.Module, precision: str, *, wait_for_parameters: bool, shard_root: bool = True, **arguments: Any
+    ) -> TrainingEngine:
+        assert self._meshes is not None, "setup_environment (fabric.launch) comes first"
+        rank_zero = self.package.fabric("utilities.rank_zero")
+        mode_options = replace(
+            self.options.mode_options,
+            mp_policy=mixed_precision_policy(precision, module),
+            shard_root=shard_root,
+            wait_for_parameters=wait_for_parameters,
+        )
+        return TrainingEngine(
+            module,
+            self.options,
+            self._meshes,
+            mode_options=mode_options,
+            info=rank_zero.rank_zero_info,
+            warn=rank_zero.rank_zero_warn,
+            **arguments,
+        )

@@ -6,13 +6,13 @@ import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -26,24 +26,17 @@ from lightning_muon.engine.training import TrainingEngine, close_all, close_with
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
-    describe,
     make_meshes,
     read_options,
     shard,
     sharding_of,
 )
 
-_log = get_logger(__name__)
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a sharded model.
-
-    Args:
-        optimizer: One of those that ``engine`` steps.
-        engine: The model, and what its gradients go through.
-    """
+    """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a sharded model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: TrainingEngine) -> None:
         # Its state is on the device of its parameters already.
@@ -63,12 +56,9 @@ class ShardedOptimizer(AcceleratedOptimizer):
         if not (self.gradient_state.sync_gradients and has_gradients):
             return super().step(closure)
 
-        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            del optimizer
-            return AcceleratedOptimizer.step(self, closure)
-
         before = self._engine.skipped_steps(self.optimizer)
-        result = self._engine.step(self.optimizer, step, closure)
+        stock = super().step
+        result = self._engine.step(self.optimizer, lambda _, closure=None: stock(closure), closure)
         self._was_skipped = self._engine.skipped_steps(self.optimizer) > before
         return result
 
@@ -83,12 +73,9 @@ class MuonAccelerator:
         options: ``Options``, a mapping of the same keys, or the path of a YAML file. ``None``: the file that the
             environment variable ``LIGHTNING_MUON_CONFIG`` names, else the defaults.
         **kwargs: Of ``accelerate.Accelerator``.
-
-    Attributes:
-        options: What was given, read.
     """
 
-    options: Options
+    options: Options  # What was given, read.
     # Of the class beside it.
     state: Any
     device: torch.device
@@ -99,12 +86,8 @@ class MuonAccelerator:
     _meshes: Meshes | None = None
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
-        error: Exception | None = None
-        read = Options()
-        try:
-            read = read_options(options)
-        except Exception as problem:  # Another rank may see another file; it is told once there are means to tell it.
-            error = problem
+        # Another rank may see another file; it is told once there are means to tell it.
+        read, error = _read(options)
         stock = super().__init__
         bound = inspect.signature(stock).bind(*args, **kwargs).arguments
         bound["kwargs_handlers"] = _with_process_group(bound.get("kwargs_handlers"), read)
@@ -114,20 +97,17 @@ class MuonAccelerator:
     def use_options(self, options: Options, error: Exception | None = None) -> None:
         """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it.
 
-        Args:
-            options: How to shard models.
-            error: What went wrong on this rank before the ranks could be told.
-
-        Raises:
-            ValueError: On all ranks, for what Accelerate was told and the engine cannot honour.
-            RuntimeError: If the ranks have different options.
+        Raises on all ranks: ``error``, which this rank could not tell the others before; what Accelerate was told and
+        the engine cannot honour; options that differ between ranks.
         """
         try:
             check_state(self.state, options)
         except ValueError as problem:
             error = error or problem
         fail_together(error, None)
-        require_equal(describe(options), None, "the options of lightning_muon")
+        named = [(field.name, getattr(options, field.name)) for field in fields(options)]
+        lines = [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
+        require_equal(lines, None, "the options of lightning_muon")
         self.options = options
         self._engines: list[TrainingEngine] = []
         # An Accelerator has no end; the other ranks should know when this one has come to it.
@@ -211,11 +191,7 @@ class MuonAccelerator:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Generator[None]:
-        """As in Accelerate with its FSDP, where it has no effect; ranks with fewer batches would hold up the others.
-
-        Raises:
-            ValueError: If a model is sharded and batches need not be even.
-        """
+        """No effect on a sharded model, as with Accelerate's FSDP; an error if batches need not be even there."""
         if self._engine is None:
             with super().join_uneven_inputs(joinables, even_batches):  # type: ignore[misc]
                 yield
@@ -253,12 +229,11 @@ class MuonAccelerator:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """As in Accelerate; what it returns, too. Collective over all ranks; every rank must call it.
+        """As in Accelerate for FSDP2. Collective over all ranks; every rank must call it.
 
-        Weights and states of optimizers are written as Accelerate does it for FSDP2: directories with the shards of
-        each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or ``save_distributed_checkpoint=False``) a file
-        for each. Where every rank has whole weights, hooks get them, and the model is written unless rank 0 has taken
-        them.
+        Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
+        ``save_distributed_checkpoint=False``) a file for each object. Where every rank has whole weights, hooks get
+        them, and the model is written unless rank 0 has taken them.
         """
         stock = partial(super().save_state, output_dir, safe_serialization, **kwargs)  # type: ignore[misc]
         return stock() if self._engine is None else save_state(self, self._engine, stock)
@@ -414,27 +389,26 @@ def _convert(accelerator: Any, options: OptionsLike) -> None:
             f"this {type(accelerator).__name__} has prepared a model already; call lightning_muon.accelerate.prepare "
             "in place of accelerator.prepare"
         )
-    error: Exception | None = None
-    read = Options()
-    try:
-        read = read_options(options)
-        if read.process_group_backend is not None or read.timeout != Options.timeout:
-            raise ValueError(
-                "process_group_backend and timeout come too late for an Accelerator that has its process group; give "
-                "an InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
-            )
-    except Exception as problem:  # Another rank may see another file; use_options tells it.
-        error = problem
+    read, error = _read(options)
+    if read.process_group_backend is not None or read.timeout != Options.timeout:
+        error = ValueError(
+            "process_group_backend and timeout come too late for an Accelerator that has its process group; give an "
+            "InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
+        )
     accelerator.__class__ = class_over(type(accelerator))
     accelerator.use_options(read, error)
 
 
-def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> list[Any]:
-    """The handlers of the user, with what our options say of the process group.
+def _read(options: OptionsLike) -> tuple[Options, Exception | None]:
+    """The options, or the default ones and why they cannot be read."""
+    try:
+        return read_options(options), None
+    except Exception as error:
+        return Options(), error
 
-    Raises:
-        ValueError: If both say something.
-    """
+
+def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> list[Any]:
+    """The handlers of the user, with what our options say of the process group; only one of them may."""
     given = list(handlers or [])
     ours: dict[str, Any] = {}
     if options.process_group_backend is not None:

@@ -115,15 +115,9 @@ def _saves_whole(accelerator: Any) -> bool:
 
 
 def _save_parts(directory: Path, engine: TrainingEngine, *, whole: bool, with_model: bool) -> None:
-    """Write weights and states of optimizers. Collective over all ranks; every rank must call it.
+    """Write states of optimizers, and weights if asked for, before anything that was there goes.
 
-    None of what was there goes before all is written.
-
-    Args:
-        directory: The same on all ranks.
-        engine: The model and its optimizers.
-        whole: One file for each, in place of directories with the shards of each rank.
-        with_model: Write the weights, too; the same on all ranks.
+    Collective over all ranks; every rank must call it, with the same arguments.
     """
     options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
     places = [_paths(directory, _OPTIMIZER, index) for index in range(len(engine.optimizers))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import fail_together
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
@@ -33,13 +33,7 @@ _OTHER_NAMES = {"replicate_size": "dp_replicate_size", "shard_size": "dp_shard_s
 
 
 def read_options(options: Options | Mapping[str, Any] | str | Path | None) -> Options:
-    """Options from whatever a user may give; ``None``: the file that ``LIGHTNING_MUON_CONFIG`` names, or the defaults.
-
-    Raises:
-        TypeError: For anything else.
-        ValueError: For a wrong key or value; names the file.
-        FileNotFoundError: If the file does not exist.
-    """
+    """Options in one form; ``None`` is the file that ``LIGHTNING_MUON_CONFIG`` names, or the defaults."""
     if options is None:
         options = os.environ.get(CONFIG_VARIABLE) or Options()
     if isinstance(options, Options):
@@ -52,29 +46,17 @@ def read_options(options: Options | Mapping[str, Any] | str | Path | None) -> Op
 
 
 def check_state(state: Any, options: Options) -> None:
-    """Raise ``ValueError`` for what Accelerate was told and the engine cannot honour.
-
-    Args:
-        state: The ``AcceleratorState``.
-        options: Those of the run.
-    """
+    """Raise ``ValueError`` for what the ``AcceleratorState`` was told and the engine cannot honour."""
     kind, num_launched = state.distributed_type, int(os.environ.get("WORLD_SIZE", "1"))
     if kind == DistributedType.NO and num_launched > 1:
         raise ValueError(
             f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
             "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is sharded all the same"
         )
-    if kind == DistributedType.FSDP and not state.is_fsdp2:
-        raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
     if kind not in (DistributedType.FSDP, DistributedType.NO) and not kind.value.startswith("MULTI_"):
         raise ValueError(
             f"distributed_type: {kind.value} brings a division of the model of its own; use FSDP with fsdp_version: 2, "
             "or one of several devices"
-        )
-    if kind == DistributedType.FSDP and options.sharding != "fsdp":
-        raise ValueError(
-            f"sharding={options.sharding!r} contradicts distributed_type: FSDP; remove one of them (MULTI_GPU goes "
-            "with every sharding)"
         )
     if state.mixed_precision not in ("no", "bf16"):
         raise ValueError(
@@ -82,7 +64,23 @@ def check_state(state: Any, options: Options) -> None:
             "steps the sharded optimizer cannot agree on, and float8 has layers of its own; use bf16 or no"
         )
     if kind == DistributedType.FSDP:
-        _check_plugin(state.fsdp_plugin)
+        plugin = state.fsdp_plugin
+        if not state.is_fsdp2:
+            raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
+        if options.sharding != "fsdp":
+            raise ValueError(
+                f"sharding={options.sharding!r} contradicts distributed_type: FSDP; remove one of them (MULTI_GPU goes "
+                "with every sharding)"
+            )
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
+        if plugin.ignored_modules is not None:
+            raise ValueError("fsdp_ignored_modules is not supported; freeze these modules, or keep them elsewhere")
+        if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
+            raise ValueError(
+                "fsdp_activation_checkpointing: true needs an fsdp_auto_wrap_policy, which says where activations are "
+                "dropped"
+            )
     for key in ("context_size", "tensor_size"):
         if getattr(options, key) > 1:
             raise ValueError(
@@ -98,11 +96,7 @@ def sharding_of(state: Any, options: Options) -> Sharding:
 
 
 def mesh_sizes(state: Any, options: Options) -> MeshSizes:
-    """The sizes of the mesh: those of ``parallelism_config``, else those of the options.
-
-    Raises:
-        ValueError: If both are given and differ, or ranks are to share samples.
-    """
+    """The sizes of the mesh: those of ``parallelism_config``, else those of the options; they may not contradict."""
     sizes, config = options.mesh_sizes, state.parallelism_config
     if config is None:
         return sizes
@@ -134,30 +128,33 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
 
 
 def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions:
-    """The options of the sharding mode, with what the FSDP section of an accelerate config says where they are silent.
-
-    Raises:
-        ValueError: If both name units of the model.
-    """
+    """What the sharding mode is told; the FSDP section of an accelerate config counts where the options are silent."""
     plugin = getattr(state, "fsdp_plugin", None)
+    precision = "bf16-mixed" if state.mixed_precision == "bf16" else "32-true"
     chosen = replace(
         options.mode_options,
-        mp_policy=_precision_policy(state, plugin, module),
+        mp_policy=mixed_precision_policy(precision, module),
         wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
     )
     if plugin is None:
         return chosen
-    policy = _wrap_policy(plugin)
-    if policy != "auto" and options.wrap_policy != "auto":
-        raise ValueError(
-            f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units of the model; give "
-            "only one of them"
-        )
-    return replace(
-        chosen,
-        wrap_policy=options.wrap_policy if policy == "auto" else policy,
-        reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward,
-    )
+    # Accelerate's own policy for bf16 also reduces gradients in bfloat16, and hands bfloat16 out of the model.
+    of_accelerate = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    if plugin.mixed_precision_policy not in (None, of_accelerate):
+        chosen = replace(chosen, mp_policy=plugin.mixed_precision_policy)
+    units: WrapPolicy = "auto"
+    if plugin.transformer_cls_names_to_wrap:
+        units = tuple(plugin.transformer_cls_names_to_wrap)
+    elif plugin.min_num_params:
+        units = partial(_is_larger, plugin.min_num_params)
+    if units != "auto":
+        if options.wrap_policy != "auto":
+            raise ValueError(
+                f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units of the model; give "
+                "only one of them"
+            )
+        chosen = replace(chosen, wrap_policy=units)
+    return replace(chosen, reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward)
 
 
 def launched_layout(num_processes: int) -> dict[str, int]:
@@ -168,23 +165,11 @@ def launched_layout(num_processes: int) -> dict[str, int]:
     return {"num_nodes": num_processes // on_this_node, "num_processes": on_this_node}
 
 
-def describe(options: Options) -> list[tuple[str, str]]:
-    """Lines that are equal on all ranks if their options are."""
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    return [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in values.items()]
-
-
 def make_meshes(state: Any, options: Options) -> Meshes:
-    """The meshes of a run. Collective over all ranks; every rank must call it.
-
-    A program that runs in one process without a launcher gets a process group of one.
-
-    Raises:
-        ValueError: If the sizes do not fit each other, or the number of ranks.
-    """
+    """The meshes of a run. Collective over all ranks; every rank must call it."""
     sizes, layout = mesh_sizes(state, options), launched_layout(state.num_processes)
     sizes.resolve(**layout)
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # One process without a launcher.
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return sizes.make(state.device.type, **layout)
@@ -197,7 +182,15 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     """
     options: Options = accelerator.options
     state = accelerator.state
-    together(lambda: _check_module(module))
+    error = None
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            error = ValueError(
+                f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values come "
+                "from the first rank), for example with model.to_empty(device='cpu')"
+            )
+            break
+    fail_together(error, None)
     free_unsharded(module)  # It may have been sharded and evaluated before.
     if accelerator.mixed_precision != "no":
         for parameter in module.parameters():
@@ -222,47 +215,7 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     return engine
 
 
-def _check_plugin(plugin: Any) -> None:
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
-    if plugin.ignored_modules is not None:
-        raise ValueError("fsdp_ignored_modules is not supported; freeze these modules, or keep them out of the model")
-    if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
-        raise ValueError(
-            "fsdp_activation_checkpointing: true needs an fsdp_auto_wrap_policy, which says where activations are "
-            "dropped"
-        )
-
-
-def _precision_policy(state: Any, plugin: Any, module: nn.Module) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces in: the policy that the user made, or that of the Trainer's strategy.
-
-    Accelerate's own for bf16 also reduces gradients in bfloat16, and hands bfloat16 out of the model.
-    """
-    of_accelerate = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    policy = None if plugin is None else plugin.mixed_precision_policy
-    if policy is not None and policy != of_accelerate:
-        return policy
-    return mixed_precision_policy("bf16-mixed" if state.mixed_precision == "bf16" else "32-true", module)
-
-
-def _wrap_policy(plugin: Any) -> WrapPolicy:
-    """The units that an FSDP plugin names: by class, by size, or not at all."""
-    if plugin.transformer_cls_names_to_wrap:
-        return tuple(plugin.transformer_cls_names_to_wrap)
-    return partial(_is_larger, plugin.min_num_params) if plugin.min_num_params else "auto"
-
-
 def _is_larger(num_parameters: int, name: str, module: nn.Module) -> bool:
     del name
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters
-
-
-def _check_module(module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values come "
-                "from the first rank), for example with model.to_empty(device='cpu')"
-            )

@@ -1,8 +1,4 @@
-"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` for Fabric, of ``lightning.fabric`` and ``lightning_fabric``.
-
-Importing this module imports neither. ``ParallelMuonFabricStrategy`` is the one of ``lightning.fabric`` if that is
-installed, else the one of ``lightning_fabric``.
-"""
+"""The strategy of ``lightning.fabric`` if that is installed, else of ``lightning_fabric``; imports neither before."""
 
 from __future__ import annotations
 

@@ -17,11 +17,8 @@ class Entry(nn.Module):
 
     Fabric sends ``fabric_model.method(...)``, for a method of a LightningModule or one given to
     ``mark_forward_method``, through the forward of whatever a strategy has put around the module, as DDP does. Calling
-    such a method on the module itself would find shards where FSDP2 has not gathered the weights.
-
-    Args:
-        module: As prepared.
-        around: What to enter around each call.
+    such a method on the module itself would find shards where FSDP2 has not gathered the weights. ``around`` is entered
+    around each call.
     """
 
     def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -56,10 +53,7 @@ def _may_require_grad(output: Any) -> bool:
 
 @contextmanager
 def _without_inference_mode() -> Generator[None]:
-    """Run what is called in inference mode under ``no_grad``.
-
-    FSDP2 keeps the tensors into which it gathers weights; made in inference mode no later step could use them.
-    """
+    """``no_grad`` in its place: tensors into which FSDP2 gathers weights in inference mode could not be used later."""
     if not torch.is_inference_mode_enabled():
         yield
         return

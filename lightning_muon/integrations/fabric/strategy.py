@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
-from lightning_muon.compat.lightning import (
-    metadata_filename,
-    set_no_backward_sync,
-)
+from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.gradient_rules import parameters_of
-from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
+from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all, close_with
 from lightning_muon.grad_sync.token_count import TokenCount
@@ -92,22 +88,18 @@ class FabricStrategy(MuonStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module. Collective over all ranks; every rank must call it."""
-        assert self._meshes is not None, "fabric.launch() comes first"
-        self._give_up(module)
-        rank_zero = self.package.fabric("utilities.rank_zero")
-        engine = TrainingEngine(
-            module,
-            self.options,
-            self._meshes,
-            mode_options=replace(
-                self.options.mode_options,
-                mp_policy=mixed_precision_policy(self.precision.precision, module),
-                wait_for_parameters=True,  # The loop is the user's, and may read weights right after a step.
-            ),
-            info=rank_zero.rank_zero_info,
-            warn=rank_zero.rank_zero_warn,
-            is_only_module=False,
-        )
+        before = _engine_with(self._engines, module)
+        if before is not None:  # It is set up again.
+            before.close()
+            self._engines.remove(before)
+        for engine in self._engines:
+            if engine.optimizers and not set(module.parameters()).isdisjoint(engine.module.parameters()):
+                raise ValueError(
+                    f"{type(module).__name__} shares parameters with {type(engine.module).__name__}, which has been "
+                    "set up with optimizers of its own; set up one module that holds all parameters they share"
+                )
+        # The loop is the user's, and may read weights right after a step.
+        engine = self._make_engine(module, self.precision.precision, wait_for_parameters=True, is_only_module=False)
         engine.shard(self.root_device)
         # ``generate`` of models inside of the module; a method of the module itself goes through Entry.
         for child in module.children():
@@ -118,8 +110,18 @@ class FabricStrategy(MuonStrategy):
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return what becomes of it. Collective over all ranks; every rank must call it."""
+        for engine in self._engines:
+            engine.rebind([optimizer])
+        parameters = parameters_of(optimizer)
+        owners = [each for each in self._engines if not set(each.module.parameters()).isdisjoint(parameters)]
+        if len(owners) != 1:
+            names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set up the module "
+                "first, and give each module optimizers of its own"
+            )
         try:
-            return self._attach(self._owner(optimizer), [optimizer], [])[0]
+            return self._attach(owners[0], [optimizer], [])[0]
         except ValueError as error:
             error.add_note(
                 "fabric.setup(module, *optimizers) takes several optimizers of a module together; of those given to "
@@ -154,23 +156,20 @@ class FabricStrategy(MuonStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
         if self._tokens is not None:
-            self._begin_backward_with_tokens(self._tokens)
+            if not self._has_reported:
+                self._tokens.begin_micro_batch()  # Without a report, which is an error that all ranks get to know of.
+            self._has_reported = False
+            last = [engine for engine in self._engines if engine.is_last_micro_batch]
+            if last and any(engine.is_accumulating for engine in self._engines):
+                raise RuntimeError(
+                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
+                    "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
+                    "enter no_backward_sync of each of them"
+                )
         with ExitStack() as stack:
             for engine in self._engines:
                 stack.enter_context(engine.around_backward())
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
-
-    def _begin_backward_with_tokens(self, tokens: TokenCount) -> None:
-        if not self._has_reported:
-            tokens.begin_micro_batch()  # Without a report, which is an error that all ranks get to know of.
-        self._has_reported = False
-        last = [engine for engine in self._engines if engine.is_last_micro_batch]
-        if last and any(engine.is_accumulating for engine in self._engines):
-            raise RuntimeError(
-                f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
-                "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
-                "enter no_backward_sync of each of them"
-            )
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
@@ -261,20 +260,6 @@ class FabricStrategy(MuonStrategy):
         self._tokens = engine.tokens
         return used[len(every) - len(given) :]
 
-    def _owner(self, optimizer: torch.optim.Optimizer) -> TrainingEngine:
-        """The module that ``optimizer`` steps."""
-        for engine in self._engines:
-            engine.rebind([optimizer])
-        parameters = parameters_of(optimizer)
-        owners = [each for each in self._engines if not set(each.module.parameters()).isdisjoint(parameters)]
-        if len(owners) != 1:
-            names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
-            raise ValueError(
-                f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set up the module "
-                "first, and give each module optimizers of its own"
-            )
-        return owners[0]
-
     def _engine_of(self, optimizer: torch.optim.Optimizer) -> tuple[TrainingEngine, torch.optim.Optimizer]:
         for engine in self._engines:
             current = engine.current(optimizer)
@@ -308,23 +293,6 @@ class FabricStrategy(MuonStrategy):
                 f"no_backward_sync of a {type(module).__name__} that this Fabric does not train (any more)"
             )
         return engine.no_sync()
-
-    def _give_up(self, module: nn.Module) -> None:
-        """End what trains ``module`` so far, which is set up again; local.
-
-        Raises:
-            ValueError: If it shares parameters with another module that is trained.
-        """
-        before = _engine_with(self._engines, module)
-        if before is not None:
-            before.close()
-            self._engines.remove(before)
-        for engine in self._engines:
-            if engine.optimizers and not set(module.parameters()).isdisjoint(engine.module.parameters()):
-                raise ValueError(
-                    f"{type(module).__name__} shares parameters with {type(engine.module).__name__}, which has been "
-                    "set up with optimizers of its own; set up one module that holds all parameters they share"
-                )
 
 
 def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> TrainingEngine | None:

@@ -1,8 +1,4 @@
-"""The strategies ``"parallel_muon"`` and ``"flexdemo"`` for ``lightning.pytorch`` and ``pytorch_lightning``.
-
-Importing this module imports neither. ``ParallelMuonStrategy`` is the one of ``lightning.pytorch`` if that is
-installed, else the one of ``pytorch_lightning``.
-"""
+"""The strategy of ``lightning.pytorch`` if that is installed, else of ``pytorch_lightning``; imports neither before."""
 
 from __future__ import annotations
 

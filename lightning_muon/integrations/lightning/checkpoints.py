@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +25,25 @@ class TrainerCheckpoint(Checkpoint):
     Lightning offers to restore before ``setup`` or after it. Before it, callbacks get their state in time
     (BaseFinetuning needs it in ``on_fit_start``) and ``weights_only`` is passed on, which 2.6 forgets after it. So the
     file is opened before, and weights and optimizer states follow once they have a place to go.
-
-    Attributes:
-        has_pending_weights: Whether weights wait for the model to be sharded.
     """
 
     advice = "LightningModule.strict_loading = False loads what fits"
-    has_pending_weights = False
+    # Weights that wait for the model to be sharded, and whether their names must be those of the model.
+    pending: tuple[Mapping[str, Any], bool] | None = None
 
     def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
         super().__init__(path, content, is_sharded=is_sharded)
-        self._weights: Mapping[str, Any] = {}
-        self._strict = True
-        num_optimizers = count_optimizers(path) if is_sharded else 0
-        if num_optimizers:  # Lightning asks whether the key is there; the states follow later.
+        if is_sharded and (num_optimizers := count_optimizers(path)):
+            # Lightning asks whether the key is there; the states follow later.
             content["optimizer_states"] = [{} for _ in range(num_optimizers)]
-
-    def offer_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Keep the weights until :meth:`load_pending_weights`; local."""
-        self._weights, self._strict, self.has_pending_weights = weights, strict, True
 
     def load_pending_weights(self, engine: TrainingEngine) -> None:
         """Load the weights, if some wait. Collective over all ranks; every rank must call it."""
-        if self.has_pending_weights:
+        if self.pending is not None:
+            weights, strict = self.pending
             engine.node_weights.forget()
-            whole = None if self.is_sharded else self._weights
-            self.load_weights(engine.module, "state_dict", strict=self._strict, whole=whole)
-            self.has_pending_weights = False
+            self.load_weights(engine.module, "state_dict", strict=strict, whole=None if self.is_sharded else weights)
+            self.pending = None
 
     def load_optimizers(
         self,
@@ -67,19 +58,16 @@ class TrainerCheckpoint(Checkpoint):
                 f"{self.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}"
             )
+        content: Any = self.content
         for index, optimizer in enumerate(optimizers):
             if not is_placeholder_optimizer(package, optimizer):
                 self.load_optimizer(
                     engine.module,
                     optimizer,
                     f"optimizer_{index}",
-                    whole=partial(self._saved_state, index),
+                    whole=lambda index=index: content["optimizer_states"][index],
                     advice="load them into the model and train without resuming (Trainer.fit without ckpt_path)",
                 )
-
-    def _saved_state(self, index: int) -> Mapping[str, Any]:
-        saved: Any = self.content["optimizer_states"]
-        return saved[index]
 
 
 def write_trainer_checkpoint(
@@ -89,11 +77,9 @@ def write_trainer_checkpoint(
     if whole:
         write_checkpoint(path, {}, checkpoint, metadata_name=None)
         return
-    content: dict[str, Any] = {
-        f"optimizer_{index}": state for index, state in enumerate(checkpoint.get("optimizer_states", []))
-    }
-    content["state_dict"] = checkpoint["state_dict"]
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    rest = dict(checkpoint)
+    states = enumerate(rest.pop("optimizer_states", []))
+    content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
     write_checkpoint(path, content, rest, metadata_name=metadata_filename(package))
 
 

@@ -42,22 +42,20 @@ class EngineGradients:
 
 
 def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
-    """The counterpart of Lightning's precision ``plugin`` that can deal with gradients wherever they lie.
-
-    Raises:
-        ValueError: For a precision that FSDP2 and Muon cannot honour, however the Trainer came to it.
-    """
+    """The counterpart of Lightning's precision ``plugin`` whose gradients are the engine's business, or an error."""
     if isinstance(plugin, EngineGradients):
         return plugin
-    plugins = package.module("plugins.precision")
-    kind = type(plugin)
+    plugins, kind = package.module("plugins.precision"), type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
-    if kind is plugins.MixedPrecision and precision == "bf16-mixed":
-        return _with_engine(plugins.MixedPrecision)("bf16-mixed", plugin.device)
-    if kind is plugins.HalfPrecision and precision == "bf16-true":
-        return _with_engine(plugins.HalfPrecision)("bf16-true")
-    if kind is plugins.Precision:
-        return _with_engine(plugins.Precision)()
+    arguments: dict[tuple[type[Any], str], tuple[Any, ...]] = {
+        (plugins.MixedPrecision, "bf16-mixed"): ("bf16-mixed", getattr(plugin, "device", "cpu")),
+        (plugins.HalfPrecision, "bf16-true"): ("bf16-true",),
+        (plugins.Precision, precision): (),
+    }
+    if (kind, precision) in arguments:
+        # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
+        ours = type(f"Sharded{kind.__name__}", (EngineGradients, with_hook_before_step(kind)), {})
+        return ours(*arguments[kind, precision])
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
@@ -68,8 +66,3 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
         f"(precision {precision!r}); set Trainer(precision=...) to one of these and pass no precision plugin"
     )
-
-
-def _with_engine(base: type[Any]) -> type[Any]:
-    """A subclass of a precision plugin: Lightning's checks by class (ThroughputMonitor) go on working."""
-    return type(f"Sharded{base.__name__}", (EngineGradients, with_hook_before_step(base)), {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lightning_muon.compat.lightning import (
 )
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import (
@@ -31,7 +29,6 @@ from lightning_muon.integrations.lightning.checkpoints import (
 from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
 from lightning_muon.integrations.lightning.trainer import (
     SigtermHandler,
-    avoid_inference_mode,
     check_run,
     has_default_optimizer,
     provide_default_optimizer,
@@ -95,10 +92,24 @@ class TrainerStrategy(MuonStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
         self.accelerator.setup(trainer)
-        avoid_inference_mode(trainer)
+        # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
+        # later training step. Lightning makes the same exception for its FSDPStrategy.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
-        self._engine = engine = self._new_engine(trainer)
+
+        before = self._engine
+        self._engine = engine = self._make_engine(
+            module,
+            self.precision_plugin.precision,
+            # A step that runs several backward passes needs each child to gather its own weights anew.
+            shard_root=module.automatic_optimization,
+            wait_for_parameters=reads_weights_between_steps(trainer, self.options, self.package),
+            is_loop_of_user=False,
+            sees_every_backward=module.automatic_optimization,
+            node_weights=before.node_weights if before is not None and before.module is module else None,
+        )
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)
         register_steps(module)
@@ -106,40 +117,19 @@ class TrainerStrategy(MuonStrategy):
         self.barrier()  # type: ignore[attr-defined]
         if self._checkpoint is not None:
             self._checkpoint.load_pending_weights(engine)
+
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self.precision_plugin.engine = engine
             if engine.mode.parameters_arrive_late:
-                warn = self._rank_zero().rank_zero_warn
+                warn = self.package.fabric("utilities.rank_zero").rank_zero_warn
                 self._first_callback = wait_before_callbacks(trainer, self.package, self.finish_parameters, warn)
         self.setup_precision_plugin()  # type: ignore[attr-defined]
-
-    def _new_engine(self, trainer: Any) -> TrainingEngine:
-        module, before = self.lightning_module, self._engine
-        assert self._meshes is not None, "setup_environment comes first"
-        mode_options: ModeOptions = replace(
-            self.options.mode_options,
-            mp_policy=mixed_precision_policy(self.precision_plugin.precision, module),
-            # A step that runs several backward passes needs each child to gather its own weights anew.
-            shard_root=module.automatic_optimization,
-            wait_for_parameters=reads_weights_between_steps(trainer, self.options, self.package),
-        )
-        return TrainingEngine(
-            module,
-            self.options,
-            self._meshes,
-            mode_options=mode_options,
-            info=self._rank_zero().rank_zero_info,
-            warn=self._rank_zero().rank_zero_warn,
-            is_loop_of_user=False,
-            sees_every_backward=module.automatic_optimization,
-            node_weights=before.node_weights if before is not None and before.module is module else None,
-        )
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.optimizers = self._running_engine().attach(
+        self.optimizers = self._running_engine.attach(
             self.optimizers,
             [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
             source="what configure_optimizers returned",
@@ -155,8 +145,7 @@ class TrainerStrategy(MuonStrategy):
         With ``loss_scaling="tokens"`` every rank calls it once in each training step, and returns the sum of the losses
         of its tokens: gradients are divided by the number of tokens of all ranks and all accumulated micro-batches.
 
-        Args:
-            num_tokens: 0 or more; a tensor on the device is not waited for.
+        ``num_tokens`` is 0 or more; a tensor on the device is not waited for.
         """
         if self.options.loss_scaling != "tokens":
             raise RuntimeError(
@@ -170,7 +159,7 @@ class TrainerStrategy(MuonStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
-        engine = self._running_engine()
+        engine = self._running_engine
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
         with self._sigterm.ignored_after_error(), engine.around_forward():
@@ -184,28 +173,28 @@ class TrainerStrategy(MuonStrategy):
         return self._evaluate(super().validation_step, *args, **kwargs)  # type: ignore[misc]
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`."""
+        """Run the user's step, as in :meth:`validation_step`."""
         return self._evaluate(super().test_step, *args, **kwargs)  # type: ignore[misc]
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`."""
+        """Run the user's step, as in :meth:`validation_step`."""
         return self._evaluate(super().predict_step, *args, **kwargs)  # type: ignore[misc]
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._sigterm.ignored_after_error(), self._running_engine().around_forward():
+        with self._sigterm.ignored_after_error(), self._running_engine.around_forward():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
 
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
-        return self._running_engine().no_sync()
+        return self._running_engine.no_sync()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
         # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
         divided_by = self.lightning_module.trainer.accumulate_grad_batches
-        around = self._running_engine().around_backward(loss_divided_by=divided_by)
+        around = self._running_engine.around_backward(loss_divided_by=divided_by)
         with self._sigterm.ignored_after_error(), around:
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
 
@@ -217,7 +206,7 @@ class TrainerStrategy(MuonStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
-        engine = self._running_engine()
+        engine = self._running_engine
 
         def with_whole_gradients() -> Any:
             result = closure()
@@ -234,27 +223,27 @@ class TrainerStrategy(MuonStrategy):
 
     def on_validation_start(self) -> None:
         """Evaluate with the running statistics of rank 0, as DDP does, and with weights that all nodes have."""
-        self._running_engine().begin_evaluation()
+        self._running_engine.begin_evaluation()
         super().on_validation_start()  # type: ignore[misc]
 
     def on_validation_end(self) -> None:
         """The ranks have run the same units. Collective over all ranks; every rank must call it."""
-        self._running_engine().end_evaluation()
+        self._running_engine.end_evaluation()
         super().on_validation_end()  # type: ignore[misc]
 
     def on_test_end(self) -> None:
         """As :meth:`on_validation_end`."""
-        self._running_engine().end_evaluation()
+        self._running_engine.end_evaluation()
         super().on_test_end()  # type: ignore[misc]
 
     def on_predict_end(self) -> None:
         """As :meth:`on_validation_end`."""
-        self._running_engine().end_evaluation()
+        self._running_engine.end_evaluation()
         super().on_predict_end()  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have."""
-        self._running_engine().end_training()
+        self._running_engine.end_training()
         super().on_train_end()  # type: ignore[misc]
 
     def finish_parameters(self) -> None:
@@ -291,7 +280,7 @@ class TrainerStrategy(MuonStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
         require_all_ranks(self.lightning_module.trainer)
-        return self._running_engine().weights_to_save(whole=not self.options.save_distributed_checkpoint)
+        return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
@@ -299,7 +288,7 @@ class TrainerStrategy(MuonStrategy):
         if is_placeholder_optimizer(self.package, plain):
             return {}
         whole = not self.options.save_distributed_checkpoint
-        return self._running_engine().optimizer_state_to_save(plain, whole=whole)
+        return self._running_engine.optimizer_state_to_save(plain, whole=whole)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
@@ -329,7 +318,7 @@ class TrainerStrategy(MuonStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights once the model is sharded: now or in :meth:`setup`."""
         assert self._checkpoint is not None
-        self._checkpoint.offer_weights(checkpoint.get("state_dict", {}), strict=strict)
+        self._checkpoint.pending = checkpoint.get("state_dict", {}), strict
         if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
             self._checkpoint.load_pending_weights(self._engine)
 
@@ -337,12 +326,10 @@ class TrainerStrategy(MuonStrategy):
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
         assert self._checkpoint is not None
         num_saved = len(checkpoint["optimizer_states"])
-        self._checkpoint.load_optimizers(self._running_engine(), self.optimizers, num_saved, self.package)
+        self._checkpoint.load_optimizers(self._running_engine, self.optimizers, num_saved, self.package)
         self._checkpoint = None
 
+    @property
     def _running_engine(self) -> TrainingEngine:
         assert self._engine is not None, "setup comes first"
         return self._engine
-
-    def _rank_zero(self) -> Any:
-        return self.package.module("utilities.rank_zero")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -38,20 +38,14 @@ _REFUSED = {
 
 
 def check_run(module: Any, options: Options, package: LightningPackage) -> None:
-    """Raise ``ValueError`` for a LightningModule, or callbacks of its Trainer, that do not go with the options."""
-    if MODES[options.sharding].shards_weights:
-        refuse_callbacks(module.trainer.callbacks, package)
+    """Raise ``ValueError`` for a LightningModule, or a callback of its Trainer, that does not go with the options."""
     if options.loss_scaling == "tokens" and not module.automatic_optimization:
         raise ValueError(
             "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
             "step; with manual optimization divide the loss by the number of tokens yourself"
         )
-
-
-def refuse_callbacks(callbacks: Iterable[Any], package: LightningPackage) -> None:
-    """Raise ``ValueError`` for the first callback that would fail, or be wrong, on sharded weights."""
     known = package.module("callbacks")
-    for callback in callbacks:
+    for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
         for name, (reason, instead) in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):
                 raise ValueError(
@@ -77,48 +71,40 @@ def reads_weights_between_steps(trainer: Any, options: Options, package: Lightni
     ``state_dict``. The module and every callback count that override one of the hooks there. Lightning's own callbacks
     read none, but for those that average weights.
     """
-    if options.config.overlap in ("step", "off") or not trainer.lightning_module.automatic_optimization:
+    module = trainer.lightning_module
+    if options.config.overlap in ("step", "off") or not module.automatic_optimization:
         return True
     known = package.module("callbacks")
     averaging = tuple(getattr(known, name) for name in _REFUSED if hasattr(known, name))
     suspects = [c for c in trainer.callbacks if isinstance(c, averaging) or _is_of_user(c, package)]
-    hooked = (trainer.lightning_module, *suspects)
-    return any(_overrides(each, hook) for each in hooked for hook in _BETWEEN_STEPS) or any(
-        _overrides(trainer.lightning_module, hook) for hook in ("optimizer_step", "lr_scheduler_step")
-    )
-
-
-def reads_gradients(trainer: Any, package: LightningPackage) -> list[str]:
-    """Hooks of the module and of the user's callbacks in which gradients are usually read."""
-    hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
-    return [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
+    places = [(each, hook) for each in (module, *suspects) for hook in _BETWEEN_STEPS]
+    places += [(module, hook) for hook in ("optimizer_step", "lr_scheduler_step")]
+    return any(_overrides(each, hook) for each, hook in places)
 
 
 def wait_before_callbacks(
     trainer: Any, package: LightningPackage, finish: Callable[[], None], warn: Callable[[str], None]
 ) -> Any:
-    """Let hooks at the ends of epochs and of the training find all new weights.
+    """Let hooks at the ends of epochs and of the training find all new weights, for which ``finish`` waits.
 
-    Args:
-        trainer: Its list of callbacks gets another one at its head, which is returned.
-        package: Of the Trainer.
-        finish: Waits for the weights.
-        warn: Takes a warning of hooks that look for gradients, which no rank has.
+    Returns the callback that does so, which is the first one of the Trainer now. Warns of hooks of the module and of
+    the user's callbacks that look for gradients, which no rank has.
     """
 
     def wait(_: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         finish()
 
-    hooks = dict.fromkeys(_AT_ENDS, wait)
-    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
-    trainer.callbacks.insert(0, first)
-    if readers := reads_gradients(trainer, package):
-        sharding = trainer.strategy.options.sharding
+    hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
+    readers = [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
+    if readers:
         warn(
-            f"{', '.join(readers)}: with sharding={sharding!r} no rank has whole gradients, so parameter.grad is None "
-            "there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook needs gradients"
+            f"{', '.join(readers)}: with sharding={trainer.strategy.options.sharding!r} no rank has whole gradients, "
+            "so parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
+            "needs gradients"
         )
+    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), dict.fromkeys(_AT_ENDS, wait))()
+    trainer.callbacks.insert(0, first)
     return first
 
 
@@ -161,23 +147,13 @@ def has_default_optimizer(module: Any) -> bool:
     return getattr(vars(module).get("configure_optimizers"), "is_default", False)
 
 
-def avoid_inference_mode(trainer: Any) -> None:
-    """Evaluate under ``no_grad``.
-
-    FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a later
-    training step. Lightning makes the same exception for its FSDPStrategy.
-    """
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.inference_mode = False
-
-
 class SigtermHandler:
     """Keeps the handler of SIGTERM from hiding an error.
 
     Lightning's handler broadcasts. Launchers send SIGTERM to the ranks that are left when one has failed, where the
     communication is broken: the broadcast then raises, in the middle of clearing up, and its error takes the place of
     the one that says what has happened. So from an error on SIGTERM is ignored; the process ends anyway. If the
-    program catches the error and trains on, the handler is put back.
+    program catches the error and trains on, the handler is put back. All of it acts in the main thread only.
     """
 
     def __init__(self) -> None:
@@ -185,11 +161,11 @@ class SigtermHandler:
 
     @contextmanager
     def ignored_after_error(self) -> Generator[None]:
-        """Enter it around what may raise: puts the handler back, and ignores SIGTERM once the block has raised.
-
-        The end of an iteration is no error.
-        """
-        self.restore()
+        """Puts the handler back, and ignores SIGTERM once the block has raised; the end of an iteration is no error."""
+        if self._kept is not None and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+                signal.signal(signal.SIGTERM, self._kept)
+            self._kept = None
         try:
             yield
         except (StopIteration, GeneratorExit):
@@ -199,16 +175,8 @@ class SigtermHandler:
             raise
 
     def ignore(self) -> None:
-        """From now on nothing happens on SIGTERM, if that was a function's business; local, main thread."""
+        """From now on nothing happens on SIGTERM, if that was a function's business."""
         handler = signal.getsignal(signal.SIGTERM)
         if callable(handler) and threading.current_thread() is threading.main_thread():
             self._kept = handler
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Put back what :meth:`ignore` has taken away, unless there is another handler now; local, main thread."""
-        if self._kept is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, self._kept)
-        self._kept = None

@@ -75,23 +75,26 @@ class OptimizerFactory:
         """An optimizer for the trainable parameters of ``model``, which may be sharded afterwards.
 
         Collective over all ranks where gradients are averaged by DDP; every rank must call it.
-
-        Args:
-            model: Decides what is a matrix.
-            config: Its ``weight_decay`` counts for the parameters that a Trainer decays, not for norms and biases.
-
-        Raises:
-            ValueError: If the Accelerator of the Trainer does what the optimizer cannot work with; on all ranks.
         """
+        from lightning_muon.compat.transformers import decayed_names  # transformers is an optional extra.
+
         mesh = _mesh_of_replicas(config)
-        groups = _groups(model)
-        optimizer: PlannedOptimizer
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        decayed = decayed_names(model)  # All but norms and biases.
+        groups: list[dict[str, Any]] = [
+            {"params": [parameter for name, parameter in named if name in decayed]},
+            {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
         if isinstance(config, FlexDeMoConfig):
-            optimizer = TrainerFlexDeMo.from_config(groups, config)
+            optimizer: PlannedOptimizer = TrainerFlexDeMo.from_config(groups, config)
         else:
             optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                _log.info("%s", _summary(model, config))
+                patterns = {name: getattr(config, name) for name in ("adamw_patterns", "muon_patterns", "fused")}
+                rows = zip(route_module(model, **patterns).values(), model.parameters(), strict=True)
+                table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
+                _log.info("%s", table)
         # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
         optimizer.route(model)
         return optimizer
@@ -129,26 +132,10 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     return OptimizerFactory, {"config": replace(config, **options)}
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Trainable parameters with and without weight decay."""
-    from lightning_muon.compat.transformers import decayed_names  # transformers is an optional extra.
-
-    decayed = decayed_names(model)
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for name, parameter in trainable if name in decayed]},
-        {"params": [parameter for name, parameter in trainable if name not in decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
     """All ranks if each has all of the model and averaged gradients (DDP), so that they divide the work.
 
-    Collective over all ranks in that case; every rank must call it.
-
-    Raises:
-        ValueError: If the Accelerator does something else than DDP, FSDP2, or nothing.
+    Collective over all ranks in that case; every rank must call it. Raises for anything but DDP, FSDP2, or nothing.
     """
     from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
 
@@ -178,11 +165,3 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
             "`lightning-muon launch --config_file FILE`, with FSDP2 and FlexDeMoConfig in it, or use MuonConfig"
         )
     return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))
-
-
-def _summary(model: nn.Module, config: MuonConfig) -> str:
-    """What runs on Muon, what on AdamW, and why."""
-    patterns = {name: getattr(config, name) for name in ("adamw_patterns", "muon_patterns", "fused")}
-    routes = route_module(model, **patterns).values()
-    rows = zip(routes, model.parameters(), strict=True)
-    return routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])

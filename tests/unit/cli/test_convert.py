@@ -88,9 +88,11 @@ def test_any_trainer_reads_the_file(
     file = tmp_path / "one.ckpt"
     main(["convert", str(directory), str(file)])
     assert [path.name for path in tmp_path.iterdir()] == ["one.ckpt"]
+    content, metadata = (torch.load(path, weights_only=True) for path in (file, directory / "meta.pt"))
+    assert content.keys() == {*metadata, "state_dict"}, "no states of optimizers"
+    assert content["lr_schedulers"] == metadata["lr_schedulers"] and metadata["global_step"] > 0
     model = Model.load_from_checkpoint(file)
-    assert model.hparams["num_blocks"] == 2
-    assert model.extra["name"] == "extra"
+    assert model.hparams["num_blocks"] == 2 and model.extra["name"] == "extra"
     assert [entry["tokens"].tolist() for entry in model.extra["seen"]] == [[0, 1, 2], [1.0, 1.0]]
     state = model.state_dict()
     assert state.keys() == weights.keys()
@@ -102,45 +104,32 @@ def test_any_trainer_reads_the_file(
     assert result == pytest.approx(value, rel=1e-5)
 
 
-def test_all_metadata_but_no_optimizer_is_in_the_file(
-    trained: tuple[Path, dict[str, Any], float], tmp_path: Path
-) -> None:
-    directory = trained[0]
-    convert(directory, tmp_path / "one.ckpt", metadata_name="meta.pt")
-    content = torch.load(tmp_path / "one.ckpt", weights_only=True)
-    metadata = torch.load(directory / "meta.pt", weights_only=True)
-    assert content.keys() == {*metadata, "state_dict"}
-    assert content["lr_schedulers"] == metadata["lr_schedulers"]
-    assert content["global_step"] == metadata["global_step"] > 0
-
-
 def test_what_cannot_be_converted_is_explained(
     trained: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, file = str(trained[0]), tmp_path / "one.ckpt"
-    with pytest.raises(SystemExit, match=r"is no checkpoint directory: there is no file meta.pt in it"):
-        main(["convert", str(tmp_path), str(file)])
-    with pytest.raises(SystemExit, match="there is no folder"):
-        main(["convert", directory, str(tmp_path / "missing" / "one.ckpt")])
-    with pytest.raises(SystemExit, match="is a directory"):
-        main(["convert", directory, str(tmp_path), "--force"])
+    directory, file, damaged = str(trained[0]), tmp_path / "one.ckpt", tmp_path / "damaged.ckpt"
     file.write_text("mine")
-    with pytest.raises(SystemExit, match="exists; --force overwrites it"):
-        main(["convert", directory, str(file)])
-    damaged = tmp_path / "damaged.ckpt"
     shutil.copytree(directory, damaged)
     next(damaged.glob("__1_*")).unlink()
-    with pytest.raises(SystemExit, match="must have the files of all ranks, complete"):
-        main(["convert", str(damaged), str(file), "--force"])
-    shutil.copy(damaged / "meta.pt", tmp_path / "meta.pt")
-    with pytest.raises(SystemExit, match=r"must have the files of all ranks.*\.metadata"):
-        main(["convert", str(tmp_path), str(file), "--force"])
+    gone = tmp_path / "gone.ckpt"
+    gone.mkdir()
+    (gone / "meta.pt").write_bytes(b"\x80\x02cgone\nThing\n.")
+    missing = str(tmp_path / "missing" / "one.ckpt")
+    for words, message in (
+        ((str(tmp_path), str(file), "--force"), r"is no checkpoint directory: there is no file meta.pt in it"),
+        ((directory, missing), "there is no folder"),
+        ((directory, str(tmp_path), "--force"), "is a directory"),
+        ((directory, str(file)), "exists; --force overwrites it"),
+        ((str(damaged), str(file), "--force"), "must have the files of all ranks, complete"),
+        ((str(gone), str(file), "--force", "--trust-pickle"), r"meta\.pt cannot be read"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(["convert", *words])
     with monkeypatch.context() as context:
         context.setattr(convert_module.torch, "save", _disk_full)
         with pytest.raises(SystemExit, match="disk full"):
             main(["convert", directory, str(file), "--force"])
-    assert file.read_text() == "mine"
-    assert not list(tmp_path.glob(".one*"))
+    assert file.read_text() == "mine" and not list(tmp_path.glob(".one*"))
     main(["convert", directory, str(file), "--force"])
     assert Model.load_from_checkpoint(file).hparams["num_blocks"] == 2
 
@@ -159,12 +148,6 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     main(["convert", str(directory), str(file), "--trust-pickle"])
     model = Model.load_from_checkpoint(file, weights_only=False)
     assert model.hparams["rate"] == Fraction(1, 100)
-
-
-def test_metadata_of_a_class_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "meta.pt").write_bytes(b"\x80\x02cgone\nThing\n.")
-    with pytest.raises(SystemExit, match=r"meta\.pt cannot be read"):
-        main(["convert", str(tmp_path), str(tmp_path / "one.ckpt"), "--trust-pickle"])
 
 
 def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:

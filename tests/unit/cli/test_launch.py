@@ -81,10 +81,9 @@ def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
 
 def test_a_wrong_mesh_is_told_before_processes_start(both: Path) -> None:
     both.write_text(_CPU.replace("shard_size: 2", "shard_size: 3"))
-    with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
-        launch_command(["--config_file", str(both), "script.py"])
-    with pytest.raises(SystemExit, match="shard_size=3"):
-        launch_command(["--config_file", str(both), "--num_processes", "4", "script.py"])
+    for words in ([], ["--num_processes", "4"]):
+        with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
+            launch_command(["--config_file", str(both), *words, "script.py"])
 
 
 def test_two_files_with_our_options_are_an_error(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,29 +93,27 @@ def test_two_files_with_our_options_are_an_error(both: Path, monkeypatch: pytest
 
 
 def test_our_runner_starts_the_script() -> None:
-    script = Namespace(no_python=False, module=False, training_script="a.py", training_script_args=["--x", "1"])
-    run_by_us(script)
-    assert (script.module, script.training_script) == (True, RUNNER)
-    assert script.training_script_args == ["a.py", "--x", "1"]
-    module = Namespace(no_python=False, module=True, training_script="a.b", training_script_args=[])
-    run_by_us(module)
-    assert module.training_script_args == ["-m", "a.b"]
+    for is_module, words in ((False, ["a.py", "--x", "1"]), (True, ["-m", "a.py", "--x", "1"])):
+        script = Namespace(no_python=False, module=is_module, training_script="a.py", training_script_args=["--x", "1"])
+        run_by_us(script)
+        assert (script.module, script.training_script, script.training_script_args) == (True, RUNNER, words)
     with pytest.raises(ValueError, match=r"--no_python starts a\.sh itself"):
         run_by_us(Namespace(no_python=True, module=False, training_script="a.sh", training_script_args=[]))
 
 
-def test_several_processes_on_cpus_are_started_by_us(both: Path) -> None:
-    def needed(text: str = "", *, file: bool = True, **arguments: Any) -> bool:
-        both.write_text(_BOTH + text)
-        given = {"cpu": False, "num_processes": None, "mpirun_hostfile": None} | arguments
-        return needs_several_cpus(Namespace(config_file=str(both) if file else None, **given))
-
-    assert needed("use_cpu: true\n")
-    assert needed(file=False, cpu=True, num_processes=3)
-    assert not needed("use_cpu: true\n", num_processes=1)
-    assert not needed("use_cpu: true\nmpirun_hostfile: hosts\n")
-    assert not needed("use_cpu: false\n")
-    assert not needed(file=False, cpu=True)
+@pytest.mark.parametrize(
+    ("told", "needed"),
+    [
+        ({"use_cpu": True, "cpu": False, "num_processes": 2}, True),
+        ({"cpu": True, "num_processes": 3}, True),
+        ({"use_cpu": True, "num_processes": 1}, False),
+        ({"use_cpu": True, "num_processes": 2, "mpirun_hostfile": "hosts"}, False),
+        ({"use_cpu": False, "num_processes": 2}, False),
+        ({"cpu": True}, False),
+    ],
+)
+def test_several_processes_on_cpus_are_started_by_us(told: dict[str, Any], needed: bool) -> None:
+    assert needs_several_cpus(told) == needed
 
 
 _CPU = """

@@ -10,50 +10,43 @@ import pytest
 import lightning_muon
 from lightning_muon.integrations import fabric, lightning, registry
 
-# Our package first; theirs first; and our class first, which imports theirs, which registers our class.
-_TRAINERS = {
-    "lightning.pytorch": "import lightning_muon; import lightning.pytorch",
-    "pytorch_lightning": "from lightning_muon.integrations.lightning.pytorch_lightning import ParallelMuonStrategy",
-}
-_FABRICS = {
-    "lightning_fabric": "import lightning_fabric; import lightning_muon",
-    "lightning.fabric": "from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy",
-}
+_ROOM = "lightning_muon.integrations"
 
 
-def _run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90).stdout
-
-
-@pytest.mark.parametrize("package", _TRAINERS)
-def test_both_names_are_registered_with_each_trainer(package: str) -> None:
-    pytest.importorskip(package)
+# Theirs first, then ours; ours first, then theirs; and twice our class first, which imports theirs, which registers it.
+@pytest.mark.parametrize(
+    ("imports", "packages"),
+    [
+        ("import lightning_fabric, lightning_muon, lightning.pytorch", ("lightning.pytorch", "lightning_fabric")),
+        (
+            f"from {_ROOM}.lightning.pytorch_lightning import ParallelMuonStrategy\n"
+            f"from {_ROOM}.fabric import ParallelMuonFabricStrategy",
+            ("pytorch_lightning", "lightning.fabric"),
+        ),
+    ],
+)
+def test_both_names_are_registered_with_each_package(imports: str, packages: tuple[str, str]) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+    trainer, other = packages
     code = f"""
-{_TRAINERS[package]}
-from {package}.strategies import StrategyRegistry, ModelParallelStrategy
-from lightning_muon.integrations.registry import trainer_strategy
+{imports}
+import {other} as fabric
+from {trainer}.strategies import StrategyRegistry, ModelParallelStrategy
+from lightning_muon.integrations.registry import fabric_strategy, trainer_strategy
 for name in ("parallel_muon", "flexdemo"):
     strategy = StrategyRegistry.get(name)
-    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is trainer_strategy({package!r})
+    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is trainer_strategy({trainer!r})
     print(is_right, strategy.package.name, StrategyRegistry[name]["description"] != "", strategy.options.has_nodes)
-"""
-    assert _run(code).splitlines() == [f"True {package} True {has_nodes}" for has_nodes in (False, True)]
-
-
-@pytest.mark.parametrize("package", _FABRICS)
-def test_both_names_are_registered_with_each_fabric(package: str) -> None:
-    pytest.importorskip(package)
-    code = f"""
-{_FABRICS[package]}
-from {package} import Fabric
-from {package}.strategies import ModelParallelStrategy
-from lightning_muon.integrations.registry import fabric_strategy
-for name in ("parallel_muon", "flexdemo"):
-    strategy = Fabric(accelerator="cpu", devices=2, strategy=name).strategy
-    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is fabric_strategy({package!r})
+    strategy = fabric.Fabric(accelerator="cpu", devices=2, strategy=name).strategy
+    is_right = isinstance(strategy, fabric.strategies.ModelParallelStrategy)
+    is_right &= type(strategy) is fabric_strategy({other!r})
     print(is_right, type(strategy).__name__, strategy.options.has_nodes)
 """
-    assert _run(code).splitlines() == [f"True ParallelMuonFabricStrategy {has_nodes}" for has_nodes in (False, True)]
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout.splitlines()
+    for has_nodes, lines in ((False, found[:2]), (True, found[2:])):
+        assert lines == [f"True {trainer} True {has_nodes}", f"True ParallelMuonFabricStrategy {has_nodes}"]
 
 
 def test_the_first_packages_give_the_public_classes() -> None:
@@ -67,25 +60,15 @@ def test_the_first_packages_give_the_public_classes() -> None:
             _ = room.Nothing  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("strategy_class", [registry.trainer_strategy, registry.fabric_strategy])
-def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch, strategy_class: type) -> None:
+@pytest.mark.parametrize(
+    ("strategy_class", "second"),
+    [(registry.trainer_strategy, "pytorch_lightning"), (registry.fabric_strategy, "lightning_fabric")],
+)
+def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, strategy_class: type, second: str) -> None:
+    assert not registry._is_installed("no_such_parent.child") and registry._is_installed("torch.nn")
     monkeypatch.setattr(registry, "_is_installed", lambda package: False)
     with pytest.raises(ImportError, match=r"pip install 'lightning-muon\[lightning\]'"):
         strategy_class()
-
-
-@pytest.mark.parametrize(
-    ("strategy_class", "package"),
-    [(registry.trainer_strategy, "pytorch_lightning"), (registry.fabric_strategy, "lightning_fabric")],
-)
-def test_the_other_package_is_taken_if_it_is_alone(
-    monkeypatch: pytest.MonkeyPatch, strategy_class: type, package: str
-) -> None:
-    pytest.importorskip(package)
-    monkeypatch.setattr(registry, "_is_installed", lambda name: name == package)
+    pytest.importorskip(second)
+    monkeypatch.setattr(registry, "_is_installed", lambda package: package == second)
     assert strategy_class().package.name == "pytorch_lightning"
-
-
-def test_a_package_whose_parent_is_missing_is_not_installed() -> None:
-    assert not registry._is_installed("no_such_parent.child")
-    assert registry._is_installed("torch.nn")

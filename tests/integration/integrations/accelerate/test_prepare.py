@@ -19,9 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
-from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.accelerator import class_over
-from lightning_muon.integrations.accelerate.settings import describe
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
 from tests.integration.training import EXACT, Block, max_difference
@@ -46,9 +44,10 @@ def _converted(*, own: bool) -> dict[str, Tensor]:
         scheduler: Any
         optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        model, scheduler, optimizer = lightning_muon.accelerate.prepare(
-            accelerator, model, scheduler, optimizer, options={"optimizer": EXACT}
-        )
+        # Another function on each rank: ranks compare its name.
+        options = {"optimizer": EXACT, "wrap_policy": lambda _, module: isinstance(module, Block)}
+        prepared = lightning_muon.accelerate.prepare(accelerator, model, scheduler, optimizer, options=options)
+        model, scheduler, optimizer = prepared
         assert isinstance(accelerator, lightning_muon.accelerate.Accelerator) != own
         run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
         if own:
@@ -235,16 +234,6 @@ def _alone() -> dict[str, Tensor]:
 
 def test_one_process_needs_no_launcher(gloo: ProcessPool) -> None:
     assert max_difference(gloo.run(_alone, world_size=1)[0], reference()) <= 1e-6
-
-
-def test_options_are_described_without_addresses() -> None:
-    def policy(name: str, module: Any) -> bool:
-        return isinstance(module, Block)
-
-    lines = dict(describe(Options(wrap_policy=policy)))
-    assert lines["wrap_policy"] == policy.__qualname__
-    assert lines["replicate_size"] == "'auto'"
-    assert lines.keys() == vars(Options()).keys()
 
 
 def _mesh(**options: Any) -> tuple[int, ...]:

@@ -68,12 +68,10 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"kind": DistributedType.DEEPSPEED}, {}, "DEEPSPEED brings a division"),
         ({}, {"sharding": "ddp"}, "sharding='ddp' contradicts distributed_type: FSDP"),
         ({"precision": "fp16"}, {}, "mixed_precision: fp16 is not supported"),
-        ({"kind": DistributedType.MULTI_GPU, "precision": "fp8"}, {}, "mixed_precision: fp8"),
         ({"cpu_offload": True}, {}, "fsdp_offload_params"),
         ({"ignored_modules": ["head"]}, {}, "fsdp_ignored_modules"),
         ({"activation_checkpointing": True}, {}, "fsdp_auto_wrap_policy"),
         ({}, {"context_size": 2}, "context_size=2"),
-        ({}, {"tensor_size": 2}, "tensor_size=2"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(state: dict[str, Any], options: dict[str, Any], match: str) -> None:
@@ -91,12 +89,8 @@ def test_processes_that_accelerate_overlooks_are_an_error(monkeypatch: pytest.Mo
 
 
 def test_everything_else_is_taken() -> None:
-    for kind, sharding in (
-        (DistributedType.FSDP, "fsdp"),
-        (DistributedType.MULTI_GPU, "zero2"),
-        (DistributedType.MULTI_CPU, "fsdp"),
-        (DistributedType.NO, "none"),
-    ):
+    kinds = DistributedType.FSDP, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.NO
+    for kind, sharding in zip(kinds, ("fsdp", "zero2", "fsdp", "none"), strict=True):
         check_state(_state(kind, precision="bf16"), Options(sharding=sharding))  # type: ignore[arg-type]
 
 
@@ -134,11 +128,10 @@ def test_units_may_come_from_the_fsdp_section() -> None:
         mode_options(_state(**classes), Options(wrap_policy=["Block"]), module)
 
 
-def test_whole_weights_are_freed_only_if_both_sides_say_so() -> None:
-    module = Network()
-    assert mode_options(_state(), Options(), module).reshard_after_forward
-    assert not mode_options(_state(reshard_after_forward=False), Options(), module).reshard_after_forward
-    assert not mode_options(_state(), Options(reshard_after_forward=False), module).reshard_after_forward
+@pytest.mark.parametrize(("theirs", "ours"), [(True, True), (False, True), (True, False)])
+def test_weights_are_freed_only_if_both_sides_say_so(theirs: bool, ours: bool) -> None:
+    state, options = _state(reshard_after_forward=theirs), Options(reshard_after_forward=ours)
+    assert mode_options(state, options, Network()).reshard_after_forward == (theirs and ours)
 
 
 def test_bf16_reduces_gradients_in_float32_by_default() -> None:
@@ -150,12 +143,11 @@ def test_bf16_reduces_gradients_in_float32_by_default() -> None:
     assert mode_options(_state(), Options(), module).mp_policy == MixedPrecisionPolicy()
 
 
-def test_the_launcher_says_how_many_processes_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched_layout(6) == {"num_nodes": 1, "num_processes": 6}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert launched_layout(6) == {"num_nodes": 3, "num_processes": 2}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert launched_layout(6) == {"num_nodes": 1, "num_processes": 6}
+@pytest.mark.parametrize(("local", "layout"), [(None, (1, 6)), ("2", (3, 2)), ("4", (1, 6))])
+def test_the_launcher_says_how_many_are_on_a_node(monkeypatch: pytest.MonkeyPatch, local: Any, layout: Any) -> None:
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert tuple(launched_layout(6).values()) == layout
 
 
 def test_a_single_process_shards_only_if_launched_to() -> None:

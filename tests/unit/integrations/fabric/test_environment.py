@@ -13,8 +13,7 @@ from tests.support.processes import ProcessPool
 
 def _fabric(package: str, **options: Any) -> Any:
     fabric = pytest.importorskip(package)
-    sizes = options.pop("sizes", {})
-    return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(**sizes), **options)
+    return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -33,16 +32,6 @@ def test_other_precisions_are_refused_of_plugins() -> None:
     plugins = pytest.importorskip("lightning.fabric.plugins")
     with pytest.raises(ValueError, match=r"precision='64-true'.*'bf16-mixed'"):
         _fabric("lightning.fabric", plugins=plugins.DoublePrecision())
-
-
-def test_options_are_those_of_the_other_integrations() -> None:
-    strategy = strategy_class("lightning.fabric")(2, 2, sharding="fsdp", loss_scaling="tokens")
-    assert (strategy.options.replicate_size, strategy.options.shard_size) == (2, 2)
-    assert strategy.options.loss_scaling == "tokens"
-    with pytest.raises(ValueError, match="sharding must be one of"):
-        strategy_class("lightning.fabric")(sharding="fsdp1")
-    with pytest.raises(TypeError, match="shard_sise"):
-        strategy_class("lightning.fabric")(shard_sise=2)
 
 
 def test_a_trainer_that_refuses_it_says_what_to_do() -> None:

@@ -2,158 +2,105 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import nn
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, ParallelMuon
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.trainer import (
-    has_default_optimizer,
-    provide_default_optimizer,
-    reads_gradients,
-    reads_weights_between_steps,
-    refuse_callbacks,
-    remove_default_optimizer,
-    wait_before_callbacks,
-)
+from lightning_muon.integrations.lightning import trainer as room
 from tests.integration.training import PACKAGES
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_subclasses_are_refused_and_others_pass(name: Any) -> None:
-    callbacks = pytest.importorskip(f"{name}.callbacks")
-    package = LightningPackage(name)
+@pytest.fixture(params=PACKAGES)
+def pl(request: pytest.FixtureRequest) -> Any:
+    return pytest.importorskip(request.param)
 
-    class Own(callbacks.StochasticWeightAveraging):
+
+def _package(pl: Any) -> LightningPackage:
+    return LightningPackage(pl.__name__)
+
+
+def _module(pl: Any, hook: str = "on_train_epoch_end") -> Any:
+    """A module that overrides a hook."""
+    return type("Module", (pl.LightningModule,), {hook: lambda self, *args: None})()
+
+
+def _trainer(module: Any, *callbacks: Any) -> Any:
+    """What the checks look at."""
+    options = SimpleNamespace(options=Options(sharding="zero2"))
+    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), strategy=options)
+
+
+def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
+    class Own(pl.callbacks.StochasticWeightAveraging):
         pass
 
-    with pytest.raises(
-        ValueError, match=r"Own does not work with ParallelMuonStrategy.*average their 'state_dict' entries"
-    ):
-        refuse_callbacks([callbacks.Timer(), Own(1e-3)], package)
-    refuse_callbacks([callbacks.Timer(), callbacks.EarlyStopping("loss"), callbacks.ModelCheckpoint()], package)
+    assert all(isinstance(getattr(pl.callbacks, name), type) for name in room._REFUSED)
+    quiet = [pl.callbacks.Timer(), pl.callbacks.EarlyStopping("loss"), pl.callbacks.ModelCheckpoint()]
+    module = SimpleNamespace(trainer=_trainer(None, *quiet), automatic_optimization=True)
+    room.check_run(module, Options(), _package(pl))
+    module.trainer.callbacks.append(Own(1e-3))
+    with pytest.raises(ValueError, match=r"Own does not work with ParallelMuonStrategy.*average their 'state_dict'"):
+        room.check_run(module, Options(), _package(pl))
+    room.check_run(module, Options(sharding="ddp"), _package(pl))
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_the_names_of_the_refused_callbacks_exist(name: Any) -> None:
-    from lightning_muon.integrations.lightning.trainer import _REFUSED
-
-    callbacks = pytest.importorskip(f"{name}.callbacks")
-    assert all(isinstance(getattr(callbacks, refused), type) for refused in _REFUSED)
-
-
-class _Trainer:
-    """What the checks look at."""
-
-    def __init__(self, module: Any, callbacks: list[Any]) -> None:
-        self.lightning_module, self.callbacks = module, callbacks
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_code_of_the_user_between_steps_is_found(name: Any) -> None:
-    pl = pytest.importorskip(name)
-    package = LightningPackage(name)
-
-    class Plain(pl.LightningModule):
-        def on_train_epoch_end(self) -> None:
-            """Not between two steps."""
-
-    class Hooked(pl.LightningModule):
-        def on_train_batch_end(self, *_: Any) -> None:
-            """Here weights may be read."""
-
-    class Stepping(pl.LightningModule):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            """And here."""
-
+def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
     class Own(pl.Callback):
         def on_before_zero_grad(self, *_: Any) -> None:
-            """And here."""
+            """Weights may be read here."""
 
-    quiet = [pl.callbacks.ModelCheckpoint(), pl.callbacks.LearningRateMonitor(), pl.callbacks.ModelSummary()]
-    reads = lambda module, callbacks: reads_weights_between_steps(_Trainer(module, callbacks), Options(), package)  # noqa: E731
-    assert not reads(Plain(), [*quiet, pl.Callback(), pl.callbacks.LambdaCallback(on_train_epoch_end=print)])
-    assert reads(Hooked(), quiet) and reads(Stepping(), quiet) and reads(Plain(), [*quiet, Own()])
-    assert reads(Plain(), [pl.callbacks.EMAWeightAveraging()]), "it averages in a hook between steps"
-    assert reads(Plain(), [pl.callbacks.LambdaCallback(on_train_batch_end=print)])
+    def reads(module: Any, *callbacks: Any) -> bool:
+        return room.reads_weights_between_steps(_trainer(module, *callbacks), Options(), _package(pl))
+
+    known = pl.callbacks
+    quiet = [known.ModelCheckpoint(), known.LearningRateMonitor(), known.ModelSummary()]
+    assert not reads(_module(pl), *quiet, pl.Callback(), known.LambdaCallback(on_train_epoch_end=print))
+    for hook in ("on_train_batch_end", "optimizer_step"):
+        assert reads(_module(pl, hook), *quiet)
+    for callback in (Own(), known.EMAWeightAveraging(), known.LambdaCallback(on_train_batch_end=print)):
+        assert reads(_module(pl), *quiet, callback)
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_hooks_that_look_for_gradients_are_named(name: Any) -> None:
-    pl = pytest.importorskip(name)
-
-    class Hooked(pl.LightningModule):
-        def on_after_backward(self) -> None:
-            """Gradients are read here."""
-
+def test_the_first_callback_waits_and_gradients_are_missed(pl: Any) -> None:
     class Own(pl.Callback):
         def on_before_optimizer_step(self, *_: Any) -> None:
-            """And here."""
+            """Gradients are read here."""
 
-    trainer = _Trainer(Hooked(), [pl.callbacks.ModelCheckpoint(), Own()])
-    assert reads_gradients(trainer, LightningPackage(name)) == [
-        "Hooked.on_after_backward",
-        "Own.on_before_optimizer_step",
-    ]
-    from_lambda = pl.callbacks.LambdaCallback(on_before_optimizer_step=print)
-    assert reads_gradients(_Trainer(pl.LightningModule(), [from_lambda]), LightningPackage(name)) == [
-        "LambdaCallback.on_before_optimizer_step"
-    ]
-    assert reads_gradients(_Trainer(pl.LightningModule(), []), LightningPackage(name)) == []
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_the_first_callback_waits_at_the_ends(name: Any) -> None:
-    pl = pytest.importorskip(name)
     calls: list[int] = []
-    trainer = _Trainer(pl.LightningModule(), [])
-    callback = wait_before_callbacks(trainer, LightningPackage(name), lambda: calls.append(1), pytest.fail)
-    assert isinstance(callback, pl.Callback) and trainer.callbacks == [callback]
-    callback.on_train_epoch_end(None, None)
-    callback.on_validation_start(None, None)
-    callback.on_train_batch_end(None, None, None, None, 0)
+    warnings: list[str] = []
+    given = [pl.callbacks.ModelCheckpoint(), Own(), pl.callbacks.LambdaCallback(on_before_optimizer_step=print)]
+    trainer = _trainer(_module(pl, "on_after_backward"), *given)
+    first = room.wait_before_callbacks(trainer, _package(pl), lambda: calls.append(1), warnings.append)
+    assert isinstance(first, pl.Callback) and trainer.callbacks == [first, *given]
+    first.on_train_epoch_end(None, None)
+    first.on_validation_start(None, None)
+    first.on_train_batch_end(None, None, None, None, 0)
     assert len(calls) == 2
+    hooks = "Module.on_after_backward, Own.on_before_optimizer_step, LambdaCallback.on_before_optimizer_step"
+    assert warnings[0].startswith(f"{hooks}: with sharding='zero2' no rank has whole gradients")
+    room.wait_before_callbacks(_trainer(_module(pl)), _package(pl), lambda: None, pytest.fail)
 
 
-_PACKAGE = LightningPackage("lightning.pytorch")
-
-
-class _WithoutOptimizer(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.first, self.last = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5)
-
-
-class _WithOptimizer(_WithoutOptimizer):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-def test_a_module_without_optimizer_gets_one_and_loses_it_again() -> None:
-    module = _WithoutOptimizer()
-    provide_default_optimizer(module, MuonConfig(lr=0.25), _PACKAGE)
+@pytest.mark.parametrize(
+    ("config", "kind"), [(MuonConfig(lr=0.25), ParallelMuon), (FlexDeMoConfig(lr=0.25, base="muon"), FlexDeMo)]
+)
+def test_a_module_without_optimizer_gets_one_for_a_run(pl: Any, config: Any, kind: Any) -> None:
+    module = _module(pl)
+    module.layer = torch.nn.Linear(4, 6)
+    room.provide_default_optimizer(module, config, _package(pl))
     optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, ParallelMuon)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert has_default_optimizer(module)
-    remove_default_optimizer(module)
-    assert "configure_optimizers" not in vars(module) and not has_default_optimizer(module)
+    assert isinstance(optimizer, kind) and optimizer.param_groups[0]["lr"] == 0.25
+    assert room.has_default_optimizer(module)
+    room.remove_default_optimizer(module)
+    assert "configure_optimizers" not in vars(module) and not room.has_default_optimizer(module)
 
 
-def test_the_optimizer_of_the_user_is_not_replaced_by_the_default() -> None:
-    module = _WithOptimizer()
-    provide_default_optimizer(module, MuonConfig(), _PACKAGE)
-    assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
-    remove_default_optimizer(module)
-
-
-def test_the_config_decides_what_a_module_without_optimizer_gets() -> None:
-    module = _WithoutOptimizer()
-    provide_default_optimizer(module, FlexDeMoConfig(lr=0.25, base="muon"), _PACKAGE)
-    optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, FlexDeMo) and optimizer.config.lr == 0.25
-    remove_default_optimizer(module)
+def test_the_optimizer_of_the_user_is_not_replaced(pl: Any) -> None:
+    module = _module(pl, "configure_optimizers")
+    room.provide_default_optimizer(module, MuonConfig(), _package(pl))
+    assert module.configure_optimizers() is None and not room.has_default_optimizer(module)
+    room.remove_default_optimizer(module)
