@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from lightning_muon.checkpoint.nodes import expect_saved_nodes, share_whole
 from lightning_muon.checkpoint.saving import State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, together
-from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.params.uses import clean_name
 
@@ -34,130 +33,100 @@ from lightning_muon.params.uses import clean_name
 class Checkpoint:
     """A checkpoint that is being read: everything but tensors at once, tensors when the model is ready for them.
 
-    Args:
-        path: Directory of shards or single file, the same on all ranks.
-        content: All that is in the single file, or what is beside the shards.
-        is_sharded: Whether there are shards.
-
-    Attributes:
-        advice: What to do if the weights do not fit.
+    ``content`` is all that is in the single file, or what is beside the shards.
     """
 
-    advice = "strict=False loads what fits"
+    # What to do if weights do not fit, or the state of an optimizer.
+    weights_advice = "strict=False loads what fits"
+    state_advice = "load without {key!r}"
 
     def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
         self.path, self.content, self.is_sharded = path, content, is_sharded
 
     @classmethod
     def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> Self:
-        """Read everything but shards. Collective over all ranks; every rank must call it.
+        """Read everything but shards; ``metadata_name`` is the file that marks a directory of them and has the rest.
 
-        Args:
-            path: The same on all ranks.
-            metadata_name: File that marks a directory of shards and holds all but tensors.
-            weights_only: As in ``torch.load``.
-
-        Raises:
-            FileNotFoundError: On all ranks, if any of them sees no checkpoint.
+        Collective over all ranks; every rank must call it. All raise if any of them sees no checkpoint.
         """
 
         def read() -> Self:
-            content, is_sharded = _read(path, metadata_name, weights_only)
-            return cls(path, content, is_sharded=is_sharded)
+            if (path / metadata_name).is_file():
+                content = torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only)
+                return cls(path, content, is_sharded=True)
+            if path.is_file():
+                content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+                return cls(path, content, is_sharded=False)
+            raise FileNotFoundError(
+                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must "
+                "see"
+            )
 
         return together(read)
 
-    def load_weights(self, module: nn.Module, key: str, *, strict: bool, whole: Mapping[str, Any] | None) -> None:
-        """Fill parameters and buffers. Collective over all ranks; every rank must call it.
+    def whole(self, key: str) -> Any:
+        """What the single file has under a key of shards."""
+        return self.content[key]
 
-        Args:
-            module: To fill, in its final form.
-            key: Of the weights among the shards.
-            strict: Whether the names must be those of the module.
-            whole: The weights in a single file.
-        """
-        if whole is None:
-            weights = {key: get_model_state_dict(module)}
+    def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
+        """Fill a module from what was saved under ``key``. Collective over all ranks; every rank must call it."""
+        if self.is_sharded:
+            state = {key: get_model_state_dict(module)}
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
-                load(weights, checkpoint_id=self.path, planner=planner)
+                load(state, checkpoint_id=self.path, planner=planner)
             except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
                 raise RuntimeError(
-                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.advice}. ({problem})"
+                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.weights_advice}. ({problem})"
                 ) from problem
-            set_model_state_dict(module, weights[key], options=StateDictOptions(strict=strict))
+            set_model_state_dict(module, state[key], options=StateDictOptions(strict=strict))
             return
-        weights = {clean_name(name): value for name, value in whole.items()}
+        weights = {clean_name(name): value for name, value in self.whole(key).items()}
         own = {clean_name(name) for name in module.state_dict()}
         missing, unexpected = sorted(own - weights.keys()), sorted(weights.keys() - own)
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
-                f"{unexpected[:8] or 'nothing'}; {self.advice}"
+                f"{unexpected[:8] or 'nothing'}; {self.weights_advice}"
             )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
-    def load_optimizer(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        key: str,
-        *,
-        whole: Callable[[], Mapping[str, Any]],
-        advice: str,
-    ) -> None:
-        """Fill the state of an optimizer. Collective over all ranks; every rank must call it.
+    def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fill an optimizer, which steps ``module``, from what was saved under ``key``.
 
-        Args:
-            module: Holds the parameters.
-            optimizer: To fill.
-            key: Of the state among the shards.
-            whole: Returns the state in a single file.
-            advice: How to go on with the weights alone.
+        Collective over all ranks; every rank must call it.
         """
         error: Exception | None = None
         try:
             if self.is_sharded:
-                self._load_shards(module, optimizer, key)
+                self._load_shards(key, module, optimizer)
             else:
-                _load_whole(whole(), module, optimizer)
+                self._load_whole(key, module, optimizer)
         except (KeyError, ValueError, RuntimeError, CheckpointException) as problem:
             error = RuntimeError(
                 f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
                 "optimizer, other options, other param groups or another model. To go on with the weights alone, "
-                f"{advice}. ({type(problem).__name__}: {problem})"
+                f"{self.state_advice.format(key=key)}. ({type(problem).__name__}: {problem})"
             )
             error.__cause__ = problem
         fail_together(error, None)
 
-    def load_module_at(self, key: str, module: nn.Module, *, strict: bool) -> None:
-        """Fill a module from what a program has saved under ``key``. Collective; every rank must call it."""
-        self.load_weights(module, key, strict=strict, whole=None if self.is_sharded else self.content[key])
-
-    def load_optimizer_at(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill an optimizer from what a program has saved under ``key``. Collective; every rank must call it."""
-        advice = f"load without {key!r}"
-        self.load_optimizer(module, optimizer, key, whole=lambda: self.content[key], advice=advice)
-
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-        """Load everything that ``state`` names. Collective over all ranks; every rank must call it.
+        """Load everything that ``state`` names, and return what else is in the checkpoint, without shards.
 
-        Args:
-            state: Modules and optimizers to fill, and what else is asked for, by the keys of the program.
-            target: Gets what is neither module nor optimizer, unless it can load it itself, as schedulers can.
-            strict: Whether what is asked for must be there, and weights fit exactly.
+        ``target`` gets what is neither module nor optimizer, unless it can load it itself, as schedulers can. With
+        ``strict`` what is asked for must be there, and weights fit exactly.
 
-        Returns:
-            What is in the checkpoint beside that, without shards.
+        Collective over all ranks; every rank must call it.
         """
         absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
             if key not in absent:
-                self.load_module_at(key, module, strict=strict)
+                self.load_weights(key, module, strict=strict)
         for key, (module, optimizer) in state.optimizers.items():
             if key not in absent:
-                self.load_optimizer_at(key, module, optimizer)
+                self.load_optimizer(key, module, optimizer)
         for key, value in state.rest.items():
             if key in absent:
                 continue
@@ -180,19 +149,38 @@ class Checkpoint:
         self.content = {"": self.content}
         self.load(state, {}, strict=strict)
 
-    def _load_shards(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
+    def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}
         saved: Any = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        _check_shards(saved, state[key], key)
-        share_among_nodes = expect_saved_nodes(
-            state[key]["state"],
-            lambda name, entry: saved[f"{key}.state.{name}.{entry}"].size,
-            _rules(optimizer),
-        )
+        of_state, of_groups = f"{key}.state.", f"{key}.param_groups."
+        groups = {name.removeprefix(of_groups).split(".")[0] for name in saved if name.startswith(of_groups)}
+        entries: dict[str, set[str]] = {}
+        for name in saved:
+            if name.startswith(of_state):
+                parameter, entry = name.removeprefix(of_state).rsplit(".", 1)
+                entries.setdefault(parameter, set()).add(entry)
+        if len(groups) != len(state[key]["param_groups"]):
+            raise ValueError(f"{len(groups)} param groups in the checkpoint, {len(state[key]['param_groups'])} here")
+        _check_entries(entries, state[key]["state"])
+        sizes = {
+            (name, entry): saved[f"{of_state}{name}.{entry}"].size
+            for name, own in state[key]["state"].items()
+            for entry in _rules(optimizer).keys() & own
+        }
+        share_among_nodes = expect_saved_nodes(state[key]["state"], sizes, _rules(optimizer))
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
         share_among_nodes()
         set_optimizer_state_dict(module, optimizer, state[key])
+
+    def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = named_optimizer_state(self.whole(key), module, optimizer)
+        # What the optimizer would save; nothing if it creates state at its first step.
+        own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
+        _check_entries(named["state"], own)
+        named["state"] = share_whole(named["state"], own, _rules(optimizer))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
         """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
@@ -222,34 +210,10 @@ def count_optimizers(path: Path) -> int:
     return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})
 
 
-def _read(path: Path, metadata_name: str, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
-    """What is in a checkpoint beside its shards, and whether it has some."""
-    if (path / metadata_name).is_file():
-        return torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only), True
-    if path.is_file():
-        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only), False
-    raise FileNotFoundError(
-        f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must see"
-    )
-
-
-def _load_whole(saved: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    named = named_optimizer_state(saved, module, optimizer)
-    own = _state_by_name(module, optimizer)
-    _check_state(named["state"], own)
-    named["state"] = share_whole(named["state"], own, _rules(optimizer))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(module, optimizer, named, options=options)
-
-
 def named_optimizer_state(
     state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is.
-
-    Raises:
-        ValueError: If the param groups have other sizes than those of ``optimizer``.
-    """
+    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is."""
     if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
         return dict(state)
     saved = [len(group["params"]) for group in state["param_groups"]]
@@ -265,22 +229,7 @@ def named_optimizer_state(
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _check_shards(saved: Iterable[str], state: Mapping[str, Any], key: str) -> None:
-    """Raise ``ValueError`` unless the names in ``saved`` are those of ``state``, as in :func:`_check_state`."""
-    prefix = f"{key}.param_groups."
-    num_saved = len({name.removeprefix(prefix).split(".")[0] for name in saved if name.startswith(prefix)})
-    if num_saved != len(state["param_groups"]):
-        raise ValueError(f"{num_saved} param groups in the checkpoint, {len(state['param_groups'])} here")
-    entries: dict[str, set[str]] = {}
-    prefix = f"{key}.state."
-    for name in saved:
-        if name.startswith(prefix):
-            parameter, entry = name.removeprefix(prefix).rsplit(".", 1)
-            entries.setdefault(parameter, set()).add(entry)
-    _check_state(entries, state["state"])
-
-
-def _check_state(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` unless the saved state has the entries that the optimizer has, and no others.
 
     torch leaves out what is missing, and drops what is too much. Optimizers that create state at their first step are
@@ -295,11 +244,6 @@ def _check_state(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[s
             )
 
 
-def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Rule]:
+def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """What becomes of the state of each node where their number has changed."""
     return optimizer.per_node if isinstance(optimizer, FlexDeMo) else {}
-
-
-def _state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
-    """What the optimizer would save; nothing if it creates state at its first step."""
-    return get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}  # type: ignore[return-value]

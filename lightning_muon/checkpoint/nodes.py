@@ -94,8 +94,7 @@ class NodeWeights:
 def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
     """Inside, parameters are those that all nodes have in common, as far as there are such; local.
 
-    Yields:
-        Whether the nodes train by themselves, so that weights must be copied before this ends.
+    Yields whether the nodes train by themselves, so that weights must be copied before this ends.
     """
     alone = _training_alone(optimizers)
     with ExitStack() as stack:
@@ -127,26 +126,21 @@ def _is_averaging(optimizer: Any) -> bool:
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """The same weights in memory of their own, tied ones once; local."""
-    copies: dict[int, Any] = {}
-    for value in state.values():
-        if isinstance(value, Tensor) and id(value) not in copies:
-            copies[id(value)] = value.detach().clone()
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    copies = {key: value.detach().clone() for key, value in tensors.items()}
     return {name: copies.get(id(value), value) for name, value in state.items()}
 
 
 def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Copies of the shards that the first node has. Collective over the nodes; every rank must call it.
+    """Copies of the shards of weights that the first node of a mesh (replicate, shard) has.
 
     A checkpoint takes what several nodes hold from any of them, one part from this and the next from that node.
-
-    Args:
-        state: Weights, on ``mesh["shard"]`` or plain.
-        mesh: (replicate, shard).
+    Collective over the nodes; every rank must call it.
     """
     nodes = axis_group(mesh, (0,))
     copies = copied(state)
     for value in {id(value): value for value in copies.values() if isinstance(value, Tensor)}.values():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_tensor(value)
         if nodes.group is not None and local.numel():
             # Bytes travel: backends do not carry every dtype.
             payload = local.to(mesh_device(mesh)).contiguous().reshape(-1).view(torch.uint8)
@@ -157,48 +151,46 @@ def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
 def expect_saved_nodes(
     states: Mapping[str, MutableMapping[str, Any]],
-    saved_size: Callable[[str, str], Sequence[int]],
+    saved_sizes: Mapping[tuple[str, str], Sequence[int]],
     rules: Mapping[str, Rule],
 ) -> Callable[[], None]:
     """Put tensors for all saved nodes in the place of states of another number of nodes; local.
 
-    Each rank then reads its shard of the states of all saved nodes.
-
-    Args:
-        states: Name of a parameter -> its state, which is changed.
-        saved_size: (name, entry) -> size in the checkpoint.
-        rules: Of the entries that each node has.
-
-    Returns:
-        To be called when the tensors are loaded: makes them states of the nodes of now.
+    ``states`` has the state of each parameter by name, ``saved_sizes`` what the checkpoint has by (name, entry), for
+    the entries of ``rules``. Each rank then reads its shard of the states of all saved nodes, and calls what this
+    returns, which makes them states of the nodes of now.
     """
     replaced: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
-    for name, state in states.items():
-        for entry in rules:
-            own = state.get(entry)
-            if own is None or saved_size(name, entry)[0] == own.shape[0]:
-                continue
-            replaced.append((state, entry, own))
-            state[entry] = _of_all_nodes(own, tuple(saved_size(name, entry)))
+    for (name, entry), size in saved_sizes.items():
+        own = states[name][entry]
+        if size[0] != own.shape[0]:
+            replaced.append((states[name], entry, own))
+            local = local_tensor(own)
+            zeros = torch.zeros(size[0], *local.shape[1:], dtype=own.dtype, device=local.device)
+            states[name][entry] = _laid_out_like(own, zeros, whole=True)
 
     def share() -> None:
         for state, entry, own in replaced:
             shares = shared_among(local_tensor(state[entry]), own.shape[0], rules[entry])
-            state[entry] = _like(own, shares[: local_tensor(own).shape[0]])
+            state[entry] = _laid_out_like(own, shares[: local_tensor(own).shape[0]])
 
     return share
+
+
+def _laid_out_like(own: Tensor, local: Tensor, *, whole: bool = False) -> Tensor:
+    """``local`` as this rank's part of a tensor like ``own``; as its shard for every node if ``whole``."""
+    if not isinstance(own, DTensor):
+        return local
+    shape = torch.Size((local.shape[0], *own.shape[1:])) if whole else own.shape
+    placements = [Replicate(), *own.placements[1:]] if whole else own.placements
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, own.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def share_whole(
     states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], rules: Mapping[str, Rule]
 ) -> dict[str, dict[str, Any]]:
-    """Whole states in which those of other numbers of nodes are shared by the nodes of now; local.
-
-    Args:
-        states: Name of a parameter -> its state, as it was saved.
-        own: The same of the optimizer that is to have them.
-        rules: Of the entries that each node has.
-    """
+    """Whole states, as they were saved, with those of other numbers of nodes shared by the nodes of ``own``; local."""
     result = {name: dict(state) for name, state in states.items()}
     for name, state in result.items():
         for entry, rule in rules.items():
@@ -206,23 +198,3 @@ def share_whole(
             if now is not None and entry in state and state[entry].shape[0] != now.shape[0]:
                 state[entry] = shared_among(state[entry], now.shape[0], rule)
     return result
-
-
-def _of_all_nodes(own: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Zeros of ``size``, of which this rank holds its shard for every saved node."""
-    local = torch.zeros(size[0], *local_tensor(own).shape[1:], dtype=own.dtype, device=local_tensor(own).device)
-    if not isinstance(own, DTensor):
-        return local
-    placements = [Replicate(), *own.placements[1:]]
-    stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        local, own.device_mesh, placements, run_check=False, shape=torch.Size(size), stride=stride
-    )
-
-
-def _like(own: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(own, DTensor):
-        return local
-    return DTensor.from_local(
-        local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-    )

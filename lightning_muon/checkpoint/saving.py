@@ -40,15 +40,9 @@ class State:
 
 
 def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
-    """Write a checkpoint. Collective over all ranks; every rank must call it.
+    """Write a checkpoint, as :func:`write_checkpoint` does. Collective over all ranks; every rank must call it.
 
-    Args:
-        path: The same on all ranks; see :func:`lightning_muon.checkpoint.staging.replacing` for what becomes of
-            a checkpoint that is there.
-        state: What to write.
-        mesh: The ranks with batches of their own.
-        filters: Key -> (name, value) -> whether to write it.
-        metadata_name: Name of the file beside the shards that holds all but tensors; ``None``: one file for everything.
+    ``mesh`` has the ranks with batches of their own; ``filters`` say by key and (name, value) what is written.
     """
     whole = metadata_name is None
     content: dict[str, Any] = {}
@@ -56,10 +50,14 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
         content[key] = weights_to_save(module, optimizers, mesh, whole=whole)
     for key, (module, optimizer) in state.optimizers.items():
         content[key] = optimizer_state_to_save(module, optimizer, whole=whole)
+
+    def rest() -> dict[str, Any]:
+        own = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.rest.items()}
+        return _filtered(own, filters)
+
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
-    rest = together(lambda: _filtered(_plain(state.rest), filters))
-    write_checkpoint(path, content, rest, metadata_name=metadata_name)
+    write_checkpoint(path, content, together(rest), metadata_name=metadata_name)
 
 
 def weights_to_save(
@@ -108,19 +106,23 @@ def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 def write_checkpoint(
     path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
 ) -> None:
-    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
+    """Write a checkpoint in the place of what is at ``path``, the same on all ranks; see :func:`replacing`.
 
-    Args:
-        path: The same on all ranks; see :func:`replacing` for what becomes of a checkpoint that is there.
-        content: What has shards, or on rank 0 the whole tensors.
-        rest: Everything else; that of rank 0 is written.
-        metadata_name: Name of the file beside the shards that holds ``rest``; ``None``: one file for everything.
+    ``content`` has shards, or on rank 0 whole tensors; ``rest`` is everything else, of which that of rank 0 is written,
+    to the file ``metadata_name`` beside the shards, or without that name to one file with everything.
+
+    Collective over all ranks; every rank must call it.
     """
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
             on_first_rank(lambda: torch.save({**content, **rest}, draft))
             return
-        on_first_rank(lambda: _write_rest(rest, draft / metadata_name))
+
+        def write_rest() -> None:
+            draft.mkdir()
+            torch.save(dict(rest), draft / metadata_name)
+
+        on_first_rank(write_rest)
         write_shards(content, draft)
 
 
@@ -130,10 +132,6 @@ def write_shards(content: Mapping[str, Any], directory: Path) -> None:
         dcp_save(dict(content), checkpoint_id=directory)
     except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
-
-
-def _plain(rest: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in rest.items()}
 
 
 def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
@@ -146,8 +144,3 @@ def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
         elif filters[key](key, value):
             result[key] = value
     return result
-
-
-def _write_rest(rest: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir()
-    torch.save(dict(rest), path)

@@ -31,32 +31,55 @@ _OBSOLETE = ".obsolete"
 def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Generator[list[Path]]:
     """Give the block paths to write to, beside ``paths``, whose places they take when all is written.
 
+    ``paths``, the same on all ranks, are replaced together if they are in one directory; what is at ``obsolete``,
+    beside the first of them, goes in the same moment. With ``whole`` the block writes files, in place of directories of
+    shards. What others have put into a directory of shards moves into the one that follows.
+
     Collective over all ranks; every rank must call it, and the block fails on all of them or on none. If it fails,
-    what was there stays as it was. What others have put into a directory of shards moves into the one that follows.
-
-    Args:
-        paths: The same on all ranks. They are replaced together if they are in one directory.
-        whole: Whether the block writes files, in place of directories of shards.
-        obsolete: Files or directories beside the first of ``paths`` that go when these take their places.
-
-    Raises:
-        IsADirectoryError: If a directory is no checkpoint, or has files of others that a file cannot keep.
+    what was there stays as it was. Raises ``IsADirectoryError`` if a directory is no checkpoint, or has files of others
+    that a file cannot keep.
     """
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
-    on_first_rank(lambda: [_end_earlier_saves(target, targets[0]) for target in targets])
+    folders = list(dict.fromkeys(draft.parent for draft in drafts))
+
+    def end_earlier_saves() -> None:
+        for target in targets:
+            own = _folder(_FINISHED, target, targets[0])
+            for folder in {*_finished_with(target), *([own] if own.is_dir() else [])}:
+                _settle(folder)
+
+    def make_folders() -> None:
+        for folder in folders:
+            remove(folder)
+            folder.mkdir(parents=True)
+
+    def require_written() -> None:
+        missing = [str(draft) for draft in drafts if not draft.exists()]
+        if missing:
+            raise FileNotFoundError(f"nothing was written to {', '.join(missing)}")
+
+    def commit() -> None:
+        if obsolete:
+            (folders[0] / _OBSOLETE).write_text("\n".join(path.name for path in obsolete))
+        # From here on the drafts count.
+        finished = [folder.rename(_other_kind(folder, _FINISHED)) for folder in folders]
+        for folder in finished:
+            _settle(folder)
+
+    on_first_rank(end_earlier_saves)
     together(lambda: [_require_replaceable(target, whole=whole) for target in targets])
-    on_first_rank(lambda: _make_folders(drafts))
+    on_first_rank(make_folders)
     try:
         yield drafts
-        on_first_rank(lambda: _require_written(drafts))
+        on_first_rank(require_written)
     except BaseException:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
             with suppress(OSError):  # What failed says more than what could not be cleared away.
-                for draft in drafts:
-                    remove(draft.parent)
+                for folder in folders:
+                    remove(folder)
         raise
-    on_first_rank(lambda: _commit(drafts, [path.name for path in obsolete]))
+    on_first_rank(commit)
 
 
 def last_written(path: Path) -> Path:
@@ -97,6 +120,10 @@ def _folder(kind: str, target: Path, first: Path) -> Path:
     return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
 
 
+def _other_kind(folder: Path, kind: str) -> Path:
+    return folder.with_name(kind + folder.name.rpartition("-")[2])
+
+
 def _place_of(path: Path) -> Path:
     """What a save to ``path`` replaces: a link's target, or the link if it is another name of a neighbour.
 
@@ -104,10 +131,6 @@ def _place_of(path: Path) -> Path:
     """
     place, target = path.parent.resolve() / path.name, path.resolve()
     return place if target.parent == place.parent else target
-
-
-def _renamed(folder: Path, old: str, new: str) -> Path:
-    return folder.with_name(new + folder.name.removeprefix(old))
 
 
 def _finished_with(target: Path) -> list[Path]:
@@ -120,12 +143,6 @@ def _obsolete_in(folder: Path) -> list[str]:
     with suppress(FileNotFoundError):
         return (folder / _OBSOLETE).read_text().splitlines()
     return []
-
-
-def _end_earlier_saves(target: Path, first: Path) -> None:
-    own = _folder(_FINISHED, target, first)
-    for folder in {*_finished_with(target), *([own] if own.is_dir() else [])}:
-        _settle(folder)
 
 
 def _require_replaceable(path: Path, *, whole: bool) -> None:
@@ -142,54 +159,29 @@ def _of_others(path: Path) -> list[Path]:
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
 
 
-def _make_folders(drafts: Sequence[Path]) -> None:
-    for draft in drafts:
-        remove(draft.parent)
-    for draft in drafts:
-        draft.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _require_written(drafts: Sequence[Path]) -> None:
-    missing = [str(draft) for draft in drafts if not draft.exists()]
-    if missing:
-        raise FileNotFoundError(f"nothing was written to {', '.join(missing)}")
-
-
-def _commit(drafts: Sequence[Path], obsolete: Sequence[str]) -> None:
-    """Let the drafts count from now on, and put them in their places."""
-    if obsolete:
-        (drafts[0].parent / _OBSOLETE).write_text("\n".join(obsolete))
-    folders = [folder.rename(_renamed(folder, _UNFINISHED, _FINISHED)) for folder in {d.parent for d in drafts}]
-    for folder in folders:
-        _settle(folder)
-
-
 def _settle(folder: Path) -> None:
     """Put what is finished in its place; also to end what a process began that was killed."""
-    replaced = _renamed(folder, _FINISHED, _REPLACED)
+    replaced = _other_kind(folder, _REPLACED)
     remove(replaced)  # What a process has moved there that was killed may be a file where a directory is to go.
     for name in _obsolete_in(folder):
         _move_away(folder.parent / name, replaced)
     (folder / _OBSOLETE).unlink(missing_ok=True)
     for draft in sorted(folder.iterdir()):
-        _take_place(draft, folder.parent / draft.name, replaced)
+        target = folder.parent / draft.name
+        if target.is_dir() and not target.is_symlink():
+            for item in _of_others(target) if draft.is_dir() else ():
+                item.rename(draft / item.name)
+            # A directory can be replaced by a single call once it is empty. The index of the shards goes first, so that
+            # nobody takes the rest for a checkpoint.
+            for item in sorted(target.iterdir()):
+                _move_away(item, replaced / target.name)
+            if not draft.is_dir():
+                target.rmdir()
+        elif draft.is_dir():
+            _move_away(target, replaced)
+        draft.replace(target)
     folder.rmdir()
     remove(replaced)
-
-
-def _take_place(draft: Path, target: Path, replaced: Path) -> None:
-    """Put a draft in the place of ``target``; a directory can be replaced by a single call once it is empty."""
-    if target.is_dir() and not target.is_symlink():
-        for item in _of_others(target) if draft.is_dir() else ():
-            item.rename(draft / item.name)
-        # The index of the shards goes first, so that nobody takes the rest for a checkpoint.
-        for item in sorted(target.iterdir()):
-            _move_away(item, replaced / target.name)
-        if not draft.is_dir():
-            target.rmdir()
-    elif draft.is_dir():
-        _move_away(target, replaced)
-    draft.replace(target)
 
 
 def _move_away(path: Path, folder: Path) -> None:

@@ -38,6 +38,10 @@ def _sgd(module: nn.Module) -> Any:
     return torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9)
 
 
+def _elementwise(module: nn.Module) -> Any:
+    return lightning_muon.ParallelMuon([{"params": module.parameters(), "algorithm": "adamw"}], lr=1e-2)
+
+
 def _two_groups(module: nn.Module) -> Any:
     parameters = list(module.parameters())
     return torch.optim.AdamW([{"params": parameters[:4]}, {"params": parameters[4:]}], lr=1e-2)
@@ -45,6 +49,7 @@ def _two_groups(module: nn.Module) -> Any:
 
 _CONFIGURE = {
     "groups": _two_groups,
+    "elementwise": _elementwise,
     "adamw": adamw,
     "scheduled": _scheduled,
     "muon": _muon,
@@ -54,7 +59,12 @@ _CONFIGURE = {
 
 
 def _run(
-    package: str, directory: str, *, resume: str | None = None, configure: str = "scheduled", **options: Any
+    directory: str,
+    *,
+    package: str = PACKAGES[0],
+    resume: str | None = None,
+    configure: str = "scheduled",
+    **options: Any,
 ) -> tuple[list[float], dict[str, Any], list[str]]:
     """Train for up to two epochs; with a directory, keep a checkpoint of each epoch."""
     pl = load(package)
@@ -81,7 +91,7 @@ def _run(
         (4, {"sizes": {"replicate_size": 2}, "sharded": False}),
         (3, {"configure": "muon", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         (2, {"configure": "sgd", "precision": "bf16-mixed"}),
-        (2, {"precision": "bf16-true", "configure": "default"}),
+        (2, {"precision": "bf16-true", "configure": "default", "package": PACKAGES[1]}),
         (2, {"tied": True, "compiled": True, "sharded": False}),
     ],
 )
@@ -89,60 +99,43 @@ def test_a_resumed_run_is_bit_equal(
     gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    losses, weights, names = gloo.run(_run, PACKAGES[0], first, world_size=world_size, **options)[0]
+    losses, weights, names = gloo.run(_run, first, world_size=world_size, **options)[0]
     assert names == [f"epoch={epoch}.ckpt" for epoch in range(2)]
     checkpoint = f"{first}/epoch=0.ckpt"
     assert Path(checkpoint).is_dir() == options.get("sharded", True)
-    resumed = gloo.run(_run, PACKAGES[0], second, resume=checkpoint, world_size=world_size, **options)[0]
+    resumed = gloo.run(_run, second, resume=checkpoint, world_size=world_size, **options)[0]
     assert resumed[0] == losses[len(losses) // 2 :]
     assert resumed[1].keys() == weights.keys()
     assert all(torch.equal(resumed[1][name], weights[name]) for name in weights)
 
 
-def test_the_other_package_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    losses, _, _ = gloo.run(_run, PACKAGES[1], str(tmp_path / "first"), world_size=2)[0]
-    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(_run, PACKAGES[1], str(tmp_path / "second"), resume=checkpoint, world_size=2)[0]
-    assert resumed[0] == losses[len(losses) // 2 :]
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    losses, _, _ = gloo.run(
-        _run, PACKAGES[0], str(tmp_path / "first"), world_size=4, sharded=sharded, configure="adamw"
-    )[0]
+    kind = {"sharded": sharded, "configure": "adamw"}
+    losses, _, _ = gloo.run(_run, str(tmp_path / "first"), world_size=4, **kind)[0]
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(
-        _run, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, world_size=2, sharded=sharded, configure="adamw"
-    )[0]
+    resumed = gloo.run(_run, str(tmp_path / "second"), resume=checkpoint, world_size=2, **kind)[0]
     # bfloat16 Newton-Schulz, and gradients summed in another order.
     assert resumed[0] == pytest.approx(losses[len(losses) // 2 :], abs=5e-3)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_resuming_takes_a_scheduler_but_no_other_groups(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+def test_resuming_takes_a_scheduler_but_no_other_state(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
     kind = {"world_size": 2, "sharded": sharded}
-    first = gloo.run(_run, PACKAGES[0], str(tmp_path / "a"), configure="adamw", max_epochs=1, **kind)
+    first = gloo.run(_run, str(tmp_path / "a"), configure="adamw", max_epochs=1, **kind)
     checkpoint = f"{tmp_path}/a/epoch=0.ckpt"
-    resumed = gloo.run(_run, PACKAGES[0], str(tmp_path / "c"), resume=checkpoint, **kind)
+    resumed = gloo.run(_run, str(tmp_path / "b"), resume=checkpoint, **kind)
     assert resumed[0][0][0] < first[0][0][0], "weights and momentum were loaded"
-    gloo.expect_error_on_all_ranks(
-        _run, PACKAGES[0], str(tmp_path / "b"), resume=f"{tmp_path}/a/epoch=0.ckpt", configure="groups",
-        sharded=sharded, world_size=2, exception=RuntimeError, match="other param groups or another model.*groups",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_the_state_of_another_optimizer_is_an_error(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    gloo.run(_run, PACKAGES[0], str(tmp_path), world_size=2, sharded=sharded, configure="sgd", max_epochs=1)
-    gloo.expect_error_on_all_ranks(
-        _run, PACKAGES[0], str(tmp_path / "second"), resume=f"{tmp_path}/epoch=0.ckpt", configure="muon",
-        sharded=sharded, world_size=2, exception=RuntimeError, match="does not fit ParallelMuon",
-    )  # fmt: skip
-
-
-def test_a_path_without_checkpoint_is_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.expect_error_on_all_ranks(
-        _run, PACKAGES[0], str(tmp_path / "a"), resume=str(tmp_path), world_size=2,
-        exception=FileNotFoundError, match="no checkpoint",
-    )  # fmt: skip
+    for configure, match in (
+        ("groups", "other param groups.*groups"),
+        ("elementwise", "does not fit ParallelMuon.*exp_avg"),
+    ):
+        gloo.expect_error_on_all_ranks(
+            _run,
+            str(tmp_path / "c"),
+            resume=checkpoint,
+            configure=configure,
+            exception=RuntimeError,
+            match=match,
+            **kind,
+        )

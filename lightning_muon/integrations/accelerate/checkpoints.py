@@ -54,10 +54,10 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
         require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
         prepare_for_reading(engine)
         if with_model:
-            _find(Path(found), _MODEL, 0, _MODEL_KEY).load_module_at(_MODEL_KEY, engine.module, strict=True)
+            _find(Path(found), _MODEL, 0, _MODEL_KEY).load_weights(_MODEL_KEY, engine.module, strict=True)
         for index, optimizer in enumerate(engine.optimizers):
             part = _find(Path(found), _OPTIMIZER, index, _OPTIMIZER_KEY)
-            part.load_optimizer_at(_OPTIMIZER_KEY, engine.module, optimizer)
+            part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
         engine.weights_have_changed()
 
     def models() -> Sequence[Any]:
@@ -136,7 +136,7 @@ def _save_parts(directory: Path, engine: TrainingEngine, *, whole: bool, with_mo
 class _Part(Checkpoint):
     """The directory with the shards of one object, or the file with all of it."""
 
-    advice = "load_state needs the model that was saved"
+    weights_advice = "load_state needs the model that was saved"
 
 
 def _find(directory: Path, name: str, index: int, key: str) -> _Part:

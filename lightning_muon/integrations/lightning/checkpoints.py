@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint, count_optimizers
 from lightning_muon.checkpoint.saving import write_checkpoint
@@ -27,7 +28,8 @@ class TrainerCheckpoint(Checkpoint):
     file is opened before, and weights and optimizer states follow once they have a place to go.
     """
 
-    advice = "LightningModule.strict_loading = False loads what fits"
+    weights_advice = "LightningModule.strict_loading = False loads what fits"
+    state_advice = "load them into the model and train without resuming (Trainer.fit without ckpt_path)"
     # Weights that wait for the model to be sharded, and whether their names must be those of the model.
     pending: tuple[Mapping[str, Any], bool] | None = None
 
@@ -40,9 +42,9 @@ class TrainerCheckpoint(Checkpoint):
     def load_pending_weights(self, engine: TrainingEngine) -> None:
         """Load the weights, if some wait. Collective over all ranks; every rank must call it."""
         if self.pending is not None:
-            weights, strict = self.pending
+            _, strict = self.pending
             engine.node_weights.forget()
-            self.load_weights(engine.module, "state_dict", strict=strict, whole=None if self.is_sharded else weights)
+            self.load_weights("state_dict", engine.module, strict=strict)
             self.pending = None
 
     def load_optimizers(
@@ -58,16 +60,17 @@ class TrainerCheckpoint(Checkpoint):
                 f"{self.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}"
             )
-        content: Any = self.content
         for index, optimizer in enumerate(optimizers):
             if not is_placeholder_optimizer(package, optimizer):
-                self.load_optimizer(
-                    engine.module,
-                    optimizer,
-                    f"optimizer_{index}",
-                    whole=lambda index=index: content["optimizer_states"][index],
-                    advice="load them into the model and train without resuming (Trainer.fit without ckpt_path)",
-                )
+                self.load_optimizer(f"optimizer_{index}", engine.module, optimizer)
+
+    @override
+    def whole(self, key: str) -> Any:
+        if key == "state_dict":
+            assert self.pending is not None
+            return self.pending[0]
+        states: Any = self.content["optimizer_states"]
+        return states[int(key.removeprefix("optimizer_"))]
 
 
 def write_trainer_checkpoint(

@@ -159,33 +159,41 @@ def _weights_in(path: str, sharded: bool) -> dict[str, Tensor]:
     return run.finish()[0]
 
 
-def _filtered(path: str, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Weights when saved without the head, and after loading that into another model; what else was saved."""
+def _parts(path: str, sharded: bool) -> list[str]:
+    """Save a model without its head, and load that into another one, with too many keys and with too few; warnings."""
     run = _Run(save_distributed_checkpoint=sharded)
     run.train(1)
-    run.fabric.save(
-        path, {"model": run.model, "step": 7, "note": "x"}, filter={"model": lambda name, _: "head" not in name}
-    )
+    content = {"first.model": run.model, "step": 7, "note": "x"}
+    run.fabric.save(path, content, filter={"first.model": lambda name, _: "head" not in name})
     saved = weights(run.model)
     run.fabric.strategy.teardown()
-    other = _Run(seed=1, save_distributed_checkpoint=sharded)
+    run = _Run(seed=1, save_distributed_checkpoint=sharded)
+    before = weights(run.model)
     with pytest.raises(RuntimeError, match=r"(?s)(?=.*head\.(weight|bias)).*; strict=False loads what fits"):
-        other.fabric.load(path, {"model": other.model})
-    with pytest.raises(KeyError, match="'missing'"):
-        other.fabric.load(path, {"model": other.model, "missing": 0})
-    remainder = other.fabric.load(path, {"model": other.model}, strict=False)
-    result = saved, weights(other.model), remainder
-    other.fabric.strategy.teardown()
-    return result
+        run.fabric.load(path, {"first.model": run.model})
+    there = r"it has \['first.model', 'note', 'step'\]"
+    for strict, asked, message in (
+        (True, {"first.model": run.model, "optimizer": run.optimizer}, f"no 'optimizer'; {there}, and strict=False"),
+        (True, {"net": run.model, "note": ""}, f"no 'net'; {there}, and strict=False"),
+        (False, {"net": run.model}, f"no 'net'; {there}, and so nothing"),
+    ):
+        with pytest.raises(KeyError, match=message):
+            run.fabric.load(path, asked, strict=strict)
+    more = {"first.model": run.model, "optimizer": run.optimizer, "epoch": 5}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run.fabric.load(path, more, strict=False) == {"step": 7, "note": "x"}
+    assert more["epoch"] == 5
+    for name, weight in run.finish()[0].items():
+        assert torch.equal(weight, (before if "head" in name else saved)[name]), name
+    return [str(warning.message) for warning in caught if "has no" in str(warning.message)]
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_parts_of_a_model_are_saved_and_loaded(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    saved, found, remainder = gloo.run(_filtered, str(tmp_path / "checkpoint"), sharded, world_size=2)[0]
-    assert remainder == {"step": 7, "note": "x"}
-    other = network(seed=1).state_dict()
-    for name, weight in found.items():
-        assert torch.equal(weight, (other if "head" in name else saved)[name]), name
+def test_parts_of_a_state_are_saved_and_loaded(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    warned, others = gloo.run(_parts, str(tmp_path / "checkpoint"), sharded, world_size=2)
+    assert len(warned) == 1 and "has no 'epoch', 'optimizer'; it has" in warned[0]
+    assert others == [], "one rank warns for all"
 
 
 def _read_by_fabric(path: str, *, sharded: bool) -> dict[str, Tensor]:
@@ -224,7 +232,6 @@ def _raw(path: str) -> None:
     run = _Run()
     run.train(1)
     full = weights(run.model)
-    run.fabric.save(f"{path}/shards", {"model": run.model})
     if run.fabric.global_rank == 0:
         torch.save(full, f"{path}/raw.pt")
     run.fabric.barrier()
@@ -232,11 +239,10 @@ def _raw(path: str) -> None:
     run.fabric.load_raw(f"{path}/raw.pt", run.model)
     again = weights(run.model)
     assert all(torch.equal(again[name], full[name]) for name in full)
-    run.fabric.load_raw(f"{path}/shards", run.model)
 
 
-def test_raw_weights_load_from_files_only(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.expect_error_on_all_ranks(_raw, str(tmp_path), match="is a directory of shards", world_size=2)
+def test_raw_weights_are_loaded(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_raw, str(tmp_path), world_size=2)
 
 
 def _refuses_on_rank_1(name: str, value: Any) -> bool:
@@ -255,6 +261,9 @@ def _broken(path: str, what: str) -> None:
         run.fabric.load(f"{path}/nothing", {})
     if what == "filter":
         run.fabric.save(f"{path}/checkpoint", state, filter={"model": _refuses_on_rank_1})
+    if what == "raw shards":
+        run.fabric.save(f"{path}/shards", state)
+        run.fabric.load_raw(f"{path}/shards", run.model)
     if what == "options":
         run.fabric.strategy.save_checkpoint(path, state, storage_options={})
 
@@ -265,6 +274,7 @@ def _broken(path: str, what: str) -> None:
         ("missing", FileNotFoundError, "is no checkpoint"),
         ("empty", ValueError, "needs a state to load into"),
         ("filter", RuntimeError, "the program's mistake"),
+        ("raw shards", ValueError, "is a directory of shards"),
         ("options", TypeError, "storage_options"),
     ],
 )
@@ -274,52 +284,6 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
     (tmp_path / "notes.txt").write_text("mine")
     gloo.expect_error_on_all_ranks(_broken, str(tmp_path), what, exception=exception, match=match, world_size=2)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def _asks_for_more(path: str, sharded: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Errors and warnings, and weights that were saved and loaded with other keys beside them."""
-    run = _Run(save_distributed_checkpoint=sharded)
-    run.train(1)
-    run.fabric.save(path, {"first.model": run.model, "note": "x"})
-    saved = weights(run.model)
-    run.train(2)
-    errors = [
-        _message(KeyError, run.fabric.load, path, {"first.model": run.model, "optimizer": run.optimizer}),
-        _message(KeyError, run.fabric.load, path, {"net": run.model, "note": ""}),
-        _message(KeyError, run.fabric.load, path, {"net": run.model}, strict=False),
-    ]
-    more = {"first.model": run.model, "optimizer": run.optimizer, "step": 5}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert run.fabric.load(path, more, strict=False) == {"note": "x"}
-    assert more["step"] == 5
-    found = [str(warning.message) for warning in caught if "has no" in str(warning.message)]
-    return errors, found, saved, run.finish()[0]
-
-
-def _message(exception: type[Exception], action: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(exception) as caught:
-        action(*args, **kwargs)
-    return caught.value.args[0]
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_keys_that_are_not_there_are_named_in_both_formats(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    path = tmp_path / "checkpoint"
-    first, second = gloo.run(_asks_for_more, str(path), sharded, world_size=2)
-    there = "it has ['first.model', 'note']"
-    for errors in (first[0], second[0]):
-        assert errors == [
-            f"{path} has no 'optimizer'; {there}, and strict=False loads what is there",
-            f"{path} has no 'net'; {there}, and strict=False loads what is there",
-            f"{path} has no 'net'; {there}, and so nothing that could be loaded",
-        ]
-    _, warned, saved, found = first
-    assert warned == [
-        f"{path} has no 'optimizer', 'step'; {there}. What is not there stays as it is, because of strict=False."
-    ]
-    assert second[1] == [], "one rank warns for all"
-    assert saved and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def _evaluated_after_loading(path: str) -> float:

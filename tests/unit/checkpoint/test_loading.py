@@ -31,31 +31,21 @@ def _by_name(module: nn.Module, optimizer: ParallelMuon) -> dict[str, Any]:
     return {"state": {names[p]: state for p, state in optimizer.state.items()}, "param_groups": groups}
 
 
-def test_numbers_are_those_of_the_optimizer_itself() -> None:
+def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     module, optimizer = _trained()
-    numbered = numbered_optimizer_state(_by_name(module, optimizer), module, optimizer)
+    named = _by_name(module, optimizer)
+    numbered = numbered_optimizer_state(named, module, optimizer)
     own = optimizer.state_dict()
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
     assert numbered["state"].keys() == own["state"].keys()
     for number, state in own["state"].items():
         assert all(torch.equal(numbered["state"][number][key], value) for key, value in state.items())
-
-
-def test_names_and_numbers_are_inverse() -> None:
-    module, optimizer = _trained()
-    named = _by_name(module, optimizer)
-    again = named_optimizer_state(numbered_optimizer_state(named, module, optimizer), module, optimizer)
+    again = named_optimizer_state(numbered, module, optimizer)
     assert again["state"].keys() == named["state"].keys()
     assert [g["params"] for g in again["param_groups"]] == [g["params"] for g in named["param_groups"]]
     assert named_optimizer_state(named, module, optimizer) == named
-
-
-def test_other_groups_are_an_error() -> None:
-    module, optimizer = _trained()
-    numbered = numbered_optimizer_state(_by_name(module, optimizer), module, optimizer)
-    other = ParallelMuon(module.parameters())
     with pytest.raises(ValueError, match=r"param groups of \[4, 2\] parameters, the optimizer of \[6\]"):
-        named_optimizer_state(numbered, module, other)
+        named_optimizer_state(numbered, module, ParallelMuon(module.parameters()))
 
 
 def test_gathered_weights_go_by_the_names_of_the_module() -> None:

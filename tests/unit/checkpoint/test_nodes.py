@@ -64,12 +64,6 @@ def _flexdemo(replicator: Any) -> tuple[Tensor, FlexDeMo]:
     return weight, FlexDeMo([weight], lr=0.5, sign=False, replicator=replicator)
 
 
-def test_only_independent_nodes_have_own_weights() -> None:
-    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with common_weights([sgd, _flexdemo(DCTTopK())[1]]) as differ:
-        assert not differ
-
-
 def _after_one_step() -> tuple[Tensor, FlexDeMo]:
     """A weight of 0.5 whose last average is 1."""
     weight, optimizer = _flexdemo(DiLoCo(period=10))
@@ -79,19 +73,12 @@ def _after_one_step() -> tuple[Tensor, FlexDeMo]:
     return weight, optimizer
 
 
-def test_the_weights_of_the_last_average_are_there_inside_only() -> None:
-    weight, optimizer = _after_one_step()
-    with common_weights([optimizer]) as differ:
-        assert differ
-        assert weight.unique().tolist() == [1.0]
-    assert weight.unique().tolist() == [0.5]
-
-
-def test_before_the_first_step_the_weights_are_those_of_all() -> None:
+def test_only_nodes_that_have_trained_alone_have_own_weights() -> None:
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     weight, optimizer = _flexdemo(DiLoCo(period=10))
     with torch.no_grad():
         weight.fill_(7.0)
-    with common_weights([optimizer]) as differ:
+    with common_weights([sgd, _flexdemo(DCTTopK())[1], optimizer]) as differ:
         assert not differ
         assert weight.unique().tolist() == [7.0]
 
@@ -177,26 +164,20 @@ def test_what_was_not_sent_keeps_its_sum_and_weights_their_mean(num_nodes: int) 
     assert saved["layer"]["residual"] is residual, "what was read is not changed"
 
 
-def test_as_many_nodes_get_their_own_back() -> None:
-    residual = torch.randn(3, 4)
-    found = share_whole({"layer": {"residual": residual}}, {"layer": {"residual": torch.zeros(3, 4)}}, _RULES)
-    assert found["layer"]["residual"] is residual
-
-
-def test_shares_keep_the_dtype_of_weights_and_add_up_in_float32() -> None:
+def test_shares_add_up_in_float32_and_as_many_nodes_get_their_own() -> None:
     weights = torch.full((256, 2), 1.0, dtype=torch.bfloat16)  # A sum in bfloat16 would stop at 256.
     weights[0] = 9.0
-    own = {"a": {"residual": torch.zeros(1, 2)}}
-    found = share_whole({"a": {"residual": weights}}, own, _RULES)["a"]["residual"]
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, torch.full((1, 2), 264.0, dtype=torch.bfloat16))
+    for num_nodes, expected in ((1, torch.full((1, 2), 264.0, dtype=torch.bfloat16)), (256, weights)):
+        own = {"a": {"residual": torch.zeros(num_nodes, 2)}}
+        found = share_whole({"a": {"residual": weights}}, own, _RULES)["a"]["residual"]
+        assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
 def test_states_of_all_saved_nodes_are_loaded_then_shared() -> None:
     own = torch.zeros(1, 4)
     states = {"a": {"residual": own, "exp_avg": torch.ones(4)}, "b": {"residual": torch.ones(3, 4)}, "c": {}}
     kept = states["b"]["residual"]
-    share = expect_saved_nodes(states, lambda name, entry: (3, 4), _RULES)
+    share = expect_saved_nodes(states, {("a", "residual"): (3, 4), ("b", "residual"): (3, 4)}, _RULES)
     assert states["a"]["residual"].shape == (3, 4)
     assert states["b"]["residual"] is kept
     loaded = torch.randn(3, 4)
