@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_muon.comm.collectives import parts, start_all_to_all
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.config import MuonConfig
 from lightning_muon.monitor.ranks import run_on_ranks, this_device
@@ -32,35 +32,30 @@ from lightning_muon.schedule.simulate import Span, Timeline
 
 
 def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any) -> ParallelMuon:
-    """ParallelMuon on weights and gradients of these shapes, sharded as FSDP2 does.
+    """ParallelMuon on weights and gradients of these shapes, without the frozen ones, sharded as FSDP2 does.
 
     Collective over the default process group; every rank must call it.
-
-    Args:
-        model: Shapes; frozen parameters are left out.
-        num_replicas: Size of the replicate axis; must divide the number of ranks.
-        **options: Of :class:`~lightning_muon.ParallelMuon`.
     """
-    num_ranks = dist.get_world_size()
-    if num_ranks % num_replicas:
-        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
-    device = this_device()
-    mesh = init_device_mesh(
-        device.type, (num_replicas, num_ranks // num_replicas), mesh_dim_names=("replicate", "shard")
-    )
+    mesh = _mesh(num_replicas)
     # Replicas hold equal weights.
     torch.manual_seed(mesh.get_local_rank("shard"))
     trained = [parameter for parameter in model.parameters if not parameter.frozen]
     groups: list[dict[str, Any]] = []
-    for algorithm, chosen in (
-        ("muon", [parameter for parameter in trained if parameter.kind != "elementwise"]),
-        ("adamw", [parameter for parameter in trained if parameter.kind == "elementwise"]),
-    ):
-        named = [(parameter.name, _weight(parameter, mesh)) for parameter in chosen]
-        if named:
-            groups.append({"params": named, "algorithm": algorithm})
+    for algorithm in ("muon", "adamw"):
+        chosen = [each for each in trained if (each.kind == "elementwise") == (algorithm == "adamw")]
+        if chosen:
+            groups.append({"params": [(each.name, _weight(each, mesh)) for each in chosen], "algorithm": algorithm})
     fused = {parameter.name: parameter.splits for parameter in trained if parameter.splits}
     return ParallelMuon(groups, fused=fused, **options)
+
+
+def _mesh(num_replicas: int) -> DeviceMesh:
+    """Collective over the default process group; every rank must call it."""
+    num_ranks = dist.get_world_size()
+    if num_ranks % num_replicas:
+        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
+    shape = num_replicas, num_ranks // num_replicas
+    return init_device_mesh(this_device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
@@ -104,14 +99,8 @@ def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas
     Collective inside a process group or under a launcher: every rank must call it, and all get the same result.
     Elsewhere it starts ``num_ranks`` gloo processes on this machine.
 
-    Args:
-        shapes: Of the matrices, each as often as there are such matrices.
-        num_ranks: Number of ranks.
-        num_replicas: Size of the replicate axis; links between replicas are measured on their own.
-        **options: Of the optimizer that change its arithmetic: ``compute_dtype``, ``wire_dtype``, ``ns_steps``.
-
-    Raises:
-        ValueError: If there are no matrices, or ``num_replicas`` does not divide ``num_ranks``.
+    ``shapes`` has each matrix; links between replicas are measured on their own; ``options`` are those of the optimizer
+    that change its arithmetic: ``compute_dtype``, ``wire_dtype``, ``ns_steps``.
     """
     counts = Counter((rows, cols) for rows, cols in shapes)
     if not counts:
@@ -181,15 +170,13 @@ def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """``(slope, constant)`` of ``y = slope x + constant`` by least squares, with slope > 0 and constant >= 0."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    variance = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
-    constant = mean_y - slope * mean_x
-    if slope <= 0 or constant < 0:
-        # Too noisy, or all of one size: then all of the time is put down to the size.
-        return mean_y / mean_x, 0.0
-    return slope, constant
+    xs, ys = zip(*points, strict=True)
+    if len(set(xs)) > 1:
+        slope, constant = linear_regression(xs, ys)
+        if slope > 0 and constant >= 0:
+            return slope, constant
+    # Too noisy, or all of one size: then all of the time is put down to the size.
+    return fmean(ys) / fmean(xs), 0.0
 
 
 def _work(shape: tuple[int, int]) -> float:
@@ -206,8 +193,12 @@ def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dic
     pieces = _fastest_step(model, num_replicas, {**small, "overlap": "off"})
     spans = [span for step in (serial, pieces) for each in step.timeline.spans.values() for span in each]
     latencies, bandwidths = [], []
-    for group in _axes(num_replicas):
-        per_byte, latency = _agree(fit_line(_time_messages(group)))
+    mesh = _mesh(num_replicas)
+    groups = [axis_group(mesh, (axis,)) for axis in (1, 0) if mesh.size(axis) > 1]
+    # Without links, something that costs nothing.
+    links = [[_time_message(group, size) for size in _MESSAGE_BYTES] for group in groups] or [[(1.0, 1e-12)]]
+    for points in links:
+        per_byte, latency = _agree(fit_line(points))
         latencies.append(latency)
         bandwidths.append(1 / per_byte)
     fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
@@ -228,31 +219,11 @@ def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]
     return min(recordings, key=lambda recording: recording.timeline.makespan)
 
 
-def _axes(num_replicas: int) -> list[AxisGroup | None]:
-    """The calling rank's group along each axis of more than one rank, the shard axis first."""
-    num_ranks = dist.get_world_size()
-    num_shards = num_ranks // num_replicas
-    if num_ranks == 1:
-        return [None]
-    found: list[AxisGroup | None] = []
-    rows = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
-    columns = [list(range(shard, num_ranks, num_shards)) for shard in range(num_shards)]
-    for members in (rows, columns):
-        if len(members[0]) > 1:
-            group, _ = dist.new_subgroups_by_enumeration(members)
-            assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
-            found.append(AxisGroup(group, dist.get_rank(group), tuple((i,) for i in range(len(members[0])))))
-    return found
-
-
-def _time_messages(group: AxisGroup | None) -> list[tuple[float, float]]:
-    """(Bytes that a rank sends, seconds) of uneven all-to-alls, which all groups do at the same time."""
-    if group is None:
-        return [(1.0, 1e-12)]
-    return [_time_message(group, size) for size in _MESSAGE_BYTES]
-
-
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
+    """(Bytes that a rank sends, seconds) of an uneven all-to-all, which all groups of an axis do at the same time.
+
+    Collective over ``group``; every rank of it must call it.
+    """
     device = this_device()
     # What two ranks exchange depends on their distance, so that parts differ but every rank sends and gets the same.
     weights = [(peer - group.rank) % group.size for peer in range(group.size)]
@@ -306,18 +277,21 @@ class Comparison:
 def compare(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
-    """Calibrate, then record a few steps with each set of options, and predict the same.
+    """Calibrate, then record a few steps with each set of options of ParallelMuon, and predict the same.
 
     Collective over the default process group; every rank must call it.
-
-    Args:
-        model: Shapes of the weights, which are random.
-        num_replicas: Size of the replicate axis.
-        num_steps: Recorded steps for each set of options.
-        options: Of :class:`~lightning_muon.ParallelMuon`.
     """
     cost = calibrate(matrix_shapes(model), num_ranks=dist.get_world_size(), num_replicas=num_replicas)
-    return [_compare_one(model, num_replicas, num_steps, each, cost) for each in options]
+    comparisons: list[Comparison] = []
+    for each in options:
+        optimizer = make_optimizer(model, num_replicas=num_replicas, **each)
+        optimizer.step()
+        recordings = [record_step(optimizer) for _ in range(num_steps)]
+        fastest = min(recordings, key=lambda recording: recording.timeline.makespan)
+        predicted = predict(fastest, cost, device_type=this_device().type)
+        seconds = tuple(recording.timeline.makespan for recording in recordings)
+        comparisons.append(Comparison(recording=fastest, cost=cost, predicted=predicted, measured_seconds=seconds))
+    return comparisons
 
 
 def matrix_shapes(model: ModelShapes) -> list[tuple[int, int]]:
@@ -328,19 +302,3 @@ def matrix_shapes(model: ModelShapes) -> list[tuple[int, int]]:
         if parameter.kind != "elementwise" and not parameter.frozen
         for matrix in logical_matrices(parameter.shape, route_of(parameter))
     ]
-
-
-def _compare_one(
-    model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any], cost: CostModel
-) -> Comparison:
-    optimizer = make_optimizer(model, num_replicas=num_replicas, **options)
-    optimizer.step()
-    recordings = [record_step(optimizer) for _ in range(num_steps)]
-    fastest = min(recordings, key=lambda recording: recording.timeline.makespan)
-    device_type = optimizer.param_groups[0]["params"][0].device.type
-    return Comparison(
-        recording=fastest,
-        cost=cost,
-        predicted=predict(fastest, cost, device_type=device_type),
-        measured_seconds=tuple(recording.timeline.makespan for recording in recordings),
-    )

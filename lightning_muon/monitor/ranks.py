@@ -23,43 +23,21 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> An
     """Call ``function(*args)`` on ``num_ranks`` ranks of a default process group, and return what rank 0 returns.
 
     Inside a process group, or under a launcher that sets ``RANK`` and ``WORLD_SIZE`` (torchrun), every rank must call
-    it; the group must have ``num_ranks`` ranks, and each rank gets its own result. Otherwise gloo processes are
-    started on this machine, and share its cores.
-
-    Args:
-        function: Of a module that can be imported.
-        *args: The same on all ranks; picklable.
-        num_ranks: At least 1.
-
-    Raises:
-        ValueError: If there is a process group of another size.
+    it with the same arguments; the group must have ``num_ranks`` ranks, and each rank gets its own result. Otherwise
+    gloo processes are started on this machine, and share its cores; then everything must be picklable.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    if dist.is_initialized():
-        _require_size(dist.get_world_size(), num_ranks)
-        return function(*args)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_launched(function, args, num_ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run_spawned, args=(num_ranks, folder, function, args), nprocs=num_ranks)
-        return pickle.loads(Path(folder, "result").read_bytes())
-
-
-def this_device() -> torch.device:
-    """CUDA device of this rank if the default process group talks over NCCL, else the CPU."""
-    if dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _require_size(size: int, num_ranks: int) -> None:
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not dist.is_initialized() and not is_launched:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_run_spawned, args=(num_ranks, folder, function, args), nprocs=num_ranks)
+            return pickle.loads(Path(folder, "result").read_bytes())
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if size != num_ranks:
         raise ValueError(f"there is a process group of {size} ranks, but {num_ranks} were asked for; ask for {size}")
-
-
-def _run_launched(function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int) -> Any:
-    _require_size(int(os.environ["WORLD_SIZE"]), num_ranks)
+    if dist.is_initialized():
+        return function(*args)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
@@ -67,6 +45,13 @@ def _run_launched(function: Callable[..., Any], args: tuple[Any, ...], num_ranks
         return function(*args)
     finally:
         dist.destroy_process_group()
+
+
+def this_device() -> torch.device:
+    """CUDA device of this rank if the default process group talks over NCCL, else the CPU."""
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _run_spawned(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.passes import host_order
 from lightning_muon.schedule.program import NEWTON_SCHULZ, TRANSFER, Op, Program, without_absent
@@ -38,34 +37,28 @@ class TimelineRecorder:
         self._origin: Any = None
 
     def begin(self) -> None:
-        """Forget everything and start anew; waits for the device."""
-        with self._changed:
-            self._ops, self._starts, self._ends = [], [], {}
+        """Note times from here on; waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
             self._origin = (time.monotonic(), self._now())
             torch.cuda.synchronize()
 
     def started(self, op: Op) -> None:
-        """See :class:`~lightning_muon.optim.executor.Recorder`."""
+        """As :class:`~lightning_muon.optim.executor.Recorder` says."""
         now = self._now()
         with self._changed:
             self._ops.append(op)
             self._starts.append(now)
 
     def ended(self, op: Op) -> None:
-        """See :class:`~lightning_muon.optim.executor.Recorder`."""
+        """As :class:`~lightning_muon.optim.executor.Recorder` says."""
         now = self._now()
         with self._changed:
             self._ends[op.name] = now
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """What was recorded, in order of issue, in seconds of the host's clock; waits until all ops have ended.
-
-        Raises:
-            RuntimeError: If an op has not ended within 30 seconds.
-        """
+        """What was recorded, in order of issue, in seconds of the host's clock; waits until all ops have ended."""
         with self._changed:
             # A rank that waited for a communication goes on a moment before the backend's thread says that it ended.
             if not self._changed.wait_for(lambda: len(self._ends) == len(self._ops), _LATEST_END_SECONDS):
@@ -114,12 +107,10 @@ def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timel
     return simulate(host_order(recording.program) if device_type == "cpu" else recording.program, cost)
 
 
-def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) -> Recording:
-    """Take one step and say when everything happened. Collective over the default process group; every rank must call.
+def record_step(optimizer: ParallelMuon) -> Recording:
+    """Take one step and say when everything happened; the optimizer has taken one before, so that its plan is made.
 
-    Args:
-        optimizer: Has taken a step before, so that its plan is made.
-        step: In place of ``optimizer.step``, for example backward and step.
+    Collective over the default process group; every rank must call it.
     """
     bound = optimizer._bound
     if bound is None:
@@ -130,27 +121,37 @@ def record_step(optimizer: ParallelMuon, step: Callable[[], Any] | None = None) 
     dist.barrier()
     begun = time.monotonic()
     try:
-        (step or optimizer.step)()
-        spans = recorder.spans()
+        optimizer.step()
+        recorded = recorder.spans()
     finally:
         executor.recorder = None
     finished = time.monotonic()
-    named = {span.op.name: _matrices(span.op, bound.plan) for span in spans}
-    spans = [span._replace(op=_with_global_ranks(span.op, bound.plan)) for span in spans]
-    shift = _clock_shift()
-    mine = (begun + shift, finished + shift, [Span(op, a + shift, b + shift) for op, a, b in spans], named)
+    shift, rank = _clock_shift(), dist.get_rank()
+    spans: list[Span] = []
+    matrices: dict[str, list[str]] = {}
+    for op, start, end in recorded:
+        bucket, group = bound.plan.buckets.get(op.key), op.group
+        matrices[op.name] = []
+        if bucket is not None:
+            matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items]
+            # Ranks of the world, not of the exchange group.
+            axes = bucket.group.axes
+            members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
+            group = tuple(members[member] for member in op.group)
+        spans.append(Span(replace(op, rank=rank, group=group), start + shift, end + shift))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, (begun + shift, finished + shift, spans, matrices))
     return _merge(everyone)
 
 
 def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str]]]]) -> Recording:
+    """One recording of what each rank gives: when it began and ended, its spans, and the matrices of its ops."""
     begun = max(start for start, _, _, _ in everyone)
     reached: dict[tuple[str, tuple[int, ...]], float] = {}
     for _, _, spans, _ in everyone:
         for op, start, _ in spans:
             key = op.name, op.group
-            reached[key] = max(start, reached.get(key, start)) if op.group else start
+            reached[key] = max(start, reached.get(key, start))
     timeline: dict[int, list[Span]] = {}
     for rank, (_, _, spans, _) in enumerate(everyone):
         timeline[rank] = []
@@ -163,21 +164,6 @@ def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str
         program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
         matrices={rank: named for rank, (_, _, _, named) in enumerate(everyone)},
     )
-
-
-def _matrices(op: Op, plan: StepPlan) -> list[str]:
-    bucket = plan.buckets.get(op.key)
-    return [] if bucket is None else [bucket.group.jobs[index].matrix.name for index in op.items]
-
-
-def _with_global_ranks(op: Op, plan: StepPlan) -> Op:
-    """The op with ranks of the world, not of its exchange group."""
-    rank, bucket = dist.get_rank(), plan.buckets.get(op.key)
-    if bucket is None:
-        return replace(op, rank=rank)
-    axes = bucket.group.axes
-    members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
-    return replace(op, rank=rank, group=tuple(members[member] for member in op.group))
 
 
 def _clock_shift() -> float:
@@ -200,26 +186,12 @@ def trace_events(recording: Recording) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in recording.timeline.spans.items():
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
-            for lane, name in enumerate(("compute", "transfer"))
-        ]
-        events += [_event(rank, span, recording.matrices[rank].get(span.op.name, [])) for span in spans]
+        for lane, name in enumerate(("compute", "transfer")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+        for op, start, end in spans:
+            arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": recording.matrices[rank].get(op.name, [])}
+            if op.kind == NEWTON_SCHULZ:
+                arguments["gflop"] = op.cost / 1e9
+            event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": rank, "tid": int(op.lane == TRANSFER)}
+            events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(rank: int, span: Span, matrices: Sequence[str]) -> dict[str, Any]:
-    op = span.op
-    arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": list(matrices)}
-    if op.kind == NEWTON_SCHULZ:
-        arguments["gflop"] = op.cost / 1e9
-    return {
-        "ph": "X",
-        "name": op.name,
-        "cat": op.kind,
-        "pid": rank,
-        "tid": int(op.lane == TRANSFER),
-        "ts": 1e6 * span.start,
-        "dur": 1e6 * (span.end - span.start),
-        "args": arguments,
-    }

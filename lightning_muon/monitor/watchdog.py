@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_muon.compat.torch import default_store, process_groups
-from lightning_muon.monitor.positions import Position, ProcessIdentity, find_mismatch, waiting_place
+from lightning_muon.compat.torch import collective_counts, default_store, process_groups
+from lightning_muon.monitor.positions import (
+    Position,
+    describe_process,
+    find_mismatch,
+    is_gone,
+    process_on_this_host,
+    waiting_place,
+)
 from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
@@ -39,7 +50,8 @@ class Watchdog:
 
     A rank has died when another rank on its host sees that its process is gone (Linux only). A rank whose process
     exists, or cannot be seen, may be silent for a long time and healthy: a library that holds the interpreter lock,
-    for example to unpickle a large file, keeps its thread from running. It is given up after ``silence`` seconds.
+    for example to unpickle a large file, keeps its thread from running. It is given up after ``silence``; ``None`` is
+    four fifths of the timeout of the default process group, after which its collectives would fail anyway.
 
     With gloo, where messages of different sizes end the process, ranks also wait for each other through the store
     before they run units in an order that is new to them, at most for the timeout of the default process group.
@@ -47,23 +59,9 @@ class Watchdog:
     On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
     a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
 
-    Every rank must start it, the second one of a process group after the first one and so on.
-
-    Args:
-        call_log: Calls of this rank, usually ``GradientAgreement.call_log``.
-        patience: Seconds without progress before a rank publishes its position.
-        interval: Seconds between two looks. Proof takes two equal looks.
-        silence: Time without a sign of life after which a rank that the others wait for ends the run. ``None``:
-            four fifths of the timeout of the default process group, after which its collectives would fail anyway.
-
-    Example::
-
-        watchdog = Watchdog(agreement.call_log)
-        watchdog.start()
-        with watchdog.explaining():
-            model(batch).sum().backward()
-            agreement.finish()
-        watchdog.close()
+    Every rank must start it, the second one of a process group after the first one and so on. ``patience`` are seconds
+    without progress before a rank publishes its position, ``interval`` those between two looks; proof takes two equal
+    looks.
     """
 
     def __init__(
@@ -76,13 +74,13 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._message = ""
-        self._failure: str | None = None
-        self._left = False
+        self._has_failed = False
+        self._has_left = False
         self._num_barriers: Counter[str] = Counter()
         self._barrier: str | None = None
         self._barrier_keys: dict[str, list[str]] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
-        self._neighbours: dict[int, ProcessIdentity] | None = None
+        self._neighbours: dict[int, tuple[int, str]] | None = None
         self._main = threading.main_thread().ident or 0
 
     def start(self) -> None:
@@ -90,7 +88,11 @@ class Watchdog:
         if self._thread is not None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         store: Any = default_store()
-        self._ports, self._timeout = _store_ports(store), store.timeout.total_seconds()
+        self._timeout = store.timeout.total_seconds()
+        served = store
+        while isinstance(served, dist.PrefixStore):
+            served = served.underlying_store
+        self._ports = {served.port} if isinstance(served, dist.TCPStore) else set[int]()
         # A connection of its own: the main thread may wait in the store.
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -100,7 +102,7 @@ class Watchdog:
             self._silence = max(
                 _SHARE_OF_TIMEOUT * (self._timeout - self._patience), 4 * _LOOKS_PER_SIGN * self._interval
             )
-        self._store.set(f"process{self._rank}", ProcessIdentity.current().to_text())
+        self._store.set(f"process{self._rank}", describe_process())
         self._store.set(f"alive{self._rank}", "starts")
         self._num_barriers.update(dict.fromkeys((self._call_log.all_calls.name, self._call_log.crossing.name), 0))
         self._main = threading.get_ident()
@@ -121,16 +123,20 @@ class Watchdog:
         self._stop_watching()
         self._thread.join(timeout=2 * self._interval)
         self._thread = None
-        if not self._left:
-            self._left = True
-            self._call_log.mark("left")
-            # The store may be gone together with its rank.
-            with suppress(RuntimeError):
-                self._publish(beat=0)
-                if is_open:
-                    self._store.add("quiet", 1)
-                if self._failure is not None and self._rank == 0:
-                    self._wait_until_read()
+        if self._has_left:
+            return
+        self._has_left = True
+        self._call_log.mark("left")
+        # The store may be gone together with its rank.
+        with suppress(RuntimeError):
+            self._publish(beat=0)
+            if is_open:
+                self._store.add("quiet", 1)
+            if self._has_failed and self._rank == 0:
+                deadline = time.monotonic() + self._patience + 6 * self._interval
+                while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
+                    time.sleep(self._interval / 2)
+                time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
 
     def program_ends(self) -> None:
         """Tell the others if an exception outside of :meth:`explaining` ends the program; :meth:`close` follows. Local.
@@ -142,12 +148,6 @@ class Watchdog:
             self.failed(error)
             if self._message and error.args != (self._message,):
                 self._write_message()
-
-    def _wait_until_read(self) -> None:
-        deadline = time.monotonic() + self._patience + 6 * self._interval
-        while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
-            time.sleep(self._interval / 2)
-        time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
 
     def _write_message(self) -> None:
         sys.stderr.write(f"lightning_muon: {self._message}\n")
@@ -177,14 +177,14 @@ class Watchdog:
         """
         if self._thread is None or self._closed.is_set():
             return
-        self._failure = f"{type(error).__name__}: {error}"[:1000]
+        self._has_failed = True
         asks = _is_of_communication(error)
         with suppress(RuntimeError):
             self._publish(beat=0)
             if asks:
                 self._wait_for_cause()
             if not self._message:
-                self._tell(f"rank {self._rank} has failed: {self._failure}")
+                self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
                 self._store.add("quiet", 1)
         self._stop_watching()
@@ -194,10 +194,10 @@ class Watchdog:
 
         Does nothing where this rank was told to stop: its communication is broken.
         """
-        if self._thread is None or self._failure is None or self._message:
+        if self._thread is None or not self._has_failed or self._message:
             return
         self._thread.join(timeout=2 * self._interval)
-        self._thread, self._failure = None, None
+        self._thread, self._has_failed = None, False
         self._num_barriers.clear()
         self._barrier_keys.clear()
         self._heard.clear()
@@ -281,7 +281,7 @@ class Watchdog:
                     beat += 1
                     self._publish(beat)
                     self._look_for_dead_neighbours()
-                    found = self._compare() if self._judges() else None
+                    found = self._compare()
                     if found is not None and found == problem:
                         self._tell(found)
                     problem = found
@@ -289,14 +289,23 @@ class Watchdog:
                         return
 
     def _publish(self, beat: int) -> None:
-        position = Position.current(self._call_log, self._main, beat=beat, left=self._left, failure=self._failure)
-        self._store.set(f"position{self._rank}", position.with_barriers(self._num_barriers, self._barrier).to_text())
-
-    def _judges(self) -> bool:
-        """Whether this rank compares: it is the lowest one that still trains and gives signs of life."""
-        return all(
-            self._has_died(rank) or self._is_silent(rank) or _has_ended(self._read(rank)) for rank in range(self._rank)
+        log, place = self._call_log, waiting_place(self._main)
+        position = Position(
+            step=log.step,
+            shard=log.shard_ranks[0],
+            mesh=log.ranks[0],
+            calls=log.all_calls.tail(),
+            crossing=log.crossing.tail(),
+            group=self._barrier or (place and place[0]),
+            counts={**collective_counts(), **self._num_barriers},
+            beat=beat,
+            has_ended=self._has_left or self._has_failed,
         )
+        self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
+
+    def _read(self, rank: int) -> Position | None:
+        key = f"position{rank}"
+        return Position(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_for_dead_neighbours(self) -> None:
         """Tell all ranks which processes on this host are gone: only from here they can be seen."""
@@ -304,15 +313,11 @@ class Watchdog:
             keys = [f"process{rank}" for rank in range(self._size)]
             if not self._store.check(keys):  # Some rank has not started its watchdog yet.
                 return
-            found = dict(enumerate(map(ProcessIdentity.from_text, map(bytes.decode, self._store.multi_get(keys)))))
-            self._neighbours = {rank: process for rank, process in found.items() if process.is_on_this_host}
-        for rank in [rank for rank, process in self._neighbours.items() if process.is_gone()]:
+            found = [process_on_this_host(text.decode()) for text in self._store.multi_get(keys)]
+            self._neighbours = {rank: process for rank, process in enumerate(found) if process is not None}
+        for rank in [rank for rank, process in self._neighbours.items() if is_gone(*process)]:
             self._store.set(f"dead{rank}", "")
             del self._neighbours[rank]
-
-    def _has_died(self, rank: int) -> bool:
-        """Whether a rank on the same host has seen that the process of this one is gone."""
-        return self._store.check([f"dead{rank}"])
 
     def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
@@ -327,12 +332,8 @@ class Watchdog:
         self._heard[rank] = sign, since, now
         return now - since > self._silence
 
-    def _read(self, rank: int) -> Position | None:
-        key = f"position{rank}"
-        return Position.from_text(self._store.get(key).decode()) if self._store.check([key]) else None
-
     def _compare(self) -> str | None:
-        """What proves that ranks will never meet."""
+        """What proves that ranks will never meet; the lowest rank that still trains and gives signs of life says it."""
         dead: list[int] = []
         silent: list[int] = []
         found: dict[int, Position] = {}
@@ -340,19 +341,21 @@ class Watchdog:
             position = self._read(rank)
             if position is not None:
                 found[rank] = position
-            if _has_ended(position):
+            if position is not None and position.has_ended:
                 continue
-            if self._has_died(rank):
+            if self._store.check([f"dead{rank}"]):
                 dead.append(rank)
             elif self._is_silent(rank):
                 silent.append(rank)
+            elif rank < self._rank:
+                return None
         if dead:
-            return f"rank {_listed(dead)} has died: its process is gone"
+            return f"rank {', '.join(map(str, dead))} has died: its process is gone"
         if silent:
             return (
-                f"rank {_listed(silent)} has given no sign of life for {self._silence:.0f} s, and others wait for it: "
-                "its process is stopped, its host is gone, or something holds the interpreter lock for longer than "
-                "the options timeout and max_silence allow"
+                f"rank {', '.join(map(str, silent))} has given no sign of life for {self._silence:.0f} s, and others "
+                "wait for it: its process is stopped, its host is gone, or something holds the interpreter lock for "
+                "longer than the options timeout and max_silence allow"
             )
         return find_mismatch(found, self._call_log)
 
@@ -381,32 +384,14 @@ class Watchdog:
         return True
 
 
-def _has_ended(position: Position | None) -> bool:
-    """Whether a rank has said that it gives no more signs of life."""
-    return position is not None and (position.left or position.failure is not None)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _is_of_communication(error: BaseException) -> bool:
     """Whether a collective has raised, which may be the consequence of what has happened on another rank."""
     if not isinstance(error, RuntimeError):
         return False
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    name = "" if traceback is None else traceback.tb_frame.f_code.co_filename
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A handle that is waited for raises where it is waited for, which may be anywhere.
-    return os.path.join("torch", "distributed") in name or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
-
-
-def _store_ports(store: Any) -> set[int]:
-    """The port at which this process may serve the store to the others."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return {store.port} if isinstance(store, dist.TCPStore) else set()
+    is_in_torch = bool(files) and os.path.join("torch", "distributed") in files[-1]
+    return is_in_torch or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 
 def break_communication(keep_ports: Collection[int] = ()) -> None:
@@ -414,11 +399,8 @@ def break_communication(keep_ports: Collection[int] = ()) -> None:
 
     NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
     sleeps on until its timeout), but sees closed connections; so those TCP connections are shut down that came in
-    at a port on which this process listens. Each connection of gloo came in at one of its two ends. All process groups
-    are unusable afterwards. Needs ``/proc`` for gloo.
-
-    Args:
-        keep_ports: Listening ports that are not gloo's, such as that of the store.
+    at a port on which this process listens, but for ``keep_ports``, which are not gloo's. Each connection of gloo came
+    in at one of its two ends. All process groups are unusable afterwards. Needs ``/proc`` for gloo.
     """
     for group in process_groups():
         if dist.get_backend(group) != "gloo":
@@ -426,35 +408,20 @@ def break_communication(keep_ports: Collection[int] = ()) -> None:
             with suppress(RuntimeError):
                 group.abort()
     with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(one)) for one in _tcp_sockets()]
-        listening = {one.getsockname()[1] for one in sockets if _listens(one)} - set(keep_ports)
-        for one in sockets:
-            if not _listens(one) and one.getsockname()[1] in listening:
+        connections: list[socket.socket] = []
+        listening: set[int] = set()
+        for path in Path("/proc/self/fd").glob("*"):
+            with suppress(OSError):  # It may be closed by now.
+                if path.is_socket():
+                    # A duplicate, which is closed in the end.
+                    one = stack.enter_context(socket.fromfd(int(path.name), -1, -1))
+                    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                        continue
+                    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        listening.add(one.getsockname()[1])
+                    else:
+                        connections.append(one)
+        for one in connections:
+            if one.getsockname()[1] in listening.difference(keep_ports):
                 with suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
-
-
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of each TCP socket of this process; the caller closes it."""
-    try:
-        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
-    except FileNotFoundError:
-        return
-    for descriptor in descriptors:
-        try:
-            copy = os.dup(descriptor)
-        except OSError:
-            continue
-        try:
-            found = socket.socket(fileno=copy)
-        except OSError:  # No socket.
-            os.close(copy)
-            continue
-        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-            yield found
-        else:
-            found.close()
-
-
-def _listens(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
