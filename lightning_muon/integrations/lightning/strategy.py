@@ -37,7 +37,6 @@ from lightning_muon.integrations.lightning.trainer import (
     wait_before_callbacks,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
-from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 
 
