@@ -18,8 +18,7 @@ from unittest import mock
 
 import torch
 
-from lightning_muon.flexdemo.replicator import Components, ExchangeStep
-from lightning_muon.flexdemo.replicators import DCTTopK, largest
+from lightning_muon.flexdemo.replicators import Components, DCTTopK, ExchangeStep, largest
 from lightning_muon.math import dct as codec
 
 TURN = ExchangeStep(step=0, part=0)
@@ -67,16 +66,16 @@ def row(blocks: torch.Tensor, top_k: int) -> str:
         milliseconds(lambda: [coefficients[group].abs().topk(top_k, sorted=False) for group in groups]),
         milliseconds(lambda: [largest(coefficients[group], top_k) for group in groups]),
         milliseconds(lambda: replicator.decode(components, shape, TURN)),
-        milliseconds(lambda: inverse(components, blocks, codec._sum_of_products)),
-        milliseconds(lambda: inverse(components, blocks, codec._dense_inverse)),
+        milliseconds(lambda: inverse(components, blocks, codec._add_products_)),
+        milliseconds(lambda: inverse(components, blocks, codec._add_dense_inverse_)),
     ]
     return f"| {top_k} | " + " | ".join(f"{value:.1f}" for value in times) + " |"
 
 
 def inverse(components: Components, blocks: torch.Tensor, way: Callable[..., None]) -> None:
-    out = torch.empty_like(blocks)
+    out = torch.zeros_like(blocks)
     for group in codec.groups(blocks):
-        way(components.values[group], components.indices[group], out=out[group])
+        way(out[group], components.values[group], components.indices[group], 1)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,18 @@ from lightning_muon.engine.options import Options
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.flexdemo.replicator import Components, ExchangeStep, Replicator
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
+from lightning_muon.flexdemo.replicators import (
+    Components,
+    DCTTopK,
+    DiLoCo,
+    ExchangeStep,
+    Full,
+    NoReplication,
+    Random,
+    Replicator,
+    Slicing,
+    Striding,
+)
 from lightning_muon.integrations.registry import register_strategies
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.sharding.base import ModeOptions

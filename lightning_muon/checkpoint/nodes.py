@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.node_state import Rule, shared_among
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.flexdemo.replicator import LocalSteps
-from lightning_muon.flexdemo.replicators import DiLoCo
+from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.weights import mesh_device
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_as_dict, slow_links_as_text
+from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_as_text
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
@@ -84,10 +84,9 @@ def _plan(arguments: argparse.Namespace, cli_class: Callable[[], type[Any]]) -> 
         timelines = {outcome.name: outcome.timeline for outcome in outcomes}
         draw_timelines(timelines, path, title=f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
     if arguments.json:
-        found = slow_links_as_dict(links) if links is not None else None
-        plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=found)
+        plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=links)
         return json.dumps(plan | {"zero2": zero2 or None}) + "\n"
-    shown = slow_links_as_text(links) if links is not None else ""
+    shown = slow_links_as_text(links, planned.flexdemo) if links and planned.flexdemo else ""
     text = plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown)
     if zero2:
         text += f"\n{section('Gradients and values with sharding=zero2, one step', zero2_table(zero2))}\n"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from lightning_muon.compat import foreach
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, Part, Place, aligned, message_bytes
-from lightning_muon.flexdemo.replicator import Components, ExchangeStep
-from lightning_muon.flexdemo.wire import pack_indices, unpack_indices
+from lightning_muon.flexdemo.bucket_plan import ALIGNMENT, BucketPlan, Part, Place
+from lightning_muon.flexdemo.replicators import Components, ExchangeStep
+from lightning_muon.flexdemo.wire import as_bytes, index_dtype
 from lightning_muon.params.layout import local_tensor
 
-MERGE_RULES = ("contributors", "mean")
 # Coefficients of blocks that are summed at a time on a CPU: 2 MiB, which stay in a cache.
 _SUMMED_TOGETHER = 1 << 19
 
@@ -30,95 +29,93 @@ class MomentumBucket:
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], residuals: Mapping[Tensor, Tensor]) -> None:
         self.plan = plan
         self.parameters = [parameters[number] for number in plan.members]
-        self._all = parameters
-        self._residuals = residuals
+        self._all, self._residuals = parameters, residuals
         device = next(iter(residuals.values())).device
         self._batches = [torch.zeros(part.batch_shape, dtype=torch.float32, device=device) for part in plan.parts]
-        self._pairs = [
-            [
-                (parameters[place.number], list(paired_views(part, place, batch, residuals[parameters[place.number]])))
-                for place in part.places
-            ]
-            for part, batch in zip(plan.parts, self._batches, strict=True)
+        self._views = [
+            self._views_of(part, batch, residuals) for part, batch in zip(plan.parts, self._batches, strict=True)
         ]
+
+    def load(self) -> None:
+        """Blocks <- residuals."""
+        for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
+            if part.has_padding:
+                batch.zero_()
+            _copy_([into for _, into, _ in views], [residual for _, _, residual in views])
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:
         """Blocks <- decay * residual + gradient, with the local gradient of every parameter."""
         gradients = {tensor: gradients[tensor].contiguous() for tensor in self.parameters}
-        for part, batch, pairs in zip(self.plan.parts, self._batches, self._pairs, strict=True):
-            if part.has_padding:
-                batch.zero_()
-            into, residuals = _flat(pair for _, of_parameter in pairs for pair in of_parameter)
-            _, added = self._views(part, batch, gradients)
-            if batch.device.type == "cpu":
-                # Piece by piece, so that the sum finds the product in a cache.
-                for target, residual, gradient in zip(into, residuals, added, strict=True):
-                    torch.mul(residual, decay, out=target).add_(gradient)
-            else:
-                _copy_(into, residuals)
+        is_on_cpu = all(batch.device.type == "cpu" for batch in self._batches)
+        if not is_on_cpu:
+            self.load()
+        for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
+            added = [gradient for _, _, gradient in self._views_of(part, batch, gradients)]
+            if not is_on_cpu:
                 batch.mul_(decay)
-                foreach.add_(into, added)
-
-    def load(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Blocks <- values, of the shapes of the shards of the parameters."""
-        in_order = {tensor: values[tensor].contiguous() for tensor in self.parameters}
-        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+                foreach.add_([into for _, into, _ in views], added)
+                continue
             if part.has_padding:
                 batch.zero_()
-            _copy_(*self._views(part, batch, in_order))
+            # Piece by piece, so that the sum finds the product in a cache.
+            for (_, into, residual), gradient in zip(views, added, strict=True):
+                torch.mul(residual, decay, out=into).add_(gradient)
 
     def is_accumulated(self, gradients: Mapping[Tensor, Tensor], decay: float) -> Tensor:
         """Whether :meth:`accumulate` would change nothing; a bool on the device."""
         again = MomentumBucket(self.plan, self._all, self._residuals)
         again.accumulate(gradients, decay)
-        same = [(one == other).all() for one, other in zip(again._batches, self._batches, strict=True)]
-        if not same:
-            return torch.ones((), dtype=torch.bool, device=next(iter(self._residuals.values())).device)
-        return torch.stack(same).all()
+        is_same = torch.ones((), dtype=torch.bool, device=next(iter(self._residuals.values())).device)
+        for one, other in zip(again._batches, self._batches, strict=True):
+            is_same.logical_and_((one == other).all())
+        return is_same
 
     def encode(self, number: ExchangeStep) -> list[Components]:
-        """What is sent of each part: values as the others will get them."""
+        """What is sent of each part: values of the shape on the wire, as the others will get them."""
         components: list[Components] = []
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
-            found = part.replicator.encode(batch, number)
-            rounded = part.values.rounded(found.values.reshape(part.wire_shape))
+            values, indices = part.replicator.encode(batch, number)
+            rounded = part.values.rounded(values.reshape(part.wire_shape()))
             if rounded.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr():
                 rounded = rounded.clone()  # The batch changes while the values are on their way.
-            components.append(Components(rounded.view(part.num_blocks, part.num_sent), found.indices))
+            components.append(Components(rounded, indices))
         return components
 
     def settle(self, sent: Sequence[Components], number: ExchangeStep, taking_part: Collection[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
-        for part, batch, pairs, components in zip(self.plan.parts, self._batches, self._pairs, sent, strict=True):
-            part.replicator.subtract_(batch, components, number)
-            from_blocks, into = _flat(pair for tensor, own in pairs if tensor in taking_part for pair in own)
-            _copy_(into, from_blocks)
+        for part, batch, views, components in zip(self.plan.parts, self._batches, self._views, sent, strict=True):
+            part.replicator.subtract_(batch, _by_block(part, components), number)
+            wanted = [(blocks, residual) for tensor, blocks, residual in views if tensor in taking_part]
+            _copy_([residual for _, residual in wanted], [blocks for blocks, _ in wanted])
 
     def decode(
         self, merged: Sequence[Components], number: ExchangeStep, wanted: Set[Tensor], *, sign: bool
     ) -> dict[Tensor, Tensor]:
         """Update of each wanted parameter from merged components: float32, with the shape of its shard."""
+        locals_ = {tensor: local_tensor(tensor) for tensor in self.parameters if tensor in wanted}
         updates = {
             tensor: torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            for tensor, local in ((tensor, local_tensor(tensor)) for tensor in self.parameters)
-            if tensor in wanted
+            for tensor, local in locals_.items()
         }
         for part, components in zip(self.plan.parts, merged, strict=True):
-            blocks = part.replicator.decode(components, part.batch_shape[1:], number)
+            total = components.values.sum()  # Not finite if any value is not.
+            blocks = part.replicator.decode(_by_block(part, components), part.batch_shape[1:], number)
             if sign:
-                blocks = blocks.sign_().add_(components.values.sum(), alpha=0)  # As in signs().
-            from_blocks, into = self._views(part, blocks, updates)
-            _copy_(into, from_blocks)
+                blocks = blocks.sign_().add_(total, alpha=0)  # As in signs().
+            views = self._views_of(part, blocks, updates)
+            _copy_([update for _, _, update in views], [source for _, source, _ in views])
         return updates
 
-    def _views(self, part: Part, batch: Tensor, locals_: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a batch, and of what there is of its parameters in the shape of their shards, in pairs."""
-        return _flat(
-            pair
+    def _views_of(
+        self, part: Part, batch: Tensor, locals_: Mapping[Tensor, Tensor]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Parameters, views of a batch, and equal views of what ``locals_`` has of the parameters."""
+        return [
+            (tensor, in_batch, in_local)
             for place in part.places
-            if self._all[place.number] in locals_
-            for pair in paired_views(part, place, batch, locals_[self._all[place.number]])
-        )
+            if (tensor := self._all[place.number]) in locals_
+            for in_batch, in_local in paired_views(part, place, batch, locals_[tensor])
+        ]
 
 
 def signs(values: Tensor) -> Tensor:
@@ -126,10 +123,9 @@ def signs(values: Tensor) -> Tensor:
     return values.sign().add_(values, alpha=0)
 
 
-def _flat(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Pairs of tensors as a pair of lists."""
-    listed = list(pairs)
-    return [one for one, _ in listed], [other for _, other in listed]
+def _by_block(part: Part, components: Components) -> Components:
+    """With the values of each block in a row, as replicators have them."""
+    return components._replace(values=components.values.view(part.num_blocks, -1))
 
 
 def _copy_(into: list[Tensor], source: list[Tensor]) -> None:
@@ -137,33 +133,36 @@ def _copy_(into: list[Tensor], source: list[Tensor]) -> None:
         foreach.copy_(into, source)
 
 
+def cut(plan: BucketPlan, components: Sequence[Components], node: int, num_nodes: int) -> list[Components]:
+    """Of values at common indices those that a node adds up."""
+    return [
+        Components(values[:, part.segment(node, num_nodes)], None)
+        for part, (values, _) in zip(plan.parts, components, strict=True)
+    ]
+
+
 def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:
-    """One message with all indices and values: (message_bytes,) uint8."""
-    device = components[0].values.device if components else None
-    message = torch.zeros(message_bytes(plan), dtype=torch.uint8, device=device)
-    offset = 0
+    """One message with all of these indices and values: (message_bytes,) uint8."""
+    pieces: list[Tensor] = []
     for part, (values, indices) in zip(plan.parts, components, strict=True):
-        if indices is not None:
-            message[offset : offset + part.index_bytes] = pack_indices(indices, part.block_numel)
-            offset += aligned(part.index_bytes)
-        message[offset : offset + part.value_bytes] = part.values.pack(values.reshape(part.wire_shape))
-        offset += aligned(part.value_bytes)
-    return message
+        packed_indices = [] if indices is None else [as_bytes(indices.to(index_dtype(part.block_numel)))]
+        for piece in (*packed_indices, part.values.pack(values)):
+            pieces += [piece, piece.new_zeros(-piece.numel() % ALIGNMENT)]
+    return torch.cat(pieces)
 
 
-def unpack(plan: BucketPlan, message: Tensor) -> list[Components]:
-    """Inverse of :func:`pack`."""
+def unpack(plan: BucketPlan, message: Tensor, node: int = 0, num_nodes: int = 1) -> list[Components]:
+    """Inverse of :func:`pack`, of all components or of what a node adds up of them."""
     components: list[Components] = []
-    offset = 0
+    rest = message
     for part in plan.parts:
-        indices = None
+        own, rest = rest.tensor_split([part.message_bytes(node, num_nodes)])
+        indices, shape = None, part.wire_shape(node, num_nodes)
         if part.replicator.sends_indices:
-            packed = message[offset : offset + part.index_bytes]
-            indices = unpack_indices(packed, part.num_blocks, part.num_sent, part.block_numel)
-            offset += aligned(part.index_bytes)
-        values = part.values.unpack(message[offset : offset + part.value_bytes], *part.wire_shape)
-        components.append(Components(values.view(part.num_blocks, part.num_sent), indices))
-        offset += aligned(part.value_bytes)
+            packed = own[: part.index_bytes].view(index_dtype(part.block_numel))
+            indices = packed.to(torch.int64).view(shape)
+            own = own[-(-part.index_bytes // ALIGNMENT) * ALIGNMENT :]
+        components.append(Components(part.values.unpack(own[: part.values.num_bytes(*shape)], *shape), indices))
     return components
 
 
@@ -178,26 +177,16 @@ def merged(plan: BucketPlan, of_nodes: Sequence[Sequence[Components]], rule: str
 def paired_views(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of equally shaped views of ``batch`` and ``local`` that together hold each element of ``local`` once.
 
-    The padding of the blocks is in none of them.
-
-    Args:
-        part: The batch.
-        place: The parameter.
-        batch: (num_blocks, *block_shape).
-        local: The parameter's shard, or something of its shape, in row-major order.
+    ``local`` is the shard of the parameter, or something of its shape, in row-major order. The padding of the blocks is
+    in none of the views.
     """
-    if len(part.block_shape) == 2:
-        yield from _squares(part, place, batch, local)
-    else:
-        size = part.block_numel if part.block_shape else 1
-        first = place.first * size
-        yield batch.view(-1)[first : first + place.rows * place.cols], local.view(-1)
-
-
-def _squares(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The whole blocks, those at the lower and the right edge, and the corner."""
-    height, width = part.block_shape
     rows, cols = place.rows, place.cols
+    if len(part.block_shape) != 2:
+        first = place.first * (part.block_numel if part.block_shape else 1)
+        yield batch.view(-1)[first : first + rows * cols], local.view(-1)
+        return
+    # The whole blocks, those at the lower and the right edge, and the corner.
+    height, width = part.block_shape
     down, right = -(-rows // height), -(-cols // width)
     whole_down, whole_right = rows // height, cols // width
     own = batch[place.first : place.first + place.count].view(down, right, height, width)
@@ -218,25 +207,16 @@ def _squares(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator
 
 
 def merge(components: Sequence[Components], rule: str, block_numel: int) -> Components:
-    """One set of components for the mean over the nodes: indices of all nodes side by side, each mean once.
+    """One set of components for the mean over the nodes, in whose order they come: each mean once, at its first index.
 
     With ``rule="mean"`` sums over the nodes are divided by their number R, ``sum_r v_r / R``; with ``"contributors"``
     by the number of nodes that sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024,
     arXiv:2411.19870). Where indices are shared all nodes sent all coefficients, and both are the mean of the values.
 
-    Sums are made node by node, so that every node gets the same bits on any device. Of several nodes that sent a
-    position the first one has the mean and the others have 0, so that a decoder may add them up in any order.
-
-    Args:
-        components: What each node sent, in the order of the nodes; equal shapes, no position twice in a block.
-        rule: ``"contributors"`` or ``"mean"``.
-        block_numel: Elements of a block.
-
-    Returns:
-        (num_blocks, R * num_sent) values and indices; with shared indices (num_blocks, num_sent) values.
+    Sums are made node by node, so that every node gets the same bits on any device. The indices of all nodes are side
+    by side, (num_blocks, R * num_sent). Of several nodes that sent an index the first one has the mean and the others
+    have 0, so that a decoder may add them up in any order.
     """
-    if rule not in MERGE_RULES:
-        raise ValueError(f"merge must be one of {', '.join(MERGE_RULES)}, got {rule!r}")
     num_nodes = len(components)
     if num_nodes == 1:
         return components[0]
@@ -265,18 +245,14 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
 
 
 def _sum(zeros: Tensor, indices: Sequence[Tensor], of_nodes: Tensor, out: Tensor) -> None:
-    """Write the sum over the nodes at each position into ``out``, for the first node that has it; 0 for the others.
+    """Write the sum over the nodes at each index into ``out``, for the first node that has it; 0 for the others.
 
-    Args:
-        zeros: (at least num_blocks, block_numel); zeros again afterwards.
-        indices: Of each node, (num_blocks, num_sent).
-        of_nodes: Values (num_nodes, num_blocks, num_sent), added in the order of the nodes.
-        out: Of the same shape, or the same tensor.
+    ``zeros`` (at least num_blocks, block_numel) are zeros again afterwards; ``out`` may be ``of_nodes``.
     """
     sums = zeros[: of_nodes.size(1)]
     for places, values in zip(indices, of_nodes, strict=True):
         # Not scatter_add_, whose order differs from run to run on CUDA.
         sums.scatter_(1, places, sums.gather(1, places).add_(values))
-    for places, merged in zip(indices, out, strict=True):
-        torch.gather(sums, 1, places, out=merged)
+    for places, total in zip(indices, out, strict=True):
+        torch.gather(sums, 1, places, out=total)
         sums.scatter_(1, places, 0.0)

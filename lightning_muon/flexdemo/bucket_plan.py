@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_muon.flexdemo.replicator import Replicator
-from lightning_muon.flexdemo.replicators import Full
-from lightning_muon.flexdemo.wire import SCALED_TOGETHER, ValueFormat, index_bytes, value_format
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import Full, Replicator
+from lightning_muon.flexdemo.wire import SCALED_TOGETHER, VALUE_FORMATS, ValueFormat, index_dtype
 from lightning_muon.params.layout import local_tensor
 
-_ALIGNMENT = 8
+ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Part:
 
     replicator: Replicator  # Encodes them.
     values: ValueFormat  # Format of the values.
-    block_shape: tuple[int, ...]  # `()` where all is one block of `numel` elements.
+    block_shape: tuple[int, ...]  # `()` where all is one block of `block_numel` elements.
     num_blocks: int  # In this part.
     block_numel: int  # Elements of a block, padding included.
     places: tuple[Place, ...]  # The parameters.
@@ -58,24 +58,29 @@ class Part:
         """Whether the batch has elements that belong to no parameter."""
         return self.num_blocks * self.block_numel != sum(place.rows * place.cols for place in self.places)
 
+    def segment(self, node: int, num_nodes: int) -> slice:
+        """The values that a node adds up; begins where a scale of the value format begins."""
+        numel = self.num_blocks * self.num_sent
+        length = -(-numel // (num_nodes * SCALED_TOGETHER)) * SCALED_TOGETHER
+        return slice(min(node * length, numel), min((node + 1) * length, numel))
+
+    def wire_shape(self, node: int = 0, num_nodes: int = 1) -> tuple[int, int]:
+        """The values of a segment, to their format; values at common indices are one row, which can be cut anywhere."""
+        if self.replicator.sends_indices:
+            return self.num_blocks, self.num_sent
+        segment = self.segment(node, num_nodes)
+        return 1, segment.stop - segment.start
+
     @property
     def index_bytes(self) -> int:
         """Of all indices."""
-        if not self.replicator.sends_indices:
-            return 0
-        return self.num_blocks * self.num_sent * index_bytes(self.block_numel)
+        itemsize = index_dtype(self.block_numel).itemsize if self.replicator.sends_indices else 0
+        return self.num_blocks * self.num_sent * itemsize
 
-    @property
-    def wire_shape(self) -> tuple[int, int]:
-        """The values, to their format. Those that may be added up on the way are one row, which can be cut anywhere."""
-        if self.replicator.sends_indices:
-            return self.num_blocks, self.num_sent
-        return 1, self.num_blocks * self.num_sent
-
-    @property
-    def value_bytes(self) -> int:
-        """Of all values."""
-        return self.values.num_bytes(*self.wire_shape)
+    def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
+        """Of all indices and the values of a segment, with what fills them up to multiples of 8."""
+        value_bytes = self.values.num_bytes(*self.wire_shape(node, num_nodes))
+        return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in (self.index_bytes, value_bytes))
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,40 @@ class BucketPlan:
 
     members: tuple[int, ...]  # Numbers of the parameters, in the order in which backward finishes them.
     parts: tuple[Part, ...]  # Without those that are empty on this rank.
+
+    def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
+        """Bytes of the message with the values that ``node`` adds up; as it is, with all indices and values."""
+        return sum(part.message_bytes(node, num_nodes) for part in self.parts)
+
+    def is_summed(self, num_nodes: int) -> bool:
+        """Whether nodes send each other segments of the values and then sums of them, not whole messages.
+
+        With two nodes a whole message costs the same bytes, and half of the waiting.
+        """
+        return num_nodes > 2 and not any(part.replicator.sends_indices for part in self.parts)
+
+    @property
+    def returned_dtype(self) -> torch.dtype:
+        """In which sums travel."""
+        is_exact = all(part.values is VALUE_FORMATS["fp32"] for part in self.parts)
+        return torch.float32 if is_exact else torch.bfloat16
+
+    def segment_lengths(self, node: int, num_nodes: int) -> list[int]:
+        """Values of each part that a node adds up; there are no indices."""
+        return [part.wire_shape(node, num_nodes)[1] for part in self.parts]
+
+    def sent_bytes(self, node: int, num_nodes: int) -> int:
+        """Bytes that a rank of a node sends to other nodes in a step for this bucket.
+
+        Where nodes choose their own indices, the message goes to each of the others: (R - 1) messages. Else the
+        values are summed up as in a ring all-reduce, 2 (R - 1) / R messages: each node gets a segment of them from
+        all others, and sends the sum to all others.
+        """
+        if not self.is_summed(num_nodes):
+            return (num_nodes - 1) * self.message_bytes()
+        there = sum(self.message_bytes(other, num_nodes) for other in range(num_nodes) if other != node)
+        back = self.returned_dtype.itemsize * sum(self.segment_lengths(node, num_nodes))
+        return there + (num_nodes - 1) * back
 
 
 @dataclass(frozen=True)
@@ -98,155 +137,74 @@ class Shape:
         """Elements of all shards."""
         return math.prod(self.whole)
 
+    def is_dense(self, dense_below: int) -> bool:
+        """Whether the parameter travels whole."""
+        return len(self.whole) < 2 or self.numel < dense_below
+
+    def as_matrix(self) -> tuple[int, int]:
+        """Rows and columns of the shard, read as a matrix in row-major order.
+
+        More than two dimensions are divided into the leading and the rest where the matrix comes nearest to a square: a
+        convolution of 256 x 128 x 3 x 3 becomes 256 x 1152, a stack of 8 x 512 x 2048 becomes 4096 x 2048.
+        """
+
+        def elongation(dim: int) -> float:
+            sides = math.prod(self.whole[:dim]), math.prod(self.whole[dim:])
+            return max(sides) / max(1, min(sides))
+
+        best = min(range(1, max(2, len(self.whole))), key=elongation)
+        return math.prod(self.local[:best]), math.prod(self.local[best:])
+
 
 def shapes_of(parameters: Sequence[Tensor]) -> list[Shape]:
     """Global and local shapes of parameters."""
     return [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
 
 
-def matrix_view(shape: Shape) -> tuple[int, int]:
-    """Rows and columns of the shard, read as a matrix in row-major order.
+def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
+    """Buckets for parameters of these shapes, in the order of the model, of which backward finishes the last one first.
 
-    More than two dimensions are divided into the leading and the rest where the matrix comes nearest to a square: a
-    convolution of 256 x 128 x 3 x 3 becomes 256 x 1152, a stack of 8 x 512 x 2048 becomes 4096 x 2048.
+    Which parameters are together depends on global shapes only.
     """
-    splits = range(1, max(2, len(shape.whole)))
-    best = min(splits, key=lambda dim: _elongation(math.prod(shape.whole[:dim]), math.prod(shape.whole[dim:])))
-    return math.prod(shape.local[:best]), math.prod(shape.local[best:])
-
-
-def _elongation(rows: int, cols: int) -> float:
-    return max(rows, cols) / max(1, min(rows, cols))
-
-
-def plan_buckets(
-    shapes: Sequence[Shape], *, replicator: Replicator, value_format_name: str, dense_below: int, chunk_bytes: int
-) -> list[BucketPlan]:
-    """Buckets for parameters of these shapes; which are together depends on global shapes only.
-
-    Args:
-        shapes: In the order of the model; backward finishes the last one first.
-        replicator: Of what does not travel dense.
-        value_format_name: Of its values.
-        dense_below: As in :class:`~lightning_muon.flexdemo.config.FlexDeMoConfig`.
-        chunk_bytes: As there.
-    """
+    replicator = config.replicator
+    assert isinstance(replicator, Replicator)
     buckets: list[list[int]] = []
     room = 0
     for number in reversed(range(len(shapes))):
         num_bytes = 4 * shapes[number].numel
         if not buckets or num_bytes > room:
             buckets.append([])
-            room = chunk_bytes
+            room = config.chunk_bytes
         buckets[-1].append(number)
         room -= num_bytes
-    values = value_format(value_format_name)
-    dense_values = value_format("fp32" if value_format_name == "fp32" else "bf16")
-    return [
-        BucketPlan(
-            tuple(members),
-            (
-                *_parts([n for n in members if not is_dense(shapes[n], dense_below)], shapes, replicator, values),
-                *_parts([n for n in members if is_dense(shapes[n], dense_below)], shapes, Full(), dense_values),
-            ),
-        )
-        for members in buckets
-    ]
-
-
-def is_dense(shape: Shape, dense_below: int) -> bool:
-    """Whether a parameter travels whole."""
-    return len(shape.whole) < 2 or shape.numel < dense_below
+    values = VALUE_FORMATS[config.value_format]
+    dense_values = VALUE_FORMATS["fp32" if config.value_format == "fp32" else "bf16"]
+    plans: list[BucketPlan] = []
+    for members in buckets:
+        dense = [number for number in members if shapes[number].is_dense(config.dense_below)]
+        compressed = [number for number in members if number not in dense]
+        parts = _parts(compressed, shapes, replicator, values) + _parts(dense, shapes, Full(), dense_values)
+        plans.append(BucketPlan(tuple(members), tuple(parts)))
+    return plans
 
 
 def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator, values: ValueFormat) -> list[Part]:
     """The parts for parameters of one kind; a parameter without elements here is in none."""
     by_shape: dict[tuple[int, ...], list[Place]] = {}
-    filled: dict[tuple[int, ...], int] = {}
     for number in members:
-        rows, cols = matrix_view(shapes[number])
+        rows, cols = shapes[number].as_matrix()
         if rows * cols == 0:
             continue
         block_shape = replicator.block_shape(rows, cols)
-        count = num_blocks(block_shape, rows, cols) if block_shape else rows * cols
-        first = filled.get(block_shape, 0)
-        by_shape.setdefault(block_shape, []).append(Place(number, rows, cols, first, count))
-        filled[block_shape] = first + count
-    return [
-        Part(
-            replicator,
-            values,
-            block_shape,
-            filled[block_shape] if block_shape else 1,
-            math.prod(block_shape) if block_shape else filled[block_shape],
-            tuple(places),
-        )
-        for block_shape, places in by_shape.items()
-    ]
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of 8."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def message_bytes(plan: BucketPlan) -> int:
-    """Bytes of what one rank sends to another one if all indices and values of a bucket travel in one message."""
-    return sum(aligned(part.index_bytes) + aligned(part.value_bytes) for part in plan.parts)
-
-
-def is_summed(plan: BucketPlan, num_nodes: int) -> bool:
-    """Whether nodes send each other segments of the values and then sums of them, not whole messages.
-
-    With two nodes a whole message costs the same bytes, and half of the waiting.
-    """
-    return num_nodes > 2 and not any(part.replicator.sends_indices for part in plan.parts)
-
-
-def segment(part: Part, node: int, num_nodes: int) -> tuple[int, int]:
-    """Range of the values of a part that a node adds up; begins where a scale of the value format begins."""
-    numel = part.num_blocks * part.num_sent
-    length = -(-numel // (num_nodes * SCALED_TOGETHER)) * SCALED_TOGETHER
-    return min(node * length, numel), min((node + 1) * length, numel)
-
-
-def segment_bytes(plan: BucketPlan, node: int, num_nodes: int) -> int:
-    """Bytes of what a rank sends to a node, of the values that this node adds up."""
-    lengths = [stop - start for start, stop in (segment(part, node, num_nodes) for part in plan.parts)]
-    return sum(
-        aligned(part.values.num_bytes(1, length)) for part, length in zip(plan.parts, lengths, strict=True) if length
-    )
-
-
-def sum_bytes(plan: BucketPlan, node: int, num_nodes: int) -> int:
-    """Bytes of the sums that a node sends to each other one."""
-    itemsize = returned_dtype(plan).itemsize
-    return itemsize * sum(stop - start for start, stop in (segment(part, node, num_nodes) for part in plan.parts))
-
-
-def returned_dtype(plan: BucketPlan) -> torch.dtype:
-    """In which sums travel."""
-    is_exact = all(part.values is value_format("fp32") for part in plan.parts)
-    return torch.float32 if is_exact else torch.bfloat16
-
-
-def sent_bytes(plan: BucketPlan, node: int, num_nodes: int) -> int:
-    """Bytes that a rank of a node sends to other nodes in a step for this bucket.
-
-    Where nodes choose their own indices, the message goes to each of the others: (R - 1) messages. Else the
-    values are summed up as in a ring all-reduce, 2 (R - 1) / R messages: each node gets a segment of them from all
-    others, and sends the sum to all others.
-    """
-    if not is_summed(plan, num_nodes):
-        return (num_nodes - 1) * message_bytes(plan)
-    others = [other for other in range(num_nodes) if other != node]
-    return sum(segment_bytes(plan, other, num_nodes) for other in others) + len(others) * sum_bytes(
-        plan, node, num_nodes
-    )
-
-
-def num_blocks(block_shape: tuple[int, ...], rows: int, cols: int) -> int:
-    """Blocks of a ``rows x cols`` matrix: by both sides, by the flattened matrix, or for ``()`` one."""
-    if len(block_shape) == 2:
-        return math.ceil(rows / block_shape[0]) * math.ceil(cols / block_shape[1])
-    return math.ceil(rows * cols / block_shape[0]) if block_shape else 1
+        count = math.ceil(rows * cols / math.prod(block_shape))
+        if len(block_shape) == 2:
+            count = math.ceil(rows / block_shape[0]) * math.ceil(cols / block_shape[1])
+        places = by_shape.setdefault(block_shape, [])
+        first = places[-1].first + places[-1].count if places else 0
+        places.append(Place(number, rows, cols, first, count))
+    parts: list[Part] = []
+    for block_shape, places in by_shape.items():
+        total = places[-1].first + places[-1].count
+        num_blocks, block_numel = (total, math.prod(block_shape)) if block_shape else (1, total)
+        parts.append(Part(replicator, values, block_shape, num_blocks, block_numel, tuple(places)))
+    return parts

@@ -14,8 +14,7 @@ from lightning_muon.config import (
     from_arguments,
     takes_options,
 )
-from lightning_muon.flexdemo.replicator import LocalSteps, Replicator, check_replicator
-from lightning_muon.flexdemo.replicators import DCTTopK
+from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, Replicator, check_replicator
 
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
@@ -68,12 +67,7 @@ class FlexDeMoConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = {
-            "base": Base,
-            "merge": Merge,
-            "value_format": ValueFormatName,
-            "overlap": ExchangeOverlap,
-        }
+        choices = {"base": Base, "merge": Merge, "value_format": ValueFormatName, "overlap": ExchangeOverlap}
         for key, allowed in choices.items():
             check_one_of(key, getattr(self, key), get_args(allowed))
         for key, smallest in (("dense_below", 0), ("check_every", 0), ("chunk_bytes", 4)):
@@ -87,25 +81,21 @@ class FlexDeMoConfig(OptimizerConfig):
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if not isinstance(self.replicator, Replicator | LocalSteps):
             raise TypeError(f"replicator must be a Replicator, such as DCTTopK(top_k=8), got {self.replicator!r}")
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
+        without_meaning: dict[str, str] = {}
         if isinstance(self.replicator, Replicator):
             check_replicator(self.replicator)
-        if isinstance(self.replicator, LocalSteps):
-            for key in ("delay", "value_format"):
-                if getattr(self, key) != getattr(type(self), key):
-                    raise ValueError(
-                        f"{key}={getattr(self, key)!r} means nothing with {self.replicator}, which exchanges no "
-                        "momenta; remove it"
-                    )
-        for key in () if self.has_inner_momentum else ("momentum", "nesterov"):
+        else:
+            reason = f"means nothing with {self.replicator}, which exchanges no momenta; remove it"
+            without_meaning |= dict.fromkeys(("delay", "value_format"), reason)
+        if not self.has_inner_momentum:
+            reason = (
+                "is of base='muon' in nodes that train by themselves (DiLoCo, NoReplication), got "
+                f"base={self.base!r} and {self.replicator}; the momentum that is exchanged has decay=..., remove it"
+            )
+            without_meaning |= dict.fromkeys(("momentum", "nesterov"), reason)
+        for key, reason in without_meaning.items():
             if getattr(self, key) != getattr(type(self), key):
-                raise ValueError(
-                    f"{key}={getattr(self, key)!r} is of base='muon' in nodes that train by themselves (DiLoCo, "
-                    f"NoReplication), got base={self.base!r} and {self.replicator}; the momentum that is exchanged has "
-                    "decay=..., remove it"
-                )
+                raise ValueError(f"{key}={getattr(self, key)!r} {reason}")
 
     @property
     def has_inner_momentum(self) -> bool:

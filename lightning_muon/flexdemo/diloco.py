@@ -15,13 +15,12 @@ from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.bucket import MomentumBucket, signs
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, plan_buckets, sent_bytes, shapes_of
+from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
-from lightning_muon.flexdemo.replicator import ExchangeStep
-from lightning_muon.flexdemo.replicators import DiLoCo, Full
+from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import StepPart, local_tensor
 from lightning_muon.schedule.program import EXCHANGE, GRADIENTS, Op
@@ -77,12 +76,12 @@ class IndependentNodes(InterNodeSync):
             local_tensor(parameter.detach()).copy_(weights)
         for key in _MOMENTS:
             if key in saved:
-                state[key] = moment = torch.zeros_like(parameter)
-                is_of_nodes = saved[key].ndim > parameter.ndim
-                local_tensor(moment).copy_(
-                    local_of_nodes(saved[key], parameter, self.layout, rule="mean")
-                    if is_of_nodes
-                    else part_of(saved[key], parameter)
+                value = saved[key]
+                state[key] = torch.zeros_like(parameter)
+                local_tensor(state[key]).copy_(
+                    local_of_nodes(value, parameter, self.layout, rule="mean")
+                    if value.ndim > parameter.ndim
+                    else part_of(value, parameter)
                 )
 
     @override
@@ -107,10 +106,12 @@ class DiLoCoSync(IndependentNodes):
         super().__init__(config, mesh)
         assert isinstance(config.replicator, DiLoCo)
         self._options: DiLoCo = config.replicator
+        # What the nodes send each other for an average.
+        self._wire = FlexDeMoConfig(
+            replicator=Full(), value_format="fp32", dense_below=0, chunk_bytes=config.chunk_bytes
+        )
         self._in_flight: list[tuple[MomentumBucket, Exchange]] = []
-        # What is trained in this step, and how many steps were taken before.
-        self._trained = Trained((), {})
-        self._num_steps = 0
+        self._trained = Trained((), {})  # In this step.
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
         # Weights of this node while its parameters show the common ones.
@@ -135,16 +136,15 @@ class DiLoCoSync(IndependentNodes):
             state["is_launched"] = torch.zeros((), device="cpu")
 
     @override
-    def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> None:
+    def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
         """The first step begins with what all nodes have in common.
 
         A later one, where the state is gone, begins with the weights of the first node: the next average counts from
         there what each node has learnt.
         """
-        self._num_steps = num_steps
         for parameter in trained.parameters:
             state = trained.states[parameter]
-            if num_steps == 0:
+            if self.num_steps == 0:
                 _anchor(state).copy_(local_tensor(parameter))
                 if self._options.overlap:
                     _launched(state).copy_(local_tensor(parameter))
@@ -168,38 +168,28 @@ class DiLoCoSync(IndependentNodes):
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """An op at the end of the steps in which an average begins, or its sums are sent."""
-        del reads
         average = Op(kind=EXCHANGE, key="average", rank=0, when=(GRADIENTS,))
+        half_period = (self._options.period + 1) // 2
         return StepPart(
             ops=AddedOps(last=[average]),
             actions={EXCHANGE: self._exchange},
-            facts=lambda _: {GRADIENTS: [average.key] if self._since in (0, self._half_period) else []},
+            facts=lambda _: {GRADIENTS: [average.key] if self._since in (0, half_period) else []},
         )
 
     @property
     def _since(self) -> int:
         """Steps since the last average, with the one that is being taken; 0 if an average ends it."""
-        return (self._num_steps + 1) % self._options.period
-
-    @property
-    def _half_period(self) -> int:
-        return (self._options.period + 1) // 2
+        return (self.num_steps + 1) % self._options.period
 
     def _exchange(self, op: Op) -> Sequence[Work]:
-        if self._since:
-            self._send_sums()
-        else:
-            self._average(self._trained)
-        return ()
-
-    @override
-    def finish(self, trained: Trained, num_steps: int) -> None:
-        self._num_steps, self._trained = num_steps, Trained((), {})
-
-    def _average(self, trained: Trained) -> None:
         """Begin an average, and apply it, or with ``overlap`` the one before."""
-        states = trained.states
-        moved = [parameter for parameter in trained.parameters if states[parameter]["has_moved"]]
+        if self._since:
+            # Sums are sent after half a period, which leaves the other half for their way; waits for their summands.
+            for _, exchange in self._in_flight:
+                self.groups.send_sums_until(exchange)
+            return ()
+        states, parameters = self._trained.states, self._trained.parameters
+        moved = [parameter for parameter in parameters if states[parameter]["has_moved"]]
         for parameter in moved:
             states[parameter]["has_moved"].zero_()
         if not self._options.overlap:
@@ -207,28 +197,21 @@ class DiLoCoSync(IndependentNodes):
             for parameter, outer_gradient in self._mean().items():
                 self._step_anchor(states[parameter], outer_gradient)
                 local_tensor(parameter).copy_(_anchor(states[parameter]))
-            return
+            return ()
         self.finish_in_flight(states)
-        for parameter in trained.parameters:
-            self._apply_mean(parameter, states[parameter])
-            _launched(states[parameter]).copy_(local_tensor(parameter))
+        for parameter in parameters:
+            state, local = states[parameter], local_tensor(parameter)
+            if state["is_launched"]:
+                # Go on from the mean that was begun a period ago, with what this node has learnt since.
+                progress = local - _launched(state)
+                self._step_anchor(state, local_tensor(state["mean_drift"]))
+                local.copy_(_anchor(state) + progress)
+                state["is_launched"].zero_()
+            _launched(state).copy_(local)
         for parameter in moved:
             states[parameter]["is_launched"].fill_(1)
         self._begin_mean(moved, states)
-
-    def _send_sums(self) -> None:
-        """Send the sums after half a period, which leaves the other half for their way; waits for their summands."""
-        for _, exchange in self._in_flight:
-            self.groups.send_sums_until(exchange)
-
-    def _apply_mean(self, parameter: Tensor, state: State) -> None:
-        """Go on from the mean that was begun a period ago, with what this node has learnt since."""
-        local = local_tensor(parameter)
-        if state["is_launched"]:
-            progress = local - _launched(state)
-            self._step_anchor(state, local_tensor(state["mean_drift"]))
-            local.copy_(_anchor(state) + progress)
-            state["is_launched"].zero_()
+        return ()
 
     @override
     def finish_in_flight(self, states: States) -> None:
@@ -277,8 +260,8 @@ class DiLoCoSync(IndependentNodes):
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Those of an average, divided by its period."""
-        of_average = sum(sent_bytes(plan, self.node, self.num_nodes) for plan in self._plans(parameters))
-        return round(of_average / self._options.period)
+        plans = plan_buckets(shapes_of(parameters), self._wire)
+        return round(sum(plan.sent_bytes(self.node, self.num_nodes) for plan in plans) / self._options.period)
 
     def _step_anchor(self, state: State, outer_gradient: Tensor) -> None:
         """One step of SGD of the common weights."""
@@ -289,24 +272,13 @@ class DiLoCoSync(IndependentNodes):
         anchor = _anchor(state)
         anchor.sub_((options.outer_lr * direction).to(anchor.dtype))
 
-    def _plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
-        return plan_buckets(
-            shapes_of(parameters),
-            replicator=Full(),
-            value_format_name="fp32",
-            dense_below=0,
-            chunk_bytes=self.config.chunk_bytes,
-        )
-
     def _begin_mean(self, parameters: Sequence[Tensor], states: States) -> None:
         """Send ``anchor - weights``, float32."""
-        moved = {p: _anchor(states[p]).float() - local_tensor(p).float() for p in parameters}
-        moved = {p: difference.contiguous() for p, difference in moved.items()}
-        for number, plan in enumerate(self._plans(parameters)):
+        moved = {p: (_anchor(states[p]).float() - local_tensor(p).float()).contiguous() for p in parameters}
+        for number, plan in enumerate(plan_buckets(shapes_of(parameters), self._wire)):
             bucket = MomentumBucket(plan, parameters, moved)
-            bucket.load(moved)
-            sent = bucket.encode(ExchangeStep(0, number))
-            self._in_flight.append((bucket, Exchange(plan, sent, self.groups)))
+            bucket.load()
+            self._in_flight.append((bucket, Exchange(plan, bucket.encode(ExchangeStep(0, number)), self.groups)))
 
     def _mean(self) -> dict[Tensor, Tensor]:
         """The means that are on their way; waits for them."""

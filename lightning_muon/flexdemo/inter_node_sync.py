@@ -39,41 +39,22 @@ class Trained:
 
 
 class InterNodeSync(ABC):
-    """One way to keep the nodes in step.
+    """One way to keep the nodes of ``mesh`` in step; ``None`` for a process alone."""
 
-    Attributes:
-        own_state: Keys of the state of a parameter that :meth:`load` takes.
-        per_node: Those of them, and of :meth:`saved`, that have an entry for each node, (R, *shape) -> what another
-            number of nodes gets: the ``"sum"`` over the saved nodes divided by the number of nodes now, so that the sum
-            over the nodes stays what it was, or the ``"mean"`` over the saved nodes.
-        marks: Keys by which a saved state is known to be of this way.
-
-    Args:
-        config: Options of the optimizer.
-        mesh: Nodes, and the ranks of each; ``None`` for a process alone.
-    """
-
+    # Keys of the state of a parameter that `load` takes.
     own_state: ClassVar[frozenset[str]] = frozenset()
+    # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
     per_node: ClassVar[Mapping[str, Rule]] = {}
+    # Keys by which a saved state is known to be of this way.
     marks: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         self.config, self.mesh = config, mesh
-
-    @property
-    def node(self) -> int:
-        """Number of this node."""
-        return 0 if self.mesh is None else axis_group(self.mesh, (0,)).rank
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes there are."""
-        return 1 if self.mesh is None else self.mesh.size(0)
-
-    @cached_property
-    def layout(self) -> NodeLayout | None:
-        """Where parameters lie; ``None`` for a process alone."""
-        return None if self.mesh is None else NodeLayout(self.mesh)
+        self.layout = None if mesh is None else NodeLayout(mesh)
+        self.node = 0 if mesh is None else mesh.get_local_rank(0)
+        self.num_nodes = 1 if mesh is None else mesh.size(0)
+        self.num_steps = 0  # That were taken before the one that is being taken.
+        self.early: EarlyExchanges | None = None  # What the plan sends during backward.
 
     @cached_property
     def groups(self) -> NodeGroups:
@@ -109,27 +90,13 @@ class InterNodeSync(ABC):
     def check(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
         """Raise if these parameters cannot be exchanged; local."""
 
-    def plan(self, trained: Trained, names: Mapping[Tensor, str], num_steps: int) -> EarlyExchanges | None:
-        """Get ready for the parameters that there are now, after ``num_steps`` steps; what is sent during backward.
-
-        Collective over the nodes; every rank must call it.
-        """
-        del trained, names, num_steps
-        return None
+    def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:  # noqa: B027
+        """Get ready for the parameters that there are now. Collective over the nodes; every rank must call it."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops of this way in the program of a step, for what :meth:`plan` was called with; local.
-
-        Args:
-            reads: Names of the ops of the step that read updates, and whose.
-        """
+        """Ops of this way; ``reads``: ops of the step that read updates, and of which parameters. Local."""
         del reads
         return StepPart()
-
-    @property
-    def order(self) -> Sequence[Sequence[Tensor]]:
-        """The parameters in the order in which their updates arrive, those together that arrive together."""
-        return ()
 
     @abstractmethod
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
@@ -138,8 +105,9 @@ class InterNodeSync(ABC):
         The ops of :meth:`step_part` fill in what nodes exchange.
         """
 
-    def finish(self, trained: Trained, num_steps: int) -> None:  # noqa: B027
-        """End a step, after which ``num_steps`` are taken. Collective over the nodes; every rank must call it."""
+    def finish(self) -> None:
+        """End a step; local."""
+        self.num_steps += 1
 
     def finish_in_flight(self, states: States) -> None:  # noqa: B027
         """Receive what is on its way into the states. Collective over the nodes; every rank must call it."""
@@ -184,13 +152,7 @@ class InterNodeSync(ABC):
 
 
 class NodeStateCompletion(StateCompletion):
-    """State that the synchronization of nodes needs, and that of the base optimizer.
-
-    Args:
-        sync: Keeps the nodes in step.
-        has_moments: Whether the base optimizer is, or uses, AdamW.
-        has_momentum: Whether it has a momentum for matrices.
-    """
+    """State that the synchronization of nodes needs, and that of the base optimizer."""
 
     def __init__(self, sync: InterNodeSync, *, has_moments: bool, has_momentum: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where parameters lie whose gradients are averaged inside of a node only."""
+"""Where parameters lie whose gradients are averaged inside of a node only, and state that differs between nodes."""
 
 from __future__ import annotations
 
@@ -15,42 +15,34 @@ from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local
 from lightning_muon.sharding.weights import mesh_device
 
 AXES = ("replicate", "shard")
+# What another number of nodes gets of what each saved node had, see `shared_among`.
 Rule = Literal["sum", "mean"]
 
 
 class NodeLayout(Layout):
-    """DTensors on ``mesh["shard"]`` and plain tensors, seen on the whole mesh: each node has its own gradients.
-
-    Args:
-        mesh: Axes ``("replicate", "shard")``: nodes, and the ranks of each.
-    """
+    """DTensors on ``mesh["shard"]`` and plain tensors, seen on the whole mesh: each node has its own gradients."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
         self._nodes = mesh
-        self._in_order: Sequence[Sequence[Tensor]] = ()
+        # The parameters in the order in which their updates arrive, those together that arrive together.
+        self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
         return self._nodes, (Decoupled(), *self._inside(parameter))
 
-    def set_arrival_order(self, order: Sequence[Sequence[Tensor]]) -> None:
-        """The parameters in the order in which their updates arrive, those together that arrive together."""
-        self._in_order = order
-
     @override
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         wanted = set(parameters)
-        groups = [[tensor for tensor in group if tensor in wanted] for group in self._in_order]
+        groups = [[tensor for tensor in group if tensor in wanted] for group in self.arrival_order]
         known = {tensor for group in groups for tensor in group}
         return [group for group in (*groups, [tensor for tensor in parameters if tensor not in known]) if group]
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> DTensor:
-        """A tensor of each node as one DTensor (R, *parameter.shape).
+        """A tensor of each node, laid out like ``parameter``, as one DTensor (R, *parameter.shape).
 
-        Args:
-            parameter: What it is laid out like.
-            local: The calling rank's part of that of its node; shares memory.
+        ``local`` is the calling rank's part of that of its node; shares memory.
         """
         inside = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in self._inside(parameter)]
         shape = torch.Size((self._nodes.size(0), *parameter.shape))
@@ -84,11 +76,7 @@ class NodeLayout(Layout):
 
 
 def require_node_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh, if its axes are those of FlexDeMo.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """The mesh; raises unless its axes are those of FlexDeMo."""
     if mesh.mesh_dim_names != AXES:
         raise ValueError(
             f"FlexDeMo takes a mesh with the axes {AXES} (nodes, ranks of a node), got {mesh.mesh_dim_names}; for "
@@ -110,15 +98,13 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
             f"{tuple(value.shape)}; expected (number of nodes, *shape)"
         )
     if layout is None:
-        own = (value.full_tensor() if isinstance(value, DTensor) else value).to(local.device)
         num_nodes = 1
+        own = (value.full_tensor() if isinstance(value, DTensor) else value).to(local.device)
     else:
         target = layout.of_all_nodes(parameter, torch.empty(local.shape, device=local.device))
-        mesh, placements = target.device_mesh, target.placements
         num_nodes = target.shape[0]
-        whole = value if isinstance(value, DTensor) else _everywhere(value, mesh)
-        axis = placements[0] if value.shape[0] == num_nodes else Replicate()
-        own = whole.redistribute(mesh, (axis, *placements[1:])).to_local()
+        axis = target.placements[0] if value.shape[0] == num_nodes else Replicate()
+        own = _redistributed(value, target.device_mesh, (axis, *target.placements[1:]))
     if value.shape[0] == num_nodes:
         return own[0].float().clone()
     return shared_among(own.float(), num_nodes, rule)[0]
@@ -127,19 +113,11 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
     """(saved nodes, *shape) -> (num_nodes, *shape), the same for all of these nodes, in the dtype of ``saved``.
 
-    Args:
-        saved: Of each node that there was.
-        num_nodes: That there are now.
-        rule: ``"sum"``: the sum over the saved nodes, divided by the number of nodes now: the sum over the nodes stays
-            what it was. ``"mean"``: the mean over the saved nodes.
+    ``"sum"`` is the sum over the saved nodes, divided by the number of nodes now: the sum over the nodes stays what it
+    was. ``"mean"`` is the mean over the saved nodes.
     """
     share = saved.float().sum(0, keepdim=True) / (num_nodes if rule == "sum" else saved.shape[0])
     return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
-
-
-def _everywhere(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A whole tensor that every rank has."""
-    return DTensor.from_local(value.to(mesh_device(mesh)), mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
@@ -149,6 +127,11 @@ def part_of(value: Tensor, parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
-    mesh = parameter.device_mesh
-    whole = value if isinstance(value, DTensor) else _everywhere(value, mesh)
-    return whole.redistribute(mesh, parameter.placements).to_local()
+    return _redistributed(value, parameter.device_mesh, parameter.placements)
+
+
+def _redistributed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The local part of a DTensor, or of a whole tensor that every rank has, with other placements."""
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value.to(mesh_device(mesh)), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    return value.redistribute(mesh, placements).to_local()

@@ -26,11 +26,10 @@ from lightning_muon.flexdemo.config import (
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync, IndependentNodes
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
-from lightning_muon.flexdemo.momentum_sync import EarlyExchanges, MomentumSync
-from lightning_muon.flexdemo.node_state import NodeLayout, Rule, require_node_mesh
+from lightning_muon.flexdemo.momentum_sync import MomentumSync
+from lightning_muon.flexdemo.node_state import Rule, require_node_mesh
 from lightning_muon.flexdemo.replica_consistency import check_equal
-from lightning_muon.flexdemo.replicator import LocalSteps, Replicator
-from lightning_muon.flexdemo.replicators import DiLoCo
+from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
@@ -112,7 +111,6 @@ class FlexDeMo(PlannedOptimizer):
         mesh = None if mesh is None else require_node_mesh(mesh)
         self._sync = make_sync(self.config, mesh)
         self._checked: Bound | None = None
-        self._early_exchanges: EarlyExchanges | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -133,9 +131,9 @@ class FlexDeMo(PlannedOptimizer):
         self._mesh = require_node_mesh(mesh)
         self._sync = make_sync(self.config, self._mesh)
         self._completion = self._own_completion()
+        self._layout = self._own_layout()
         if self.is_fresh:
             self._existing_state.clear()  # That of a process alone.
-        self._layout = self._own_layout()
 
     @override
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
@@ -164,10 +162,7 @@ class FlexDeMo(PlannedOptimizer):
 
     @property
     def per_node(self) -> Mapping[str, Rule]:
-        """Entries of the saved state of a parameter that have the shape (R, *shape) -> what other nodes get of them.
-
-        See :func:`~lightning_muon.flexdemo.node_state.shared_among`.
-        """
+        """Entries of the saved state of a parameter that have the shape (R, *shape) -> what other nodes get of them."""
         return self._sync.per_node
 
     @contextmanager
@@ -250,7 +245,7 @@ class FlexDeMo(PlannedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._sync.finish_in_flight(self._existing_state)
-        return super().__getstate__() | {"config": self.config, "_checked": None, "_early_exchanges": None}
+        return super().__getstate__() | {"config": self.config, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict() calls this, too, with a state that has no config.
@@ -259,7 +254,7 @@ class FlexDeMo(PlannedOptimizer):
         super().__setstate__(state)
 
     def _own_layout(self) -> Layout:
-        return Layout() if self._mesh is None else NodeLayout(self._mesh)
+        return self._sync.layout or Layout()
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -285,15 +280,14 @@ class FlexDeMo(PlannedOptimizer):
 
     def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
-        self._early_exchanges = self._sync.plan(self._trained(), names, self.num_exchanges)
-        if isinstance(self._layout, NodeLayout):
-            self._layout.set_arrival_order(self._sync.order)
+        self._sync.num_steps = self.num_exchanges
+        self._sync.plan(self._trained(), names)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
         del plan
-        if self._early_exchanges is not None:
-            self._early_exchanges.run_on(step.executor)
-        return self._early_exchanges
+        if self._sync.early is not None:
+            self._sync.early.executor = step.executor
+        return self._sync.early
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         return self._sync.step_part(reads)
@@ -313,24 +307,18 @@ class FlexDeMo(PlannedOptimizer):
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
-        self._sync.finish(self._trained(), count)
+        self._sync.finish()
         every = self.config.check_every
         # Also right after a new plan: weights that were not equal from the beginning show at once.
-        is_due = every > 0 and (count % every == 0 or self._checked is not self._bound)
+        is_due = every > 0 and (count % every == 0 or self._checked is not bound)
         if is_due and self._mesh is not None:
-            self._check_nodes(self._mesh)
-            self._checked = self._bound
-
-    def _check_nodes(self, mesh: DeviceMesh) -> None:
-        """Collective over all ranks of all nodes; every rank must call it."""
-        assert self._bound is not None
-        names = self._bound.plan.names
-        common = self._sync.common(self._trained())
-        check_equal(
-            [(names[p], tensor) for p, tensor in zip(self._all_parameters(), common, strict=False)],
-            nodes=host_group(axis_group(mesh, (0,))),
-            everyone=host_group(axis_group(mesh, (0, 1))),
-        )
+            names, common = bound.plan.names, self._sync.common(self._trained())
+            check_equal(
+                [(names[p], tensor) for p, tensor in zip(self._all_parameters(), common, strict=False)],
+                nodes=host_group(axis_group(self._mesh, (0,))),
+                everyone=host_group(axis_group(self._mesh, (0, 1))),
+            )
+            self._checked = bound
 
     def _settings(self) -> str:
         return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"

@@ -1,31 +1,165 @@
-"""What nodes send each other of their momenta, and the two ways in which they send none."""
+"""What nodes send each other of their momenta: momentum -> components that are sent -> what of it they stand for."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from abc import abstractmethod
+import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_muon.flexdemo.replicator import (
-    Components,
-    ExchangeStep,
-    LocalSteps,
-    Replicator,
-    period,
-    require_count,
-    require_rate,
-)
-from lightning_muon.math.dct import dct, groups, sparse_inverse_dct, subtract_sparse_inverse_dct_
+from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups, sparse_inverse_dct
 
+# How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
+_ROUNDED = 0.02
 # Rows shorter than this many times the number that is chosen are split no more: a round would cost more than it saves.
 # 32 of 4096 take 24.7 ms of a core for 10 million elements; 28.2 ms with 2, and 27.3 ms if only the whole row is split.
 _SPLIT_ABOVE = 4
+
+
+@dataclass(frozen=True)
+class ExchangeStep:
+    """Which exchange it is, equal on all nodes: a random or periodic choice depends on nothing else.
+
+    Attributes:
+        step: Number of the exchange, from 0.
+        part: Number of the bucket in which the blocks travel.
+    """
+
+    step: int
+    part: int
+
+
+class Components(NamedTuple):
+    """What is sent of each block.
+
+    Attributes:
+        values: (num_blocks, num_sent), float32.
+        indices: (num_blocks, num_sent), int64: where in the flattened block (or its transform) each value belongs;
+            ``None`` where it follows from the :class:`ExchangeStep`, so that nothing but values travels.
+    """
+
+    values: Tensor
+    indices: Tensor | None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Another name of ``indices``."""
+        return self.indices
+
+
+class Replicator(ABC):
+    """One way to choose what nodes send each other of their momenta.
+
+    Frozen dataclasses; a replicator has no state and does not communicate, and treats every block by itself. Momenta
+    come as a batch (num_blocks, *block_shape), float32. All nodes call it with batches of equal shape.
+
+    Attributes:
+        sends_indices: Whether each node chooses its own indices. If so, all nodes get what all others sent
+            (all-gather, which grows with the number of nodes); else the values are summed up on the way (all-reduce).
+    """
+
+    sends_indices: ClassVar[bool]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "sends_positions" in vars(cls):
+            warnings.warn(f"{cls.__name__}.sends_positions is called sends_indices now", FutureWarning, stacklevel=2)
+            cls.sends_indices = vars(cls)["sends_positions"]
+
+    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """Shape of the blocks into which a matrix is cut, the last ones padded with zeros.
+
+        ``()``: not cut at all; then all parameters of a bucket come together, flattened, as one block.
+        """
+        del rows, cols
+        return ()
+
+    @abstractmethod
+    def num_sent(self, block_numel: int) -> int:
+        """Values that are sent of a block of so many elements; at least 1 for a block that is not empty."""
+
+    @abstractmethod
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
+        """What is sent of ``blocks`` (num_blocks, *block_shape), which it does not change; local.
+
+        No index occurs twice in a block.
+        """
+
+    @abstractmethod
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
+        """The blocks (num_blocks, *block_shape) for which ``components`` stand; linear in their values; local.
+
+        There may be other numbers of values for each block than :meth:`num_sent`: those of several nodes. The same
+        index may then occur more than once, but at most one of its values is not 0; they add up, in any order.
+        """
+
+    def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:
+        """``blocks -= decode(components)``; for a replicator that can do it faster. Local."""
+        blocks.sub_(self.decode(components, tuple(blocks.shape[1:]), exchange))
+
+
+class LocalSteps(ABC):
+    """Every node applies its own momentum; no part of a step travels, so there is nothing to encode."""
+
+    @abstractmethod
+    def bits_per_parameter(self) -> float:
+        """Bits that a node sends for each parameter, on average over the steps."""
+
+
+def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) -> None:
+    """Raise unless two blocks (``()``: of a small matrix) are encoded and decoded as :class:`Replicator` says."""
+    rows, cols = 48, 40
+    shape = block_shape or replicator.block_shape(rows, cols) or (rows * cols,)
+    numel, exchange = math.prod(shape), ExchangeStep(0, 0)
+    blocks = torch.randn(2, *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    given = blocks.clone()
+
+    def require(is_right: bool, problem: str) -> None:
+        if not is_right:
+            raise ValueError(f"{type(replicator).__name__}.{problem}")
+
+    values, indices = sent = replicator.encode(blocks, exchange)
+    num_sent = replicator.num_sent(numel)
+    found = f"encode gives values of shape {tuple(values.shape)} and {values.dtype} for blocks of shape {shape}"
+    require(torch.equal(blocks, given), "encode changes the blocks that it is given")
+    require(num_sent >= 1, f"num_sent({numel}) is {num_sent}: blocks of shape {shape} would never be trained")
+    require(tuple(values.shape) == (2, num_sent), f"{found}; num_sent({numel}) says (2, {num_sent})")
+    require(values.dtype == torch.float32, f"{found}, not float32")
+    require(
+        (indices is None) != replicator.sends_indices,
+        f"sends_indices is {replicator.sends_indices}, but encode gives {'no ' if indices is None else ''}indices",
+    )
+    if indices is not None:
+        is_inside = indices.dtype == torch.int64 and bool(((indices >= 0) & (indices < numel)).all())
+        require(is_inside, f"encode: indices are no int64 in [0, {numel})")
+        is_once = bool((indices.sort(1).values.diff(dim=1) > 0).all())
+        require(is_once, "encode: an index occurs twice in a block; send the sum of its values once")
+    decoded = replicator.decode(sent, shape, exchange)
+    require(decoded.shape == blocks.shape, f"decode gives {tuple(decoded.shape)}, not {tuple(blocks.shape)}")
+    replicator.subtract_(blocks, sent, exchange)
+    is_subtracted = torch.allclose(blocks, given - decoded, atol=1e-4)
+    require(is_subtracted, "subtract_ takes off something else than decode gives")
+
+
+def _require_count(options: object, name: str) -> None:
+    """Raise unless the option is a whole number of at least 1."""
+    value = getattr(options, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(options).__name__}: {name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{type(options).__name__}: {name} must be at least 1, got {value}")
+
+
+def period(rate: float) -> int:
+    """Of how many elements, or exchanges, one is sent: ``round(1 / rate)``."""
+    return max(1, round(1 / rate))
 
 
 @dataclass(frozen=True)
@@ -49,8 +183,8 @@ class DCTTopK(Replicator):
     sends_indices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_count(self, "chunk_size")
-        require_count(self, "top_k")
+        _require_count(self, "chunk_size")
+        _require_count(self, "top_k")
 
     @override
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -64,7 +198,6 @@ class DCTTopK(Replicator):
 
     @override
     def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        """The largest coefficients, in no order, and their indices in the flattened transform."""
         num_sent = self.num_sent(math.prod(blocks.shape[1:]))
         values = blocks.new_empty((blocks.size(0), num_sent))
         indices = torch.empty_like(values, dtype=torch.int64)
@@ -82,7 +215,7 @@ class DCTTopK(Replicator):
     @override
     def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:
         assert components.indices is not None
-        subtract_sparse_inverse_dct_(blocks, components.values, components.indices)
+        add_sparse_inverse_dct_(blocks, components.values, components.indices, alpha=-1)
 
 
 def largest(rows: Tensor, count: int) -> Tensor:
@@ -99,7 +232,9 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     least for ``g = sqrt(n / count)``; the maxima of many groups are chosen from in the same way.
     """
     num_rows, numel = magnitudes.shape
-    size = _group_size(numel, count) if numel > _SPLIT_ABOVE * count else 1
+    size = 1  # The largest power of 2 up to sqrt(n / count) that divides n.
+    while numel > _SPLIT_ABOVE * count and numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
+        size *= 2
     if size == 1:
         return torch.topk(magnitudes, count, dim=1, sorted=False).indices
     # The elements of a group are far apart, so that the maxima are taken of neighbours in memory.
@@ -108,14 +243,6 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     candidates = (groups_chosen[:, None] + firsts).flatten(1)
     winners = torch.topk(magnitudes.gather(1, candidates), count, dim=1, sorted=False).indices
     return candidates.gather(1, winners)
-
-
-def _group_size(numel: int, count: int) -> int:
-    """The largest power of 2 up to ``sqrt(numel / count)`` that divides ``numel``."""
-    size = 1
-    while numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
-        size *= 2
-    return size
 
 
 @dataclass(frozen=True)
@@ -130,17 +257,66 @@ class Full(Replicator):
 
     @override
     def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        """A copy: ``blocks`` may change before the values are sent."""
+        # A copy, since ``blocks`` may change before the values are sent.
         return Components(blocks.flatten(1).clone(), None)
 
     @override
     def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
-        """A view of the values."""
         return components.values.view(components.values.size(0), *block_shape)
 
 
 @dataclass(frozen=True)
-class Random(Replicator):
+class SharedElements(Replicator):
+    """In each step one of ``n = round(1 / rate)`` elements, the same ones on all nodes.
+
+    So no indices travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
+    value: ``v / n``.
+    """
+
+    rate: float  # Part of the elements that is sent, in (0, 1].
+
+    sends_indices: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        name, rate = type(self).__name__, self.rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise TypeError(f"{name}: rate must be a number, got {rate!r}")
+        if not 0 < rate <= 1:
+            raise ValueError(f"{name}: rate must be in (0, 1], the part of the elements that is sent, got {rate}")
+        if abs(rate * period(rate) - 1) > _ROUNDED:
+            fewer, more = math.ceil(1 / rate), math.floor(1 / rate)
+            raise ValueError(
+                f"{name}: rate must be 1 / n for a whole number n, since one of n elements is sent; got "
+                f"{rate}, use 1/{fewer} = {1 / fewer:.4g} or 1/{more} = {1 / more:.4g}"
+            )
+
+    @abstractmethod
+    def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
+        """Which elements of a flattened block are sent, 1-D; one less than :meth:`num_sent` is filled up with a 0."""
+
+    @override
+    def num_sent(self, block_numel: int) -> int:
+        return -(-block_numel // period(self.rate))
+
+    @override
+    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
+        flat = blocks.flatten(1)
+        elements = self.elements(exchange, flat.size(1), flat.device)
+        num_missing = self.num_sent(flat.size(1)) - elements.numel()
+        return Components(F.pad(flat.index_select(1, elements), (0, num_missing)), None)
+
+    @override
+    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
+        values = components.values
+        blocks = values.new_zeros((values.size(0), *block_shape))
+        flat = blocks.view(values.size(0), math.prod(block_shape))
+        elements = self.elements(exchange, flat.size(1), flat.device)
+        flat.index_copy_(1, elements, values[:, : elements.numel()])
+        return blocks
+
+
+@dataclass(frozen=True)
+class Random(SharedElements):
     """One of each ``round(1 / rate)`` neighbours, drawn at random; all nodes draw the same, so no indices travel.
 
     Values are summed up on the way. Bits per parameter and step, with ``v`` bits for a value: ``v / round(1 / rate)``.
@@ -150,36 +326,10 @@ class Random(Replicator):
         seed: Of the draws; equal on all nodes.
     """
 
-    rate: float
     seed: int = 0
 
-    sends_indices: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require_rate(self, self.rate)
-
     @override
-    def num_sent(self, block_numel: int) -> int:
-        """One for each cell, the last of which may be short."""
-        return -(-block_numel // period(self.rate))
-
-    @override
-    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        """The elements drawn, in their order."""
-        flat = blocks.flatten(1)
-        return Components(flat.index_select(1, self._indices(flat.size(1), exchange, flat.device)), None)
-
-    @override
-    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
-        """Zeros everywhere else."""
-        values = components.values
-        blocks = values.new_zeros((values.size(0), *block_shape))
-        flat = blocks.flatten(1)
-        flat.index_copy_(1, self._indices(flat.size(1), exchange, flat.device), values)
-        return blocks
-
-    def _indices(self, block_numel: int, exchange: ExchangeStep, device: torch.device) -> Tensor:
-        """(num_sent,): one element of each cell."""
+    def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
         cell = period(self.rate)
         key = hashlib.blake2b(f"{self.seed} {exchange.step} {exchange.part}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(key) >> 1)
@@ -191,69 +341,25 @@ class Random(Replicator):
 
 
 @dataclass(frozen=True)
-class PeriodicReplicator(Replicator):
-    """In each step one of ``n = round(1 / rate)`` parts of the elements, which has the same number on all nodes.
-
-    So no indices travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
-    value: ``v / n``.
-    """
-
-    rate: float  # Part of the elements that is sent, in (0, 1].
-
-    sends_indices: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require_rate(self, self.rate)
-
-    @abstractmethod
-    def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
-        """Which elements of a flattened block are the part ``index``."""
-
-    @override
-    def num_sent(self, block_numel: int) -> int:
-        """The largest part; one that has an element less sends a zero at the end."""
-        return -(-block_numel // period(self.rate))
-
-    @override
-    def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        """The elements of this exchange, in their order."""
-        flat = blocks.flatten(1)
-        taken = flat[:, self._elements_of(exchange, flat.size(1))]
-        values = flat.new_zeros((flat.size(0), self.num_sent(flat.size(1))))
-        values[:, : taken.size(1)] = taken
-        return Components(values, None)
-
-    @override
-    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
-        """Zeros everywhere else."""
-        values = components.values
-        blocks = values.new_zeros((values.size(0), *block_shape))
-        flat = blocks.flatten(1)
-        taken = flat[:, self._elements_of(exchange, flat.size(1))]
-        taken.copy_(values[:, : taken.size(1)])
-        return blocks
-
-    def _elements_of(self, exchange: ExchangeStep, block_numel: int) -> slice:
-        num_parts = period(self.rate)
-        return self.elements(exchange.step % num_parts, num_parts, block_numel)
-
-
-@dataclass(frozen=True)
-class Striding(PeriodicReplicator):
+class Striding(SharedElements):
     """Every ``n``-th element, ``n = round(1 / rate)``, from ``exchange.step mod n`` on."""
 
     @override
-    def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
-        return slice(index, block_numel, num_parts)
+    def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
+        num_parts = period(self.rate)
+        return torch.arange(min(exchange.step % num_parts, block_numel), block_numel, num_parts, device=device)
 
 
 @dataclass(frozen=True)
-class Slicing(PeriodicReplicator):
+class Slicing(SharedElements):
     """The ``i``-th of ``n = round(1 / rate)`` equal slices of neighbours, ``i = exchange.step mod n``."""
 
     @override
-    def elements(self, index: int, num_parts: int, block_numel: int) -> slice:
-        return slice(index * block_numel // num_parts, (index + 1) * block_numel // num_parts)
+    def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
+        num_parts = period(self.rate)
+        index = exchange.step % num_parts
+        first, stop = (number * block_numel // num_parts for number in (index, index + 1))
+        return torch.arange(first, stop, device=device)
 
 
 @dataclass(frozen=True)
@@ -296,7 +402,7 @@ class DiLoCo(LocalSteps):
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        require_count(self, "period")
+        _require_count(self, "period")
         if not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"DiLoCo: outer_lr must be positive, got {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:

@@ -1,4 +1,4 @@
-"""Formats in which values travel: float32, bfloat16, 8-bit integers, signs.
+"""Formats in which values and indices travel: float32, bfloat16, 8-bit integers, signs; integers of 16 or 32 bits.
 
 All bytes of a format follow from the number of blocks and of values of each, so that no sizes travel. Scaled formats
 send one bfloat16 scale for each row of at most 256 values; a row never reaches over two blocks, so that what is rounded
@@ -32,10 +32,10 @@ class ValueFormat(ABC):
 
     @abstractmethod
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        """(num_blocks, num_sent), float32, from the bytes of :meth:`pack`."""
+        """(num_blocks, num_sent), float32, from the bytes of :meth:`pack`, which begin at a multiple of 4 bytes."""
 
     def rounded(self, values: Tensor) -> Tensor:
-        """What the others get of ``values``: ``unpack(pack(values))``."""
+        """What the others get of ``values``."""
         return self.unpack(self.pack(values), *values.shape)
 
 
@@ -55,11 +55,7 @@ class FloatFormat(ValueFormat):
 
     @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        return from_bytes(buffer, self.dtype).to(torch.float32).view(num_blocks, num_sent)
-
-    @override
-    def rounded(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype).to(torch.float32)
+        return buffer.view(self.dtype).to(torch.float32).view(num_blocks, num_sent)
 
 
 class Int8Format(ValueFormat):
@@ -74,7 +70,6 @@ class Int8Format(ValueFormat):
 
     @override
     def pack(self, values: Tensor) -> Tensor:
-        """First all scales, then all values."""
         scales = (_in_rows(values).abs().amax(2) / 127).to(torch.bfloat16)
         quotients = values / _of_values(scales, values.size(1))
         # 0 / 0 where all of a row is zero.
@@ -84,7 +79,7 @@ class Int8Format(ValueFormat):
     @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
         scales, integers = _split(buffer, num_blocks, num_sent)
-        return from_bytes(integers, torch.int8).view(num_blocks, num_sent) * _of_values(scales, num_sent)
+        return integers.view(torch.int8).view(num_blocks, num_sent) * _of_values(scales, num_sent)
 
 
 class SignFormat(ValueFormat):
@@ -99,18 +94,23 @@ class SignFormat(ValueFormat):
 
     @override
     def pack(self, values: Tensor) -> Tensor:
-        """First all scales, then all signs."""
         num_sent = values.size(1)
         in_row = torch.full((_num_rows(num_sent),), SCALED_TOGETHER, dtype=torch.float32, device=values.device)
         in_row[-1:] = num_sent - SCALED_TOGETHER * (_num_rows(num_sent) - 1)
         scales = (_in_rows(values).abs().sum(2) / in_row).to(torch.bfloat16)
-        return torch.cat([as_bytes(scales), _pack_bits((values >= 0).reshape(-1))])
+        # Eight signs a byte, of which the first is the lowest bit.
+        bits = (values >= 0).reshape(-1).view(torch.uint8)
+        octets = F.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+        weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+        return torch.cat([as_bytes(scales), (octets * weights).sum(1, dtype=torch.uint8)])
 
     @override
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
         scales, packed = _split(buffer, num_blocks, num_sent)
-        signs = _unpack_bits(packed, num_blocks * num_sent).view(num_blocks, num_sent)
-        return signs.to(torch.float32).mul_(2).sub_(1).mul_(_of_values(scales, num_sent))
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        bits = packed[:, None].bitwise_right_shift(shifts).bitwise_and_(1).view(-1)[: num_blocks * num_sent]
+        signs = bits.view(num_blocks, num_sent).to(torch.float32).mul_(2).sub_(1)
+        return signs.mul_(_of_values(scales, num_sent))
 
 
 VALUE_FORMATS: dict[str, ValueFormat] = {
@@ -121,15 +121,14 @@ VALUE_FORMATS: dict[str, ValueFormat] = {
 }
 
 
-def value_format(name: str) -> ValueFormat:
-    """The format of that name.
+def index_dtype(block_numel: int) -> torch.dtype:
+    """In which the indices of elements of a block travel."""
+    return torch.uint16 if block_numel <= 1 << 16 else torch.int32
 
-    Raises:
-        ValueError: There is none.
-    """
-    if name not in VALUE_FORMATS:
-        raise ValueError(f"value_format must be one of {', '.join(VALUE_FORMATS)}, got {name!r}")
-    return VALUE_FORMATS[name]
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` as (num_bytes,) uint8; a view where that is possible."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _num_rows(num_sent: int) -> int:
@@ -155,54 +154,4 @@ def _split(buffer: Tensor, num_blocks: int, num_sent: int) -> tuple[Tensor, Tens
     """The scales (num_blocks, num_rows) at the beginning of ``buffer``, and the bytes after them."""
     num_rows = _num_rows(num_sent)
     scales, rest = buffer.tensor_split([_SCALE_BYTES * num_blocks * num_rows])
-    return from_bytes(scales, torch.bfloat16).view(num_blocks, num_rows), rest
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """Booleans (n,) as (ceil(n / 8),) uint8; the first of eight is the lowest bit."""
-    octets = F.pad(bits.view(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (octets * weights).sum(1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
-    """The inverse of :func:`_pack_bits`: (num_bits,) uint8 of 0 and 1."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return packed[:, None].bitwise_right_shift(shifts).bitwise_and_(1).view(-1)[:num_bits]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` as (num_bytes,) uint8; a view where that is possible."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """``buffer`` (num_bytes,) uint8 as a tensor of ``dtype`` of one dimension; a view where that is possible.
-
-    A part of a message may begin at any byte; memory that is not aligned to ``dtype`` is copied.
-    """
-    buffer = buffer.contiguous()
-    return (buffer.clone() if buffer.storage_offset() % dtype.itemsize else buffer).view(dtype)
-
-
-_TWO_BYTES = 1 << 16
-
-
-def index_bytes(block_numel: int) -> int:
-    """Bytes of one position in a block of so many elements."""
-    return 2 if block_numel <= _TWO_BYTES else 4
-
-
-def pack_indices(indices: Tensor, block_numel: int) -> Tensor:
-    """``indices`` (num_blocks, num_sent), int64, as (num_bytes,) uint8."""
-    # From 32768 on the conversion wraps around to negative numbers, which unpack_indices undoes.
-    return as_bytes(indices.to(torch.int16 if block_numel <= _TWO_BYTES else torch.int32))
-
-
-def unpack_indices(buffer: Tensor, num_blocks: int, num_sent: int, block_numel: int) -> Tensor:
-    """The inverse of :func:`pack_indices`: (num_blocks, num_sent), int64."""
-    if block_numel <= _TWO_BYTES:
-        indices = from_bytes(buffer, torch.int16).to(torch.int64).bitwise_and_(_TWO_BYTES - 1)
-    else:
-        indices = from_bytes(buffer, torch.int32).to(torch.int64)
-    return indices.view(num_blocks, num_sent)
+    return scales.view(torch.bfloat16).view(num_blocks, num_rows), rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -43,16 +43,9 @@ def orthogonalize(
     ``torch.optim.Muon`` when ``compute_dtype`` is bfloat16 (on CUDA, where matrices are cut into panels from a short
     side of 4096 on, up to the rounding of products).
 
-    Args:
-        matrix: Momentum; not changed.
-        coefficients: ``(a, b, c)``, equal in every step.
-        num_steps: Number of iterations.
-        eps: Lower bound of the norm, so that a zero matrix stays zero.
-        compute_dtype: Every product runs in it.
-
-    Returns:
-        Same shape, ``compute_dtype``. With the default coefficients and five steps every singular value that was
-        above 0.01 of the norm ends in about [0.7, 1.2] (tests/unit/math/test_newton_schulz.py).
+    The norm is at least ``eps``, so that a zero matrix stays zero. Every product runs in ``compute_dtype``, that of the
+    result. With the default coefficients and five steps every singular value that was above 0.01 of the norm ends in
+    about [0.7, 1.2] (tests/unit/math/test_newton_schulz.py).
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -96,14 +89,9 @@ def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
 
 def _frobenius_norm(x: Tensor) -> Tensor:
     """Norm of a matrix, or of each of a batch, ``(batch, 1, 1)``."""
-    if x.ndim == 2:
-        return _norm(x)
+    norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType]
     # One by one, as torch.optim.Muon takes it: a reduction over two of three dimensions has other bits.
-    return torch.stack([_norm(member) for member in x.unbind()]).view(-1, 1, 1)
-
-
-def _norm(x: Tensor) -> Tensor:
-    return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return norm(x) if x.ndim == 2 else torch.stack([norm(member) for member in x.unbind()]).view(-1, 1, 1)
 
 
 def _panels(x: Tensor) -> list[tuple[int, int]]:
@@ -163,6 +151,4 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr) -> float:
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
-    if adjust_lr_fn != "match_rms_adamw":
-        raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
     return 0.2 * math.sqrt(max(rows, cols))

@@ -118,10 +118,8 @@ ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
 # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
 REDUCE_SCATTER = "reduce_scatter"
 ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-ENCODE = "encode"  # Add the gradients of a bucket to the residuals, and choose what other nodes get of them.
-EXCHANGE = "exchange"  # Send that to the other nodes.
-# As `ENCODE` and `EXCHANGE`, during backward; changes no residual, so that it can be thrown away.
-EARLY_EXCHANGE = "early_exchange"
+EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send other nodes what is chosen of them.
+EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so that it can be thrown away.
 SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
 DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 

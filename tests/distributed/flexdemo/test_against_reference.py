@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
-from lightning_muon.flexdemo.replicator import ExchangeStep
+from lightning_muon.flexdemo.replicators import ExchangeStep
 from tests.distributed.flexdemo.setup import (
     MATRICES,
     MESHES,

@@ -12,7 +12,7 @@ from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Strid
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.node_exchange import Exchange
-from lightning_muon.flexdemo.replicator import ExchangeStep
+from lightning_muon.flexdemo.replicators import ExchangeStep
 from tests.distributed.flexdemo.setup import SMALL, Case, assert_equal, train_all
 from tests.support.processes import ProcessPool
 from tests.unit.flexdemo.cases import PostOffice, nodes_of
@@ -34,13 +34,7 @@ def _simulate(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         own = {name: _rows(weight, index, num_shards) for name, weight in weights.items()}
         shapes = [Shape(tuple(weights[name].shape), tuple(part.shape)) for name, part in own.items()]
         config = FlexDeMoConfig(**case.options)
-        plans = plan_buckets(
-            shapes,
-            replicator=config.replicator,
-            value_format_name=config.value_format,
-            dense_below=config.dense_below,
-            chunk_bytes=config.chunk_bytes,
-        )
+        plans = plan_buckets(shapes, config)
         tensors = list(own.values())
         of_nodes = [
             {tensor: _rows(residuals[name][node], index, num_shards) for name, tensor in own.items()}

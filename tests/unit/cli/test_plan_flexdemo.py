@@ -15,22 +15,18 @@ from lightning_muon.cli.plan_flexdemo import (
     LINKS,
     TOP_KS,
     NodeTraffic,
-    Row,
-    SlowLinks,
     comparison,
-    exchange_name,
     node_traffic,
     shard_shapes,
     slow_links,
-    slow_links_as_dict,
     slow_links_as_text,
+    step_seconds,
 )
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_report import WIDTH
-from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets, sent_bytes
+from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.replicator import Replicator
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random
+from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Replicator
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 
@@ -42,11 +38,9 @@ def _parameters(*shapes: tuple[int, ...], **options: Any) -> list[ParameterShape
     ]
 
 
-def _links(
-    config: FlexDeMoConfig, *shapes: tuple[int, ...], nodes: int = 2, shard: int = 1, **options: Any
-) -> SlowLinks:
+def _links(config: FlexDeMoConfig, *shapes: tuple[int, ...], nodes: int = 2) -> dict[str, Any]:
     model = ModelShapes(name="m", source="", parameters=tuple(_parameters(*shapes)))
-    return slow_links(model, Mesh(replicate=nodes, shard=shard), config, **options)
+    return slow_links(model, Mesh(replicate=nodes, shard=1), config)
 
 
 def _config(top_k: int = 3, **options: Any) -> FlexDeMoConfig:
@@ -58,18 +52,16 @@ def test_components_and_dense_parameters_are_counted(nodes: int) -> None:
     # 130 x 70 are 3 x 2 blocks, each with 3 positions of 2 bytes and 3 values of 2 bytes: 36 bytes of each, which fill
     # 40; 10 dense values of 2 bytes fill 24.
     links = _links(_config(), (130, 70), (10,), nodes=nodes)
-    traffic = links.rows[0].traffic
-    assert (traffic.gathered, traffic.reduced, traffic.dense) == (40 + 40 + 24, 0, 24)
-    assert traffic.sent == (nodes - 1) * 104
-    assert links.rows[0].bits_per_parameter == 8 * 104 / 9110
-    assert (links.compressed, links.dense) == ((1, 9100), (1, 10))
-    assert links.all_reduce.traffic.sent == pytest.approx(2 * (nodes - 1) / nodes * 2 * 9110)
-
-
-def test_whole_blocks_break_even_at_32_over_bits() -> None:
-    row = _links(_config(32), (128, 640)).rows[0]
-    assert row.bits_per_parameter == 0.25
-    assert row.traffic.break_even(_links(_config(32), (128, 640)).all_reduce.traffic) == 128
+    assert links["rows"][0]["bytes"] == {
+        "gathered": 40 + 40 + 24, "reduced": 0, "returned": 0, "dense": 24, "message": 104, "sent": (nodes - 1) * 104
+    }  # fmt: skip
+    assert links["rows"][0]["bits_per_parameter"] == 8 * 104 / 9110
+    assert links["compressed"] == {"parameters": 1, "elements": 9100}
+    assert links["dense"] == {"parameters": 1, "elements": 10}
+    assert links["all_reduce"]["bytes"]["sent"] == pytest.approx(2 * (nodes - 1) / nodes * 2 * 9110)
+    # 6000 elements are 94 strips of 64, of which 4 values and positions are sent.
+    strips = FlexDeMoConfig(replicator=DCTTopK(top_k=4, strips=True))
+    assert _links(strips, (60, 100))["rows"][0]["bytes"]["message"] == 94 * 4 * (2 + 2)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +79,8 @@ def test_a_node_sends_what_all_its_ranks_send(replicator: Replicator, values: An
             for shape in shapes
             for chunks in [torch.empty(shape, device="meta").chunk(num_shards)]
         ]
-        plans = plan_buckets(
-            [Shape(*pair) for pair in zip(shapes, local, strict=True)],
-            replicator=replicator,
-            value_format_name=values,
-            dense_below=config.dense_below,
-            chunk_bytes=config.chunk_bytes,
-        )
-        expected += sum(sent_bytes(plan, 0, 4) for plan in plans)
+        plans = plan_buckets([Shape(*pair) for pair in zip(shapes, local, strict=True)], config)
+        expected += sum(plan.sent_bytes(0, 4) for plan in plans)
     found = node_traffic(_parameters(*shapes), Mesh(replicate=4, shard=num_shards), config)
     assert found.sent == expected > 0
 
@@ -120,22 +106,24 @@ def test_shards_are_those_of_torch_along_any_dimension(num_shards: int) -> None:
 @pytest.mark.parametrize("replicator", [DCTTopK(top_k=32), DCTTopK(chunk_size=16, top_k=32)])
 def test_beyond_the_break_even_the_all_reduce_sends_less(replicator: Replicator) -> None:
     config, shapes = FlexDeMoConfig(replicator=replicator), ((512, 256), (300, 77), (40,))
-    links = _links(config, *shapes)
-    at = links.rows[0].traffic.break_even(links.all_reduce.traffic)
-    assert at is not None and at > 3
+    at = _links(config, *shapes)["rows"][0]["break_even_nodes"]
+    assert at > 3
     for nodes, is_less in ((math.floor(at), True), (math.floor(at) + 1, False)):
         links = _links(config, *shapes, nodes=nodes)
-        assert (links.rows[0].traffic.sent <= links.all_reduce.traffic.sent) == is_less
+        assert (links["rows"][0]["bytes"]["sent"] <= links["all_reduce"]["bytes"]["sent"]) == is_less
+    whole = _links(_config(32), (128, 640))["rows"][0]
+    assert (whole["bits_per_parameter"], whole["break_even_nodes"]) == (0.25, 32 / 0.25)
 
 
 def test_values_at_common_positions_never_exceed_the_all_reduce() -> None:
     for nodes in (2, 3, 100):
         links = _links(FlexDeMoConfig(replicator=Random(0.25)), (2048, 1024), (300, 77), nodes=nodes)
-        traffic = links.rows[0].traffic
-        assert traffic.break_even(links.all_reduce.traffic) is None
-        assert traffic.sent <= 0.26 * links.all_reduce.traffic.sent
+        assert links["rows"][0]["break_even_nodes"] is None
+        traffic = links["rows"][0]["bytes"]
+        assert traffic["sent"] <= 0.26 * links["all_reduce"]["bytes"]["sent"]
         # Segments are rounded up to rows of 256 values.
-        assert traffic.sent == pytest.approx((nodes - 1) / nodes * (traffic.reduced + traffic.returned), rel=0.05)
+        both_ways = traffic["reduced"] + traffic["returned"]
+        assert traffic["sent"] == pytest.approx((nodes - 1) / nodes * both_ways, rel=0.05)
 
 
 def test_more_bytes_than_the_all_reduce_never_break_even() -> None:
@@ -146,17 +134,11 @@ def test_more_bytes_than_the_all_reduce_never_break_even() -> None:
 
 
 def test_local_steps_send_weights_once_per_period_or_nothing() -> None:
-    diloco = _links(FlexDeMoConfig(replicator=DiLoCo(period=25)), (64, 30), (7,), nodes=4).rows[0]
-    assert diloco.traffic.sent == pytest.approx(2 * 3 / 4 * 4 * (64 * 30 + 7) / 25)
-    assert diloco.bits_per_parameter == pytest.approx(32 / 25)
-    assert _links(FlexDeMoConfig(replicator=NoReplication()), (64, 30), nodes=4).rows[0].traffic.sent == 0
-
-
-def test_strips_are_counted() -> None:
-    # 6000 elements are 94 strips of 64, of which 4 values and positions are sent.
-    assert _links(FlexDeMoConfig(replicator=DCTTopK(top_k=4, strips=True)), (60, 100)).rows[
-        0
-    ].traffic.message == 94 * 4 * (2 + 2)
+    diloco = _links(FlexDeMoConfig(replicator=DiLoCo(period=25)), (64, 30), (7,), nodes=4)["rows"][0]
+    assert diloco["bytes"]["sent"] == pytest.approx(2 * 3 / 4 * 4 * (64 * 30 + 7) / 25)
+    assert diloco["bits_per_parameter"] == pytest.approx(32 / 25)
+    none = _links(FlexDeMoConfig(replicator=NoReplication()), (64, 30), nodes=4)["rows"][0]
+    assert none["bytes"]["sent"] == 0
 
 
 def test_frozen_parameters_do_not_count() -> None:
@@ -174,23 +156,11 @@ def test_the_comparison_has_the_configured_one_first() -> None:
     assert found[0] == _config(8, value_format="int8", base="adamw")
     assert len(set(map(str, found))) == len(found)
     assert {each.replicator.top_k for each in found if each.value_format == "int8"} == set(TOP_KS)  # type: ignore[union-attr]
-    assert {each.value_format for each in found if each.replicator == DCTTopK(top_k=8)} == {
-        "fp32",
-        "bf16",
-        "int8",
-        "sign",
-    }
+    formats = {each.value_format for each in found if each.replicator == DCTTopK(top_k=8)}
+    assert formats == {"fp32", "bf16", "int8", "sign"}
     config = FlexDeMoConfig(base="muon", replicator=DiLoCo(period=5), momentum=0.9, nesterov=False)
     others = [each.replicator for each in comparison(config)]
     assert others == [DiLoCo(period=5), *(DCTTopK(top_k=k) for k in TOP_KS)]
-
-
-def _seconds(exchange: float, compute: float | None, **options: Any) -> float:
-    config = FlexDeMoConfig(**options)
-    traffic = NodeTraffic(gathered=0, reduced=0, returned=0, dense=0, sent=exchange * 1e9 / 8)
-    row = Row(config=config, traffic=traffic, bits_per_parameter=0)
-    links = replace(_links(_config(), (70, 70)), compute_seconds=compute)
-    return links.step_seconds(row, LINKS["1 Gbit/s"])
 
 
 @pytest.mark.parametrize(
@@ -206,15 +176,17 @@ def _seconds(exchange: float, compute: float | None, **options: Any) -> float:
     ],
 )
 def test_a_step_hides_what_the_options_let_it_hide(exchange: float, options: dict[str, Any], expected: float) -> None:
-    assert _seconds(exchange, 3.0, **options) == pytest.approx(expected)
-    assert _seconds(exchange, None, **options) == pytest.approx(exchange)
+    config = FlexDeMoConfig(**options)
+    assert step_seconds(config, exchange, 3.0) == pytest.approx(expected)
+    assert step_seconds(config, exchange, None) == pytest.approx(exchange)
 
 
 def _shipped(
     replicator: Any, name: str = "t5-small", nodes: int = 2, compute: float | None = None, **options: Any
-) -> SlowLinks:
+) -> tuple[dict[str, Any], str]:
     config = FlexDeMoConfig(replicator=replicator, **options)
-    return slow_links(read_shapes(name), Mesh(replicate=nodes, shard=2), config, compute_seconds=compute)
+    links = slow_links(read_shapes(name), Mesh(replicate=nodes, shard=2), config, compute_seconds=compute)
+    return links, slow_links_as_text(links, config)
 
 
 def _row(text: str, start: str) -> list[str]:
@@ -223,61 +195,49 @@ def _row(text: str, start: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "replicator"),
+    ("name", "nodes", "replicator", "title"),
     [
-        ("t5-small", 1, DCTTopK()),
-        ("llama3-70b", 1000, Random(1 / 64)),
-        ("deepseek-v3", 2, DiLoCo(period=500)),
-        ("t5-small", 1000, NoReplication()),
+        ("t5-small", 1, DCTTopK(16, 4), "DCTTopK(16, 4)"),
+        ("llama3-70b", 1000, Random(1 / 64), "Random(1/64)"),
+        ("deepseek-v3", 2, DiLoCo(period=500), "DiLoCo(500)"),
+        ("t5-small", 1000, NoReplication(), "NoReplication()"),
     ],
 )
-def test_every_line_fits_a_terminal(name: str, nodes: int, replicator: Any) -> None:
-    text = slow_links_as_text(_shipped(replicator, name, nodes, compute=12.5))
+def test_every_line_fits_a_terminal(name: str, nodes: int, replicator: Any, title: str) -> None:
+    links, text = _shipped(replicator, name, nodes, compute=12.5)
+    assert links["rows"][0]["name"] == title
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     assert text.isascii()
 
 
 def test_the_table_shows_bits_bytes_break_even_and_times() -> None:
-    links = _shipped(DCTTopK(top_k=32), nodes=4)
-    text = slow_links_as_text(links)
-    asked, traffic = _row(text, "DCTTopK(64, 32) *"), links.rows[0].traffic
-    assert asked[0] == "bf16" and asked[1] == f"{links.rows[0].bits_per_parameter:.3f}"
-    assert float(asked[4]) == pytest.approx(traffic.sent / 1e6, abs=1e-3)
-    assert float(asked[6]) == pytest.approx(traffic.break_even(links.all_reduce.traffic) or 0, abs=0.1)
+    links, text = _shipped(DCTTopK(top_k=32), nodes=4)
+    asked, row = _row(text, "DCTTopK(64, 32) *"), links["rows"][0]
+    assert asked[0] == "bf16" and asked[1] == f"{row['bits_per_parameter']:.3f}"
+    assert float(asked[4]) == pytest.approx(row["bytes"]["sent"] / 1e6, abs=1e-3)
+    assert float(asked[6]) == pytest.approx(row["break_even_nodes"], abs=0.1)
     # 32 (R - 1) M values and indices of 16 bits over 1 Gbit/s, in milliseconds.
-    assert float(asked[9]) == pytest.approx(8 * traffic.sent / 1e6, abs=0.01)
+    assert float(asked[9]) == pytest.approx(8 * row["bytes"]["sent"] / 1e6, abs=0.01)
     reference = _row(text, "HSDP, all-reduce")
     assert reference[:2] == ["bf16", "16.000"] and float(reference[5]) == 1
     assert "Times are those of the exchange alone" in text and "C / 3" not in text
+    averaged = _row(_shipped(DiLoCo(period=50))[1], "DiLoCo(50) *")
+    assert averaged[:2] == ["fp32", "0.640"] and averaged[6] == "never"
 
 
 def test_times_with_arithmetic_say_how_they_overlap() -> None:
-    text = slow_links_as_text(_shipped(DCTTopK(), compute=3.0, delay=1))
+    _, text = _shipped(DCTTopK(), compute=3.0, delay=1)
     assert "3.00 s of forward and backward" in text and "C / 3 + max(2 C / 3, E)" in text
     assert "1 step late" in text and _row(text, "DCTTopK(64, 32) *")[7:9] == ["3.00", "s"]
 
 
-def test_averaged_weights_travel_in_float32() -> None:
-    row = _row(slow_links_as_text(_shipped(DiLoCo(period=50))), "DiLoCo(50) *")
-    assert row[:2] == ["fp32", "0.640"] and row[6] == "never"
-
-
-@pytest.mark.parametrize(
-    ("replicator", "name"),
-    [(DCTTopK(16, 4), "DCTTopK(16, 4)"), (Random(1 / 3), "Random(1/3)"), (NoReplication(), "NoReplication()")],
-)
-def test_replicators_are_named_with_the_options_that_count(replicator: Any, name: str) -> None:
-    assert exchange_name(_shipped(replicator).rows[0]) == name
-
-
 def test_the_dictionary_has_all_numbers_and_survives_json() -> None:
-    links = _shipped(DCTTopK(top_k=8), nodes=3, compute=0.5)
-    found = json.loads(json.dumps(slow_links_as_dict(links)))
+    links, _ = _shipped(DCTTopK(top_k=8), nodes=3, compute=0.5)
+    found = json.loads(json.dumps(links))
     assert (found["nodes"], found["base"], found["compute_seconds"]) == (3, "sgd", 0.5)
-    assert len(found["rows"]) == len(links.rows)
     first = found["rows"][0]
     assert first["is_asked"] and not found["rows"][1]["is_asked"]
-    assert first["bytes"]["sent"] == 2 * first["bytes"]["message"] == 2 * links.rows[0].traffic.gathered
+    assert first["bytes"]["sent"] == 2 * first["bytes"]["message"] == 2 * first["bytes"]["gathered"]
     assert first["exchange_seconds"] == {
         name: pytest.approx(8 * first["bytes"]["sent"] / rate) for name, rate in LINKS.items()
     }

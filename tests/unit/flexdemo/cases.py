@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon import DCTTopK, Full, Random, Replicator, Slicing, Striding
+from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Replicator, Slicing, Striding
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import MomentumBucket
@@ -37,8 +37,8 @@ def short_name(value: object) -> str:
 
 def plans_for(tensors: Sequence[Tensor], replicator: Replicator, **options: Any) -> list[BucketPlan]:
     """Plans for whole tensors, with few that travel dense."""
-    options = {"value_format_name": "fp32", "dense_below": 10, "chunk_bytes": 10**6} | options
-    return plan_buckets(shapes_of(tensors), replicator=replicator, **options)
+    options = {"value_format": "fp32", "dense_below": 10, "chunk_bytes": 10**6} | options
+    return plan_buckets(shapes_of(tensors), FlexDeMoConfig(replicator=replicator, **options))
 
 
 def drawn(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
@@ -49,10 +49,12 @@ def drawn(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
 def one_bucket(
     tensors: Sequence[Tensor], replicator: Replicator, seed: int, **options: Any
 ) -> tuple[MomentumBucket, dict[Tensor, Tensor]]:
-    """A bucket of all tensors, and its residuals, which are drawn."""
+    """A bucket of all tensors, and its residuals, which are drawn and loaded."""
     (plan,) = plans_for(tensors, replicator, **options)
     residuals = dict(zip(tensors, drawn([tuple(t.shape) for t in tensors], seed), strict=True))
-    return MomentumBucket(plan, tensors, residuals), residuals
+    bucket = MomentumBucket(plan, tensors, residuals)
+    bucket.load()
+    return bucket, residuals
 
 
 @dataclass

@@ -158,7 +158,7 @@ def _order() -> None:
     one, two, three, four = (torch.zeros(1) for _ in range(4))
     wanted = [four, two, one]
     assert [set(map(id, group)) for group in layout.in_order(wanted)] == [{id(t) for t in wanted}]
-    layout.set_arrival_order([[three, two], [three], [one]])
+    layout.arrival_order = [[three, two], [three], [one]]
     found = [[next(n for n, t in enumerate((one, two, three, four)) if t is x) for x in g] for g in
              layout.in_order(wanted)]  # fmt: skip
     assert found == [[1], [0], [3]]

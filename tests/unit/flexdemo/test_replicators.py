@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,13 +23,11 @@ from lightning_muon import (
     Striding,
     Turn,
 )
-from lightning_muon.flexdemo.replicator import LocalSteps, check_replicator, period, require_count, require_rate
-from lightning_muon.flexdemo.replicators import PeriodicReplicator, largest
-from lightning_muon.math.dct import dct, inverse_dct
+from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
+from lightning_muon.math.dct import dct
 from tests.unit.flexdemo.cases import REPLICATORS, short_name
 
 STEP = ExchangeStep(step=3, part=1)
-PERIODIC = pytest.mark.parametrize("kind", [Slicing, Striding])
 
 
 @pytest.mark.parametrize("shape", [(13,), (127,), (13, 7), (64, 64), (1, 1), (2, 127)], ids=str)
@@ -58,7 +55,7 @@ def test_what_is_left_are_the_smaller_coefficients(shape: tuple[int, ...], top_k
     kept = torch.zeros_like(coefficients).scatter_(1, order[:, :top_k], coefficients.gather(1, order[:, :top_k]))
     decoded = replicator.decode(components, shape, STEP)
     # Other orders of summation in float32.
-    assert torch.allclose(decoded, inverse_dct(kept.view_as(blocks)), atol=2e-5)
+    assert torch.allclose(decoded, dct(kept.view_as(blocks), inverse=True), atol=2e-5)
     # The transform is orthonormal: the energy that is left is that of the coefficients that are left.
     left = (blocks - decoded).square().sum().double()
     assert torch.isclose(left, (coefficients - kept).square().sum().double(), rtol=1e-4)
@@ -85,28 +82,12 @@ def test_a_nan_is_among_the_largest() -> None:
     assert {77, 78} <= set(largest(rows, 4)[0].tolist())
 
 
-def test_values_of_several_nodes_at_one_index_add_up() -> None:
-    replicator = DCTTopK(chunk_size=8, top_k=3)
-    twice = Components(torch.tensor([[1.5, -2.0, 0.5]]), torch.tensor([[7, 20, 7]]))
-    once = Components(torch.tensor([[2.0, -2.0]]), torch.tensor([[7, 20]]))
-    decoded = replicator.decode(twice, (8, 8), STEP)
-    assert torch.allclose(decoded, replicator.decode(once, (8, 8), STEP), atol=1e-6)
-    assert decoded.abs().max() > 0.1
-
-
 def test_blocks_are_no_longer_than_the_matrix() -> None:
     replicator = DCTTopK(chunk_size=64, top_k=32)
     assert replicator.block_shape(640, 13) == (64, 13)
     assert replicator.block_shape(1, 127) == (1, 64)
     assert DCTTopK(chunk_size=64, strips=True).block_shape(640, 13) == (64,)
     assert replicator.num_sent(13) == 13 and replicator.num_sent(4096) == 32
-
-
-def test_what_full_sends_does_not_change_with_the_blocks() -> None:
-    blocks = torch.ones(1, 13)
-    components = Full().encode(blocks, STEP)
-    blocks.zero_()
-    assert torch.equal(components.values, torch.ones(1, 13))
 
 
 def _drawn(replicator: Random, numel: int, exchange: ExchangeStep) -> list[int]:
@@ -143,19 +124,11 @@ def test_draws_depend_on_seed_step_and_part_only() -> None:
     assert all(_drawn(Random(rate=0.1, seed=seed), 1000, exchange) != here for seed, exchange in others)
 
 
-def test_random_decodes_values_to_where_they_came_from() -> None:
-    replicator, blocks = Random(rate=1 / 3), torch.randn(1, 127)
-    elements = _drawn(replicator, 127, STEP)
-    expected = torch.zeros(1, 127)
-    expected[0, elements] = blocks[0, elements]
-    assert torch.equal(replicator.decode(replicator.encode(blocks, STEP), (127,), STEP), expected)
-
-
-@PERIODIC
+@pytest.mark.parametrize("kind", [Slicing, Striding])
 @pytest.mark.parametrize("numel", [1, 3, 13, 128])
 @pytest.mark.parametrize(("rate", "num_steps"), [(1.0, 1), (0.25, 4), (0.1, 10), (1 / 3, 3)])
 def test_in_one_period_every_element_is_sent_once(
-    kind: type[PeriodicReplicator], numel: int, rate: float, num_steps: int
+    kind: type[SharedElements], numel: int, rate: float, num_steps: int
 ) -> None:
     replicator, first = kind(rate=rate), 17
     # No zeros, which would hide what is sent twice.
@@ -179,17 +152,13 @@ def test_in_one_period_every_element_is_sent_once(
         (Slicing, [[1, 2, 0], [3, 4, 5], [6, 7, 8], [9, 10, 11]]),
     ],
 )
-def test_periodic_replicators_send_strides_or_slices(kind: type[PeriodicReplicator], expected: list[Any]) -> None:
+def test_strides_and_slices_are_sent_in_turn(kind: type[SharedElements], expected: list[Any]) -> None:
     blocks = torch.arange(1.0, 12.0)[None]
     sent = [kind(rate=0.25).encode(blocks, ExchangeStep(step, 5)).values[0].tolist() for step in range(4, 8)]
     assert sent == expected
-
-
-@PERIODIC
-def test_padding_of_a_message_is_not_applied(kind: type[PeriodicReplicator]) -> None:
-    replicator, exchange = kind(rate=0.25), ExchangeStep(0 if kind is Slicing else 3, 0)
-    decoded = replicator.decode(Components(torch.tensor([[4.0, 8.0, 99.0]]), None), (11,), exchange)
-    assert sorted(decoded[0].tolist()) == [0.0] * 9 + [4.0, 8.0]
+    short = ExchangeStep(0 if kind is Slicing else 3, 0)
+    decoded = kind(rate=0.25).decode(Components(torch.tensor([[4.0, 8.0, 99.0]]), None), (11,), short)
+    assert sorted(decoded[0].tolist()) == [0.0] * 9 + [4.0, 8.0], "padding of a message is not applied"
 
 
 @pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(), Random(0.1)], ids=short_name)
@@ -237,8 +206,8 @@ class _Largest(Replicator):
     [
         ("in place", "encode changes the blocks"),
         ("count", r"num_sent\(8\) says"),
-        ("dtype", "gives values of torch.float64, not float32"),
-        ("indices", "sends_indices is True, but encode gives indices None"),
+        ("dtype", "torch.float64 .*not float32"),
+        ("indices", "sends_indices is True, but encode gives no indices"),
         ("outside", r"indices are no int64 in \[0, 8\)"),
         ("twice", "an index occurs twice in a block"),
         ("nothing", r"num_sent\(8\) is 0: blocks of shape \(8,\) would never be trained"),
@@ -268,7 +237,6 @@ def test_names_of_before_work_and_warn() -> None:
         (lambda: DCTTopK(top_k=-3), ValueError, "DCTTopK: top_k must be at least 1"),
         (lambda: Random(rate=0.0), ValueError, r"Random: rate must be in \(0, 1\]"),
         (lambda: Random(rate=float("nan")), ValueError, r"Random: rate must be in \(0, 1\]"),
-        (lambda: Slicing(rate=-1.0), ValueError, r"Slicing: rate must be in \(0, 1\]"),
         (lambda: Striding(rate=1.01), ValueError, r"Striding: rate must be in \(0, 1\]"),
         (lambda: Random(rate="0.5"), TypeError, r"rate must be a number, got '0\.5'"),
         (lambda: Random(rate=0.7), ValueError, r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"),
@@ -278,7 +246,6 @@ def test_names_of_before_work_and_warn() -> None:
         (lambda: DiLoCo(period=5, outer_lr=0.0), ValueError, "outer_lr must be positive"),
         (lambda: DiLoCo(period=5, outer_lr=float("nan")), ValueError, "outer_lr must be positive"),
         (lambda: DiLoCo(period=5, outer_momentum=1.0), ValueError, r"outer_momentum must be in \[0, 1\)"),
-        (lambda: DiLoCo(period=5, outer_momentum=-0.1), ValueError, r"outer_momentum must be in \[0, 1\)"),
     ],
 )
 def test_wrong_options_name_the_class_and_the_value(make: Any, error: type[Exception], message: str) -> None:
@@ -287,14 +254,11 @@ def test_wrong_options_name_the_class_and_the_value(make: Any, error: type[Excep
 
 
 def test_decimals_of_one_nth_are_rates() -> None:
-    assert [period(rate) for rate in (1.0, 0.5, 1 / 3, 1 / 128)] == [1, 2, 3, 128]
-    for rate in (0.33, 0.143, 0.1, 1):
-        require_rate(SimpleNamespace(), rate)
-    require_count(SimpleNamespace(size=1), "size")
+    assert [period(Random(rate).rate) for rate in (1, 0.5, 1 / 3, 0.33, 0.143, 1 / 128)] == [1, 2, 3, 3, 7, 128]
 
 
 def test_local_steps_are_no_replicators() -> None:
     assert [way.bits_per_parameter() for way in (NoReplication(), DiLoCo(period=64))] == [0, 0.5]
-    assert all(isinstance(way, LocalSteps) and not isinstance(way, Replicator) for way in (NoReplication(),))
+    assert not isinstance(NoReplication(), Replicator)
     options = DiLoCo(period=500)
     assert (options.outer_lr, options.outer_momentum, options.nesterov, options.overlap) == (0.7, 0.9, True, False)
