@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -89,9 +89,10 @@ def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
 
 def _frobenius_norm(x: Tensor) -> Tensor:
     """Norm of a matrix, or of each of a batch, ``(batch, 1, 1)``."""
-    norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType]
-    # One by one, as torch.optim.Muon takes it: a reduction over two of three dimensions has other bits.
-    return norm(x) if x.ndim == 2 else torch.stack([norm(member) for member in x.unbind()]).view(-1, 1, 1)
+    if x.ndim == 3:
+        # One by one, as torch.optim.Muon takes it: a reduction over two of three dimensions has other bits.
+        return torch.stack([_frobenius_norm(member) for member in x.unbind()]).view(-1, 1, 1)
+    return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _panels(x: Tensor) -> list[tuple[int, int]]:
