@@ -131,12 +131,32 @@ class MuonAccelerator:
         schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
         if models or optimizers:
-            engine = self._sharded(models)
-            if optimizers:
-                ready |= zip(map(id, optimizers), self._attached(engine, optimizers, schedulers), strict=True)
-            for model in models:
-                # Autocast and compilation are those of Accelerate, which is not to shard anything.
-                ready[id(model)] = super().prepare_model(model, evaluation_mode=True)  # type: ignore[misc]
+            if len(models) + len(self._engines) != 1:
+                raise ValueError(
+                    f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
+                    "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
+                    "(accelerator.free_memory() lets another one follow)"
+                )
+            if models:
+                self._meshes = self._meshes or make_meshes(self.state, self.options)
+                module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
+                self._engines.append(shard(self, module, self._meshes))
+        if optimizers:
+            engine = self._engines[0]
+            if engine.optimizers:
+                raise ValueError(
+                    f"prepare was given {type(optimizers[0]).__name__} after other optimizers of the same model; give "
+                    "all of them in one call"
+                )
+            plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
+            used = engine.attach(plain, schedulers, source="what was given to prepare")
+            for given, optimizer in zip(optimizers, used, strict=True):
+                ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
+                add_optimizer(self, sharded)
+        for model in models:
+            # Autocast and compilation are those of Accelerate, which is not to shard anything.
+            ready[id(model)] = super().prepare_model(model, evaluation_mode=True)  # type: ignore[misc]
+
         placements = device_placement or [None] * len(args)
         others = [each for each in zip(args, placements, strict=True) if id(each[0]) not in ready]
         if others:
@@ -226,30 +246,23 @@ class MuonAccelerator:
         elif not engine.is_accumulating and self.sync_gradients:
             engine.clip_by_value(_listed(parameters), clip_value)
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> Any:
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As in Accelerate for FSDP2. Collective over all ranks; every rank must call it.
 
         Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
         ``save_distributed_checkpoint=False``) a file for each object. Where every rank has whole weights, hooks get
         them, and the model is written unless rank 0 has taken them.
         """
-        stock = partial(super().save_state, output_dir, safe_serialization, **kwargs)  # type: ignore[misc]
+        stock = partial(super().save_state, *args, **kwargs)  # type: ignore[misc]
         return stock() if self._engine is None else save_state(self, self._engine, stock)
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """As in Accelerate; the number of ranks, and the way in which the model is sharded, may have changed since.
 
         Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
         Collective over all ranks; every rank must call it.
         """
-        stock = partial(super().load_state, input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
+        stock = partial(super().load_state, input_dir, *args, **kwargs)  # type: ignore[misc]
         if self._engine is None:
             stock()
         else:
@@ -276,37 +289,6 @@ class MuonAccelerator:
     @property
     def _engine(self) -> TrainingEngine | None:
         return self._engines[0] if self._engines else None
-
-    def _sharded(self, models: Sequence[nn.Module]) -> TrainingEngine:
-        """The engine of a model that is sharded now, or was before. Collective over all ranks."""
-        if len(models) + len(self._engines) != 1:
-            raise ValueError(
-                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
-                "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
-                "(accelerator.free_memory() lets another one follow)"
-            )
-        if models:
-            if self._meshes is None:
-                self._meshes = make_meshes(self.state, self.options)
-            module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
-            self._engines.append(shard(self, module, self._meshes))
-        return self._engines[0]
-
-    def _attached(
-        self, engine: TrainingEngine, optimizers: Sequence[Any], schedulers: Sequence[Any]
-    ) -> list[ShardedOptimizer]:
-        """What takes the place of the optimizers. Collective over all ranks; every rank must call it."""
-        if engine.optimizers:
-            raise ValueError(
-                f"prepare was given {type(optimizers[0]).__name__} after other optimizers of the same model; give all "
-                "of them in one call"
-            )
-        given = [optimizer.optimizer if is_prepared(optimizer) else optimizer for optimizer in optimizers]
-        used = engine.attach(given, schedulers, source="what was given to prepare")
-        result = [ShardedOptimizer(optimizer, engine) for optimizer in used]
-        for optimizer in result:
-            add_optimizer(self, optimizer)
-        return result
 
 
 class Accelerator(MuonAccelerator, accelerate.Accelerator):

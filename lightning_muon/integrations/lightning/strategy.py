@@ -26,7 +26,6 @@ from lightning_muon.integrations.lightning.checkpoints import (
     require_all_ranks,
     write_trainer_checkpoint,
 )
-from lightning_muon.integrations.lightning.precision_plugin import sharded_plugin
 from lightning_muon.integrations.lightning.trainer import (
     SigtermHandler,
     check_run,
@@ -34,6 +33,7 @@ from lightning_muon.integrations.lightning.trainer import (
     provide_default_optimizer,
     reads_weights_between_steps,
     remove_default_optimizer,
+    sharded_plugin,
     wait_before_callbacks,
 )
 from lightning_muon.integrations.strategy import MuonStrategy

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
-from tests.integration.integrations.fabric.loop import (
-    HYPER,
-    MATRICES,
-    adamw,
-    launch,
-    micro_batch,
-    network,
-    own_rows,
-    summed_loss,
-    weights,
-)
+from tests.integration.integrations.fabric import loop
+from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, launch, network, own_rows, set_up
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
@@ -28,7 +19,7 @@ _NUM_KEPT = (2, 5)  # Targets of a row in each micro-batch; the mean over passes
 
 
 def _batch(step: int, index: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = micro_batch(step, index)
+    tokens, targets = loop.micro_batch(step, index)
     targets[:, _NUM_KEPT[index] :] = -100
     return tokens, targets
 
@@ -36,13 +27,11 @@ def _batch(step: int, index: int) -> tuple[Tensor, Tensor]:
 def _backward(fabric: Any, model: Any, step: int, index: int) -> None:
     tokens, targets = own_rows(fabric, _batch(step, index))
     fabric.strategy.report_tokens((targets != -100).sum())
-    fabric.backward(summed_loss(model(tokens), targets))
+    fabric.backward(loop.summed_loss(model(tokens), targets))
 
 
 def _two_passes(sharding: str, *, zero_grad: bool) -> dict[str, Tensor]:
-    fabric = launch(sharding=sharding, loss_scaling="tokens")
-    model: Any = network()
-    model, optimizer = fabric.setup(model, adamw(model))
+    fabric, model, optimizer = set_up(sharding=sharding, loss_scaling="tokens")
     for step in range(3):
         for index in range(2):
             _backward(fabric, model, step, index)
@@ -51,9 +40,7 @@ def _two_passes(sharding: str, *, zero_grad: bool) -> dict[str, Tensor]:
         optimizer.step()
         if zero_grad:  # Gradients that were used need not be zeroed before the next pass is counted.
             optimizer.zero_grad()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return loop.end(fabric, model)
 
 
 def _alone(seed: int, index: int) -> dict[str, Tensor]:
@@ -63,7 +50,7 @@ def _alone(seed: int, index: int) -> dict[str, Tensor]:
     for step in range(3):
         module.zero_grad()
         tokens, targets = _batch(step, index)
-        (summed_loss(module(tokens), targets) / (targets != -100).sum()).backward()
+        (loop.summed_loss(module(tokens), targets) / (targets != -100).sum()).backward()
         optimizer.step()
     return dict(module.state_dict())
 
@@ -92,14 +79,16 @@ def _two_models(sharding: str) -> list[dict[str, Tensor]]:
     pairs: list[Any] = [fabric.setup(module, adamw(module)) for module in (network(0), network(1))]
     for step in range(3):
         batches = [own_rows(fabric, _batch(step, index)) for index in range(2)]
-        losses = [summed_loss(pair[0](tokens), targets) for pair, (tokens, targets) in zip(pairs, batches, strict=True)]
+        losses = [
+            loop.summed_loss(pair[0](tokens), targets) for pair, (tokens, targets) in zip(pairs, batches, strict=True)
+        ]
         for loss, (_, targets) in zip(losses, batches, strict=True):
             fabric.strategy.report_tokens((targets != -100).sum())
             fabric.backward(loss)
         for _, optimizer in pairs:
             optimizer.step()
             optimizer.zero_grad()
-    result = [weights(model) for model, _ in pairs]
+    result = [loop.weights(model) for model, _ in pairs]
     fabric.strategy.teardown()
     return result
 
@@ -133,9 +122,9 @@ def _with_accelerate() -> None:
         model: Any = network()
         model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **HYPER))
         for _ in range(2):
-            tokens, targets = micro_batch(0, 0)
+            tokens, targets = loop.micro_batch(0, 0)
             accelerator.report_tokens(targets.numel())
-            accelerator.backward(summed_loss(model(tokens), targets))
+            accelerator.backward(loop.summed_loss(model(tokens), targets))
 
 
 def test_accelerate_refuses_it_as_well(gloo: ProcessPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -15,31 +16,25 @@ from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric.loop import (
     HYPER,
     MATRICES,
-    ROWS,
     adamw,
+    end,
     launch,
     micro_batch,
     network,
     own_rows,
     reference,
-    weights,
+    set_up,
 )
 from tests.integration.training import full_weights, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
 
-def _setup(**options: Any) -> tuple[Any, Any, Any]:
-    fabric = launch(**options)
-    model: Any = network()
-    return fabric, *fabric.setup(model, adamw(model))
-
-
 def _counts(sharding: str) -> list[dict[str, int]]:
     """Collectives by name: of the micro-batches that are not the last, and of the last one."""
     # Several buckets, so that the first ones would be sent while backward runs.
     options = {} if sharding == "fsdp" else {"bucket_bytes": 2000}
-    fabric, model, optimizer = _setup(sharding=sharding, **options)
+    fabric, model, optimizer = set_up(sharding=sharding, **options)
     counts: list[dict[str, int]] = []
     for index in range(2):
         tokens, targets = own_rows(fabric, micro_batch(0, index))
@@ -62,7 +57,7 @@ def test_micro_batches_without_sync_send_no_gradients(gloo: ProcessPool, shardin
 
 
 def _norms(sharding: str, world_size: int) -> list[float]:
-    fabric, model, optimizer = _setup(sharding=sharding)
+    fabric, model, optimizer = set_up(sharding=sharding)
     norms = []
     for step in range(3):
         tokens, targets = own_rows(fabric, micro_batch(step, 0))
@@ -94,7 +89,7 @@ def test_clipping_returns_the_norm_before_it(gloo: ProcessPool, sharding: str, w
 
 
 def _with_closure() -> dict[str, Tensor]:
-    fabric, model, optimizer = _setup()
+    fabric, model, optimizer = set_up()
     losses = []
     for step in range(4):
 
@@ -110,9 +105,7 @@ def _with_closure() -> dict[str, Tensor]:
 
         losses.append(optimizer.step(closure))
     assert all(isinstance(loss, Tensor) and loss.isfinite() for loss in losses)
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 def test_a_closure_computes_the_gradients_of_its_step(gloo: ProcessPool) -> None:
@@ -153,7 +146,7 @@ def test_a_nan_raises_on_all_ranks_where_clipping_is_asked_to(gloo: ProcessPool)
 
 
 def _never_reduced(what: str) -> None:
-    fabric, model, optimizer = _setup()
+    fabric, model, optimizer = set_up()
     tokens, targets = own_rows(fabric, micro_batch(0, 0))
     if what == "backward":
         loss_of(model(tokens), targets).backward()
@@ -167,7 +160,6 @@ def _never_reduced(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("step", "optimizer.step after micro-batches that were all inside of no_backward_sync"),
         ("clip", "clip_gradients .* after micro-batches"),
         ("backward", "call `fabric.backward"),
     ],
@@ -178,26 +170,22 @@ def test_gradients_that_were_not_reduced_are_an_error(gloo: ProcessPool, what: s
 
 def _forward_before_step(kind: str) -> dict[str, Tensor]:
     """A forward pass between backward and step, such as one that logs a loss."""
-    if kind == "accelerate":
-        with accelerator_on_cpu(accumulate=1) as accelerator:
+    with contextlib.ExitStack() as stack:
+        if kind == "accelerate":
+            runner: Any = stack.enter_context(accelerator_on_cpu(accumulate=1))
             module: Any = network()
-            model, optimizer = accelerator.prepare(module, adamw(module))
-            _log_before_steps(accelerator, model, optimizer, range(accelerator.process_index, ROWS, 2))
-            return full_weights(module)
-    fabric, model, optimizer = _setup()
-    _log_before_steps(fabric, model, optimizer, range(fabric.global_rank, ROWS, 2))
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
-
-
-def _log_before_steps(runner: Any, model: Any, optimizer: Any, rows: range) -> None:
-    for step in range(4):
-        tokens, targets = (whole[list(rows)] for whole in micro_batch(step, 0))
-        runner.backward(loss_of(model(tokens), targets))
-        assert loss_of(model(tokens), targets).isfinite()
-        optimizer.step()
-        optimizer.zero_grad()
+            model, optimizer = runner.prepare(module, adamw(module))
+        else:
+            runner, model, optimizer = set_up()
+            module = model.module
+            stack.callback(runner.strategy.teardown)
+        for step in range(4):
+            tokens, targets = (whole[dist.get_rank() :: 2] for whole in micro_batch(step, 0))
+            runner.backward(loss_of(model(tokens), targets))
+            assert loss_of(model(tokens), targets).isfinite()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(module)
 
 
 @pytest.mark.parametrize("kind", ["fabric", "accelerate"])
@@ -206,11 +194,9 @@ def test_a_forward_before_the_step_leaves_no_old_weights(gloo: ProcessPool, kind
     assert max_difference(gloo.run(_forward_before_step, kind, world_size=2)[0], expected) <= 1e-6
 
 
-def _thrown_away(precision: str, **options: Any) -> dict[str, Tensor]:
+def _thrown_away(**options: Any) -> dict[str, Tensor]:
     """A micro-batch without reduction that ``zero_grad`` throws away, before each step."""
-    fabric = launch(precision=precision, **options)
-    model: Any = network()
-    model, optimizer = fabric.setup(model, adamw(model))
+    fabric, model, optimizer = set_up(**options)
     for step in range(4):
         for index in range(2):
             tokens, targets = own_rows(fabric, micro_batch(step, 1 - index))
@@ -220,23 +206,21 @@ def _thrown_away(precision: str, **options: Any) -> dict[str, Tensor]:
                 optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"reshard_after_backward": False}, {"sharding": "zero2"}], ids=["fsdp", "whole", "zero2"]
 )
 def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    found = gloo.run(_thrown_away, "32-true", world_size=2, **options)[0]
+    found = gloo.run(_thrown_away, world_size=2, **options)[0]
     assert max_difference(found, reference(accumulate=1)) <= 1e-6
 
 
 def _note_of(sharding: str) -> tuple[list[str], float, bool]:
     """What was said at setup, the norm that torch finds after backward, and whether there are gradients."""
     with mock.patch("lightning.fabric.utilities.rank_zero.rank_zero_info") as info:
-        fabric, model, _ = _setup(sharding=sharding)
+        fabric, model, _ = set_up(sharding=sharding)
     tokens, targets = own_rows(fabric, micro_batch(0, 0))
     fabric.backward(loss_of(model(tokens), targets))
     has_gradients = any(parameter.grad is not None for parameter in model.parameters())
@@ -253,21 +237,8 @@ def test_the_user_is_told_where_torch_would_clip_nothing(gloo: ProcessPool) -> N
         assert said == (0 if is_seen else 1), notes
 
 
-def _without_optimizer() -> None:
-    fabric = launch()
-    model = fabric.setup_module(network())
-    with fabric.no_backward_sync(model):
-        pass
-
-
-def test_a_module_without_optimizer_has_no_micro_batches(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _without_optimizer, exception=RuntimeError, match="a module that no optimizer was set up for", world_size=2
-    )
-
-
 def _one_rank_runs_another_unit() -> None:
-    fabric, model, optimizer = _setup()
+    fabric, model, optimizer = set_up()
     network_ = model.module
     tokens, targets = own_rows(fabric, micro_batch(0, 0))
     if fabric.global_rank == 1:

@@ -44,6 +44,20 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), **HYPER)
 
 
+def set_up(seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
+    """A Fabric, a model and its optimizer."""
+    fabric = launch(**options)
+    module = network(seed)
+    return fabric, *fabric.setup(module, adamw(module))
+
+
+def end(fabric: Any, model: Any) -> dict[str, Tensor]:
+    """Tear down, and return :func:`weights`."""
+    result = weights(model)
+    fabric.strategy.teardown()
+    return result
+
+
 def micro_batch(step: int, index: int) -> tuple[Tensor, Tensor]:
     """The rows of all ranks."""
     generator = torch.Generator().manual_seed(1000 * step + index)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.integration.integrations.fabric.loop import (
     HYPER,
     adamw,
+    end,
     launch,
     micro_batch,
     own_rows,
@@ -82,30 +83,28 @@ def test_a_method_that_is_not_marked_is_explained_by_fabric(gloo: ProcessPool) -
     gloo.expect_error_on_all_ranks(_unmarked, exception=RuntimeError, match="mark_forward_method", world_size=2)
 
 
-class _Lightning:
-    """Makes a LightningModule, whose steps Fabric knows."""
+def _make_lightning_module() -> Any:
+    """A LightningModule, whose steps Fabric knows."""
+    import lightning.pytorch as pl
 
-    def __new__(cls) -> Any:
-        import lightning.pytorch as pl
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.network = Network()
 
-        class Module(pl.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                torch.manual_seed(0)
-                self.network = Network()
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return loss_of(self.network(batch[0]), batch[1])
 
-            def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-                return loss_of(self.network(batch[0]), batch[1])
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), **HYPER)
 
-            def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), **HYPER)
-
-        return Module()
+    return Module()
 
 
 def _lightning_module() -> dict[str, Tensor]:
     fabric = launch()
-    module = _Lightning()
+    module = _make_lightning_module()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     for step in range(4):
         optimizer.zero_grad()
@@ -113,12 +112,10 @@ def _lightning_module() -> dict[str, Tensor]:
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(model.training_step(own_rows(fabric, micro_batch(step, index))) / 2)
         optimizer.step()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
-def test_the_steps_of_a_lightning_module_work_in_a_fabric_loop(gloo: ProcessPool) -> None:
+def test_steps_of_a_lightning_module_work_in_fabric(gloo: ProcessPool) -> None:
     expected = {f"network.{name}": value for name, value in reference().items()}
     assert max_difference(gloo.run(_lightning_module, world_size=2)[0], expected) <= 1e-6
 

@@ -22,16 +22,18 @@ from tests.integration.integrations.fabric.loop import (
     HYPER,
     MATRICES,
     adamw,
+    end,
     launch,
     micro_batch,
     network,
     own_rows,
     reference,
     run_steps,
+    set_up,
     summed_loss,
     weights,
 )
-from tests.integration.training import EXACT, Network, full_weights, loss_of, max_difference
+from tests.integration.training import Network, full_weights, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
@@ -60,9 +62,7 @@ def _train(
         fabric, model, optimizer, clip=(lambda: fabric.clip_gradients(model, optimizer, **clip)) if clip else None
     )
     assert isinstance(optimizer, ParallelMuon)
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 @pytest.mark.parametrize(
@@ -90,26 +90,21 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
     fabric = launch()
     model: Any = network()
     given = optimizer = adamw(model)
-    made = []
-    if when != "after":
-        made.append(torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step)))
+    make = torch.optim.lr_scheduler.LambdaLR
+    scheduler: Any = None if when == "after" else make(given, lambda step: 1.0 / (1 + step))
     if when == "given":
-        model, optimizer, scheduler = fabric.setup(model, given, scheduler=made[0])
-        made = [scheduler]
+        model, optimizer, scheduler = fabric.setup(model, given, scheduler=scheduler)
     else:
         model, optimizer = fabric.setup(model, given)
-    if when == "after":
-        made.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)))
+    scheduler = scheduler or make(optimizer, lambda step: 1.0 / (1 + step))
     with warnings.catch_warnings():
         # Schedulers warn if nobody steps their optimizer.
         warnings.filterwarnings("error", message=r".*`(optimizer|lr_scheduler)\.step")
-        run_steps(fabric, model, optimizer, scheduler=made[0])
+        run_steps(fabric, model, optimizer, scheduler=scheduler)
     assert given.param_groups is optimizer.param_groups
     with pytest.raises(RuntimeError, match="a ParallelMuon has taken its place"):
         given.step()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
@@ -163,9 +158,7 @@ def _two_optimizers(*, apart: bool) -> dict[str, Tensor]:
                 fabric.backward(loss_of(model(tokens), targets) / 2)
         muon.step()
         rest.step()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -200,9 +193,7 @@ def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
     model, optimizer = fabric.setup(module, adamw(module))
     model = first if calls_first else model
     run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=0.1))
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 @pytest.mark.parametrize(("sharding", "calls_first"), [("fsdp", True), ("zero2", False)])
@@ -237,9 +228,7 @@ _SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "ch
 
 
 def _flexdemo(config: dict[str, Any]) -> dict[str, Tensor]:
-    fabric = launch(optimizer=FlexDeMoConfig(**config), replicate_size=2)
-    model: Any = network(seed=dist.get_rank())
-    model, optimizer = fabric.setup(model, adamw(model))
+    fabric, model, optimizer = set_up(dist.get_rank(), optimizer=FlexDeMoConfig(**config), replicate_size=2)
     assert isinstance(optimizer, FlexDeMo)
     run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=1e6))
     for parameter in model.parameters():
@@ -247,9 +236,7 @@ def _flexdemo(config: dict[str, Any]) -> dict[str, Tensor]:
         first = mine.clone()
         dist.broadcast(first, src=0)
         assert torch.equal(first, mine), "nodes have equal weights"
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 def _flexdemo_loop(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -319,9 +306,7 @@ def test_what_cannot_work_is_an_error_on_all_ranks(
 
 
 def _precision(precision: str) -> tuple[dict[str, Tensor], list[torch.dtype]]:
-    fabric = launch(precision=precision, optimizer=EXACT)
-    model: Any = network()
-    model, optimizer = fabric.setup(model, adamw(model))
+    fabric, model, optimizer = set_up(precision=precision)
     run_steps(fabric, model, optimizer)
     tokens, _ = own_rows(fabric, micro_batch(0, 0))
     dtypes = [next(model.parameters()).dtype, model(tokens).dtype]
@@ -339,21 +324,6 @@ def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
         distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
         way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
         assert 1e-4 < distance / way < 0.3, precision
-
-
-def _user_sharded() -> dict[str, Tensor]:
-    fabric = launch()
-    model: Any = network()
-    fully_shard(model.blocks[0], mesh=fabric.strategy.device_mesh["shard"])
-    model, optimizer = fabric.setup(model, adamw(model))
-    run_steps(fabric, model, optimizer)
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
-
-
-def test_parts_that_the_user_has_sharded_stay(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_user_sharded, world_size=2)[0], reference()) <= _TOLERANCE
 
 
 def _collectives() -> tuple[float, Any, int]:
@@ -404,9 +374,7 @@ def _masked(step: int, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _train_on_tokens(sharding: str, *, silent: bool = False) -> dict[str, Tensor]:
-    fabric = launch(sharding=sharding, loss_scaling="tokens")
-    model: Any = network()
-    model, optimizer = fabric.setup(model, adamw(model))
+    fabric, model, optimizer = set_up(sharding=sharding, loss_scaling="tokens")
     for step in range(3):
         for index in range(2):
             tokens, targets = own_rows(fabric, _masked(step, index))
@@ -417,9 +385,7 @@ def _train_on_tokens(sharding: str, *, silent: bool = False) -> dict[str, Tensor
                 fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    result = weights(model)
-    fabric.strategy.teardown()
-    return result
+    return end(fabric, model)
 
 
 def test_gradients_are_the_mean_over_all_tokens(gloo: ProcessPool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.precision_plugin import EngineGradients, sharded_plugin
+from lightning_muon.integrations.lightning.trainer import EngineGradients, sharded_plugin
 from tests.integration.training import PACKAGES
 
 
