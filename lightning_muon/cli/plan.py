@@ -157,7 +157,7 @@ def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -
         cost = _measured(model, mesh)
     elif arguments.cost is not None:
         try:
-            cost = CostModel.from_json(arguments.cost.read_text(encoding="utf-8"))
+            cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{arguments.cost}: {error}") from error
     if arguments.flops is not None:

@@ -48,7 +48,7 @@ def plan_as_dict(
             "matrices": [spec.name for spec in outcomes[0].matrices.specs] if outcomes else [],
         },
         "mesh": {**asdict(mesh), "ranks": mesh.size},
-        "options": {**asdict(options), "cost": options.cost.to_dict()},
+        "options": asdict(options),
         "config": choice,
         "flexdemo": slow_links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},

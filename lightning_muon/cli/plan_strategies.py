@@ -32,7 +32,7 @@ from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.matrix_shards import ShardedMatrices, sharded_matrices
 from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.program import ADAMW, Op, branch
+from lightning_muon.schedule.program import Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, step_program
@@ -143,7 +143,7 @@ class _Ranks:
     def outcome(self, name: str, strategy: Strategy, options: CompareOptions) -> Outcome:
         """Plan and simulate."""
         plan = self._plan(strategy)
-        adamw = [Op(kind=ADAMW, key="0", rank=rank, bytes=size) for rank, size in enumerate(self._adamw_bytes)]
+        adamw = [Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size) for rank, size in enumerate(self._adamw_bytes)]
         program = {rank: [*ops, adamw[rank]] for rank, ops in plan.program.items()}
         like = {rank: rank for rank in program}
         if self.matrices.num_ranks > MOST_RANKS_IN_FULL:

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,7 +65,7 @@ def _compare(model: ModelShapes, num_replicas: int, num_steps: int, options: dic
 def _write(comparison: Comparison, folder: Path, title: str) -> None:
     trace, cost = folder / "trace.json", comparison.cost
     trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")
-    (folder / "cost.json").write_text(json.dumps(cost.to_dict()) + "\n", encoding="utf-8")
+    (folder / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}
     for suffix in (".png", ".svg"):
         draw_timelines(timelines, folder / f"timeline{suffix}", title=title)

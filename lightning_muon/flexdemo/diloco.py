@@ -23,7 +23,7 @@ from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import StepPart, local_tensor
-from lightning_muon.schedule.program import EXCHANGE, GRADIENTS, Op
+from lightning_muon.schedule.program import Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
 State = dict[str, Any]
@@ -168,12 +168,12 @@ class DiLoCoSync(IndependentNodes):
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """An op at the end of the steps in which an average begins, or its sums are sent."""
-        average = Op(kind=EXCHANGE, key="average", rank=0, when=(GRADIENTS,))
+        average = Op(kind=OpKind.EXCHANGE, key="average", rank=0, when=(Condition.GRADIENTS,))
         half_period = (self._options.period + 1) // 2
         return StepPart(
             ops=AddedOps(last=[average]),
-            actions={EXCHANGE: self._exchange},
-            facts=lambda _: {GRADIENTS: [average.key] if self._since in (0, half_period) else []},
+            actions={OpKind.EXCHANGE: self._exchange},
+            facts=lambda _: {Condition.GRADIENTS: [average.key] if self._since in (0, half_period) else []},
         )
 
     @property

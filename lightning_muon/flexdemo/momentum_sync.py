@@ -24,17 +24,7 @@ from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
 from lightning_muon.optim.executor import Executor
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import StepPart, local_tensor
-from lightning_muon.schedule.program import (
-    DECODE,
-    EARLY_EXCHANGE,
-    EXCHANGE,
-    GRADIENTS,
-    IN_BACKWARD,
-    SENT,
-    SETTLE,
-    VALID,
-    Op,
-)
+from lightning_muon.schedule.program import IN_BACKWARD, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
 
@@ -141,14 +131,15 @@ def _draws(device: torch.device) -> Tensor:
 
 
 def _early_exchange(key: str) -> Op:
-    return Op(kind=EARLY_EXCHANGE, key=key, rank=0, phase=IN_BACKWARD, when=(SENT,))
+    return Op(kind=OpKind.EARLY_EXCHANGE, key=key, rank=0, phase=IN_BACKWARD, when=(Condition.SENT,))
 
 
 def _ops_of_bucket(key: str, *, is_early: bool) -> list[Op]:
     """The ops of a bucket in a step. What was sent during backward, and is valid, is not sent again."""
-    exchange = Op(kind=EXCHANGE, key=key, rank=0, when=(GRADIENTS,), unless=(VALID,) if is_early else ())
+    unless = (Condition.VALID,) if is_early else ()
+    exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
     sent = (exchange.name, _early_exchange(key).name) if is_early else (exchange.name,)
-    return [exchange, Op(kind=SETTLE, key=key, rank=0, deps=sent, when=(GRADIENTS,))]
+    return [exchange, Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,))]
 
 
 class MomentumSync(InterNodeSync):
@@ -234,16 +225,16 @@ class MomentumSync(InterNodeSync):
             for tensor in tensors:
                 users.setdefault(tensor, set()).add(name)
         decode = [
-            (Op(kind=DECODE, key=key, rank=0), set[str]().union(*(users[tensor] for tensor in bucket.parameters)))
+            (Op(kind=OpKind.DECODE, key=key, rank=0), {name for each in bucket.parameters for name in users[each]})
             for key, bucket in self.buckets.items()
         ]
-        actions = {EXCHANGE: self._exchange, SETTLE: self._settle, DECODE: self._decode}
+        actions = {OpKind.EXCHANGE: self._exchange, OpKind.SETTLE: self._settle, OpKind.DECODE: self._decode}
         if self.early is not None:
-            actions[EARLY_EXCHANGE] = self.early.run
+            actions[OpKind.EARLY_EXCHANGE] = self.early.run
         return StepPart(
             ops=AddedOps(first=[*early, *ops], needed=decode),
             actions=actions,
-            facts=lambda _: {GRADIENTS: {key for key in self.buckets if self._taking_part(key)}},
+            facts=lambda _: {Condition.GRADIENTS: {key for key in self.buckets if self._taking_part(key)}},
         )
 
     @override

@@ -23,7 +23,7 @@ from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
 from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, StepPart
-from lightning_muon.schedule.program import ALL_GATHER, GRADIENTS, IN_BACKWARD, REDUCE_SCATTER, SENT, TRANSFER, Op
+from lightning_muon.schedule.program import IN_BACKWARD, TRANSFER, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
 # In the key of the second sum of a bucket in a step.
@@ -103,14 +103,14 @@ class ShardedLayout(Layout):
         # The second time with what has come after its bucket had gone.
         first = [
             Op(
-                kind=REDUCE_SCATTER,
+                kind=OpKind.REDUCE_SCATTER,
                 key=_key(index) + rest,
                 rank=0,
                 lane=TRANSFER,
                 bytes=sum(parameter.nbytes for parameter in bucket),
                 group=group,
                 phase=IN_BACKWARD,
-                when=(SENT,),
+                when=(Condition.SENT,),
             )
             for rest in ("", _REST)
             for index, bucket in enumerate(self._reducer.buckets)
@@ -124,18 +124,20 @@ class ShardedLayout(Layout):
             if places:
                 place = max(place, *places)  # Buckets leave in their order.
                 op = Op(
-                    kind=ALL_GATHER,
+                    kind=OpKind.ALL_GATHER,
                     key=_key(index),
                     rank=0,
                     lane=TRANSFER,
                     bytes=sum(parameter.nbytes for parameter in bucket),
                     deps=tuple(names[each] for each in sorted(places)),
                     group=group,
-                    when=(GRADIENTS,),
+                    when=(Condition.GRADIENTS,),
                 )
                 after.setdefault(names[place], []).append(op)
         return StepPart(
-            ops=AddedOps(first=first, after=after), actions={ALL_GATHER: self._start_all_gather}, facts=self._facts
+            ops=AddedOps(first=first, after=after),
+            actions={OpKind.ALL_GATHER: self._start_all_gather},
+            facts=self._facts,
         )
 
     def _start_all_gather(self, op: Op) -> Sequence[Any]:
@@ -152,8 +154,8 @@ class ShardedLayout(Layout):
             last = index
             sent.add(_key(index) + rest)
         return {
-            SENT: sent,
-            GRADIENTS: {
+            Condition.SENT: sent,
+            Condition.GRADIENTS: {
                 _key(index)
                 for index, bucket in enumerate(self._all_gather.buckets)
                 if any(parameter in parameters for parameter in bucket)

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, linear_regression, median
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import MOMENTUM, NEWTON_SCHULZ, UPDATE
+from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, Timeline
 
@@ -135,9 +135,11 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
     ``bytes / memory_bytes_per_second + op_seconds`` is fitted to the elementwise ops by least squares; what is left of
     Newton-Schulz gives ``flops_per_second``.
     """
-    elementwise = [(span.op.bytes, span.end - span.start) for span in spans if span.op.kind in (MOMENTUM, UPDATE)]
+    elementwise = [
+        (span.op.bytes, span.end - span.start) for span in spans if span.op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
+    ]
     per_byte, op_seconds = fit_line(elementwise)
-    products = [span for span in spans if span.op.kind == NEWTON_SCHULZ and span.op.cost]
+    products = [span for span in spans if span.op.kind == OpKind.NEWTON_SCHULZ and span.op.cost]
     seconds = sum(span.end - span.start - op_seconds - per_byte * span.op.bytes for span in products)
     flops = sum(span.op.cost for span in products)
     return {
@@ -202,7 +204,7 @@ def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dic
         latencies.append(latency)
         bandwidths.append(1 / per_byte)
     fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
-    return fit_steps(fitted, (serial, pipelined), device_type=device_type).to_dict()
+    return asdict(fit_steps(fitted, (serial, pipelined), device_type=device_type))
 
 
 def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]) -> Recording:

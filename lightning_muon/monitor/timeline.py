@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.passes import host_order
-from lightning_muon.schedule.program import NEWTON_SCHULZ, TRANSFER, Op, Program, without_absent
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program, without_absent
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 _LATEST_END_SECONDS = 30.0
@@ -190,7 +190,7 @@ def trace_events(recording: Recording) -> dict[str, Any]:
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
         for op, start, end in spans:
             arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": recording.matrices[rank].get(op.name, [])}
-            if op.kind == NEWTON_SCHULZ:
+            if op.kind == OpKind.NEWTON_SCHULZ:
                 arguments["gflop"] = op.cost / 1e9
             event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": rank, "tid": int(op.lane == TRANSFER)}
             events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})

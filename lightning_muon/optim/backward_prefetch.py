@@ -26,7 +26,7 @@ from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.schedule.program import EARLY_MOMENTUM
+from lightning_muon.schedule.program import OpKind
 
 _log = logging.getLogger(__name__)
 # A bucket that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
@@ -233,7 +233,7 @@ class GatherPrefetch(BackwardPrefetch):
 
     @override
     def _wait_until_read(self, key: str) -> None:
-        self._step.executor.wait(f"{EARLY_MOMENTUM}[{key}]")
+        self._step.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
 
     @override
     def _drop(self, key: str) -> None:

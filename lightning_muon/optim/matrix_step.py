@@ -22,7 +22,7 @@ from lightning_muon.optim.transfer import BucketPieces, Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule import program
 from lightning_muon.schedule.passes import scatter_buffers_for
-from lightning_muon.schedule.program import Op
+from lightning_muon.schedule.program import Condition, Op, OpKind
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,15 +83,15 @@ class MatrixStep:
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         self.executor = make_executor(
             {
-                program.MOMENTUM: self._momentum,
-                program.GATHER: self._communicate,
-                program.EARLY_MOMENTUM: self._momentum,
-                program.EARLY_GATHER: self._communicate,
-                program.NEWTON_SCHULZ: self._newton_schulz,
-                program.SCATTER: self._communicate,
-                program.UPDATE: self._update,
-                program.CHECK: self._check,
-                program.ADAMW: self._adamw,
+                OpKind.MOMENTUM: self._momentum,
+                OpKind.GATHER: self._communicate,
+                OpKind.EARLY_MOMENTUM: self._momentum,
+                OpKind.EARLY_GATHER: self._communicate,
+                OpKind.NEWTON_SCHULZ: self._newton_schulz,
+                OpKind.SCATTER: self._communicate,
+                OpKind.UPDATE: self._update,
+                OpKind.CHECK: self._check,
+                OpKind.ADAMW: self._adamw,
                 **plan.part.actions,
             },
             plan.device,
@@ -109,13 +109,13 @@ class MatrixStep:
             transfer.take_gather_buffers()
         with self._looking_at(gradients, states):
             for op in self._in_backward[key]:
-                if packs or op.kind != program.EARLY_MOMENTUM:
+                if packs or op.kind != OpKind.EARLY_MOMENTUM:
                     self.executor.execute_early(op)
 
     def differs_from_sent(self, key: str, gradients: Gradients, states: States) -> Tensor:
         """Whether :meth:`run_in_backward` would now send other bits than it has sent; a bool on the device."""
         # On CUDA they were packed on a stream of their own.
-        self.executor.wait(f"{program.EARLY_MOMENTUM}[{key}]")
+        self.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
         transfer = self._transfers[key]
         same: list[Tensor] = []
         with self._looking_at(gradients, states):
@@ -127,7 +127,7 @@ class MatrixStep:
 
     def drop_sent(self, key: str) -> None:
         """Wait for an early gather whose result is not wanted, and give its buffers back."""
-        self.executor.wait(f"{program.EARLY_GATHER}[{key}]")
+        self.executor.wait(f"{OpKind.EARLY_GATHER}[{key}]")
         self._transfers.pop(key, None)
         self._pool.drop(_early_slot(key))
 
@@ -149,10 +149,10 @@ class MatrixStep:
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
             **of_part,
-            program.GRADIENTS: {*taking_part, *of_part.get(program.GRADIENTS, ())},
-            program.SENT: {*agreed.sent, *of_part.get(program.SENT, ())},
-            program.VALID: agreed.valid,
-            program.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
+            Condition.GRADIENTS: {*taking_part, *of_part.get(Condition.GRADIENTS, ())},
+            Condition.SENT: {*agreed.sent, *of_part.get(Condition.SENT, ())},
+            Condition.VALID: agreed.valid,
+            Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
         for op in self._in_step:
             if program.runs(op, self.facts):
@@ -163,7 +163,7 @@ class MatrixStep:
         """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
         self.executor.finish()
         if any(transfer.slots["gather"] == _early_slot(key) for key, transfer in self._transfers.items()):
-            self._pool.release(program.GATHER)
+            self._pool.release(OpKind.GATHER)
         self._agreed, self._states = replace(self._agreed, gradients={}), {}
 
     @contextmanager
@@ -222,7 +222,7 @@ class MatrixStep:
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
         """Send the pieces to the owners, or the updates back to the ranks that hold the pieces."""
         transfer = self._transfers[op.key]
-        leg = transfer.pieces.scatter if op.kind == program.SCATTER else transfer.pieces.gather
+        leg = transfer.pieces.scatter if op.kind == OpKind.SCATTER else transfer.pieces.gather
         send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
         return leg.start(send=send, receive=receive, group=transfer.axes)
 

@@ -19,7 +19,7 @@ from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, UPDATE, Op
+from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.step import fingerprint, step_program
 from lightning_muon.schedule.validate import check_step
 
@@ -125,20 +125,20 @@ def make_step_plan(
     matrices = [op for group in groups for op in group.plan.program[group.axes.rank]]
     batches = _batches(parameters, layout)
     adamw: list[Op] = []
-    reads = {op.name: buckets[op.key].tensors for op in matrices if op.kind == MOMENTUM}
+    reads = {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.MOMENTUM}
     updates: dict[str, list[Tensor]] = {}
     for number, batch in enumerate(batches):
         tensors = [tensor for _, members in batch for tensor in members]
         num_bytes = _ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in tensors)
-        adamw.append(Op(kind=ADAMW, key=str(number), rank=0, bytes=num_bytes))
+        adamw.append(Op(kind=OpKind.ADAMW, key=str(number), rank=0, bytes=num_bytes))
         reads[adamw[-1].name] = updates[adamw[-1].name] = tensors
-    updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == UPDATE}
+    updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.UPDATE}
     # A parameter of several matrices is done with the last of them.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     part = make_part(done, reads)
 
-    early = [op.key for op in matrices if op.kind == GATHER and _is_early(buckets[op.key])]
+    early = [op.key for op in matrices if op.kind == OpKind.GATHER and _is_early(buckets[op.key])]
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=0 if options.overlap == "off" else options.look_ahead,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from lightning_muon.config import unknown_option
 from lightning_muon.schedule.program import COMPUTE, Op
 
 
@@ -38,41 +37,22 @@ class CostModel:
             _require_numbers(name, getattr(self, name), allow_zero=True)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what :meth:`to_dict` gives, or a JSON or YAML file; one number will do for a list of one.
-
-        Raises:
-            ValueError: A key is unknown or missing, or a value is out of range.
-        """
+    def from_dict(cls, values: object) -> Self:
+        """From what :func:`dataclasses.asdict` gives, or a JSON file; one number will do for a list of one."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a cost model is a JSON object, got {type(values).__name__}: {str(values)[:40]!r}")
+        arguments = dict(cast("Mapping[str, Any]", values))
         known = [field.name for field in fields(cls)]
-        for key in values:
+        for key in arguments:
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the keys are {known}"
-                raise ValueError(f"{key!r} is no key of a cost model; {hint}")
-        missing = [key for key in ("flops_per_second", "memory_bytes_per_second", "bandwidth") if key not in values]
+                raise ValueError(f"cost model: {unknown_option(key, known)}")
+        missing = [key for key in known[:3] if key not in arguments]
         if missing:
             raise ValueError(f"the cost model has no {missing[0]!r}; it needs at least {known[:3]}")
-        arguments = dict(values)
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
             is_number = isinstance(arguments[key], int | float | str)
             arguments[key] = (arguments[key],) if is_number else tuple(arguments[key])
         return cls(**arguments)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """From the text of a JSON file, see :meth:`from_dict`."""
-        values: Any = json.loads(text)
-        if not isinstance(values, dict):
-            raise TypeError(f"a cost model is a JSON object, got {type(values).__name__}: {text[:40]!r}")
-        return cls.from_dict(values)  # pyright: ignore[reportUnknownArgumentType]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for JSON."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for key in ("bandwidth", "latency_seconds"):
-            values[key] = list(values[key])
-        return values
 
     def seconds(self, op: Op) -> float:
         """How long the op takes on its rank once it has begun.
@@ -89,24 +69,18 @@ class CostModel:
         by_axis = op.axis_bytes or (op.bytes,)
         if not any(by_axis):
             return self.latency_seconds[0] if len(op.group) > 1 else 0.0
+        last = min(len(self.bandwidth), len(by_axis)) - 1
+        own_link = [(range(axis, axis + 1), by_axis[axis]) for axis in range(last)]
+        # What is sent at the same time as something is received counts once, which the sum over all axes may not know.
+        shared = sum(by_axis[last:]) if last else op.bytes or sum(by_axis)
         return max(
-            max(_entry(self.latency_seconds, axis) for axis in axes if by_axis[axis]) + size / self.bandwidth[link]
-            for link, (axes, size) in enumerate(self._by_link(op, by_axis))
+            max(self._latency(axis) for axis in axes if by_axis[axis]) + size / self.bandwidth[link]
+            for link, (axes, size) in enumerate([*own_link, (range(last, len(by_axis)), shared)])
             if size
         )
 
-    def _by_link(self, op: Op, by_axis: Sequence[int]) -> list[tuple[range, int]]:
-        """For each link the axes that use it, and how many bytes go over it."""
-        last = min(len(self.bandwidth), len(by_axis)) - 1
-        if not last:
-            # What is sent at the same time as something is received counts once, which the sum over axes may not know.
-            return [(range(len(by_axis)), op.bytes or sum(by_axis))]
-        own = [(range(axis, axis + 1), by_axis[axis]) for axis in range(last)]
-        return [*own, (range(last, len(by_axis)), sum(by_axis[last:]))]
-
-
-def _entry(values: Sequence[float], link: int) -> float:
-    return values[min(link, len(values) - 1)]
+    def _latency(self, axis: int) -> float:
+        return self.latency_seconds[min(axis, len(self.latency_seconds) - 1)]
 
 
 def _require_numbers(name: str, value: object, *, allow_zero: bool) -> None:

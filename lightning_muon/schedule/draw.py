@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_muon.schedule.program import ADAMW, GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE
+from lightning_muon.schedule.program import TRANSFER, OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 
@@ -23,12 +23,12 @@ class _Style(NamedTuple):
 # After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/), whose colors color-blind readers can tell apart; lighter
 # where black letters would be hard to read.
 _STYLES = {
-    MOMENTUM: _Style("M", "momentum", "#CC79A7"),
-    GATHER: _Style("G", "gather", "#56B4E9"),
-    NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),
-    SCATTER: _Style("S", "scatter", "#29B98A"),
-    UPDATE: _Style("U", "update", "#F0E442"),
-    ADAMW: _Style("A", "AdamW", "#A58ADB"),
+    OpKind.MOMENTUM: _Style("M", "momentum", "#CC79A7"),
+    OpKind.GATHER: _Style("G", "gather", "#56B4E9"),
+    OpKind.NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),
+    OpKind.SCATTER: _Style("S", "scatter", "#29B98A"),
+    OpKind.UPDATE: _Style("U", "update", "#F0E442"),
+    OpKind.ADAMW: _Style("A", "AdamW", "#A58ADB"),
 }
 _OTHER = _Style("", "other", "#D55E00")
 _MOST_ROWS = 16  # More ranks than this are summarized.
@@ -45,14 +45,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
     16 ranks the busiest, the median and the idlest are shown, beside the load of all of them. Timelines that are far
     longer than the shortest are cut off.
 
-    Args:
-        timelines: Title -> timeline.
-        path: ``.png``, ``.svg`` or ``.pdf``.
-        title: Of the figure.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If ``path`` has another suffix, or there is nothing to draw.
+    ``path`` ends in ``.png``, ``.svg`` or ``.pdf``; ``title`` is that of the figure.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: pictures are .png, .svg or .pdf files")
@@ -79,12 +72,6 @@ def rows_shown(timeline: Timeline) -> dict[int, str]:
     return {rank: f"{what}\nrank {rank}" for what, rank in chosen.items()}
 
 
-def headline(name: str, timeline: Timeline) -> str:
-    """Title of a panel: the strategy, its duration, and how well it hides communication."""
-    duration = _milliseconds(timeline.makespan)
-    return f"{name}: {duration}, idle {timeline.idle:.1%}, communication hidden {timeline.hidden:.1%}"
-
-
 def _milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
@@ -109,14 +96,15 @@ class _Canvas:
             gridspec_kw={"height_ratios": heights, **({"width_ratios": [4, 1]} if self._has_loads else {})},
         )
         self._figure.suptitle(title, fontsize=11, fontweight="bold")
-        self._used: set[str] = set()
+        self._used: set[_Style] = set()
 
     def draw_ranks(self, index: int, name: str, timeline: Timeline) -> None:
         """Draw the rows of a timeline in its panel."""
         panel, rows = self._panels[index][0], self._rows[index]
         for row, rank in enumerate(rows):
             self._draw_rank(panel, row, timeline.spans[rank])
-        panel.set_title(headline(name, timeline), fontsize=9, loc="left")
+        duration, hidden = _milliseconds(timeline.makespan), f"communication hidden {timeline.hidden:.1%}"
+        panel.set_title(f"{name}: {duration}, idle {timeline.idle:.1%}, {hidden}", fontsize=9, loc="left")
         panel.set_xlim(0, self._end * 1.005)
         panel.set_ylim(len(rows), 0)
         panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
@@ -145,14 +133,14 @@ class _Canvas:
             boxes.setdefault((span.op.kind, lane), []).append((start, width))
             self._label(panel, span, (start, width), row + lane[0] + lane[1] / 2)
         for (kind, (top, height)), places in boxes.items():
-            self._used.add(_style(kind).title)
-            color = _style(kind).color
-            panel.broken_barh(places, (row + top, height), facecolors=color, edgecolors="white", linewidth=0.3)
+            style = _STYLES.get(kind, _OTHER)
+            self._used.add(style)
+            panel.broken_barh(places, (row + top, height), facecolors=style.color, edgecolors="white", linewidth=0.3)
 
     def _label(self, panel: Any, span: Span, place: tuple[float, float], middle: float) -> None:
         """Write the name of an op into its box if it fits."""
         start, width = place
-        label = f"{_style(span.op.kind).letter}[{span.op.key}]"
+        label = f"{_STYLES.get(span.op.kind, _OTHER).letter}[{span.op.key}]"
         points_per_ms = 72 * _WIDTH * (0.7 if self._has_loads else 0.93) / self._end
         if width * points_per_ms > _LETTER_WIDTH * len(label) and start + width <= self._end * 1.005:
             panel.text(start + width / 2, middle, label, fontsize=6, ha="center", va="center")
@@ -165,7 +153,7 @@ class _Canvas:
         loads = [each.compute_seconds for each in timeline.ranks.values()]
         mean = sum(loads) / len(loads) or 1.0
         values = [load / mean for load in sorted(loads, reverse=True)]
-        panel.stairs(values, baseline=0, fill=True, color=_STYLES[NEWTON_SCHULZ].color)
+        panel.stairs(values, baseline=0, fill=True, color=_STYLES[OpKind.NEWTON_SCHULZ].color)
         panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
         panel.set_title("load / mean, all ranks", fontsize=8, loc="left")
         panel.set_ylim(0, 1.1 * max(1.0, *values))
@@ -178,7 +166,7 @@ class _Canvas:
         handles = [
             self._patches.Patch(color=style.color, label=f"{style.letter}[i] {style.title}".removeprefix("[i] "))
             for style in (*_STYLES.values(), _OTHER)
-            if style.title in self._used
+            if style in self._used
         ]
         self._figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
         # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
@@ -190,10 +178,6 @@ class _Canvas:
 def _hide_spines(panel: Any, *sides: str) -> None:
     for side in sides:
         panel.spines[side].set_visible(False)
-
-
-def _style(kind: str) -> _Style:
-    return _STYLES.get(kind, _OTHER)
 
 
 def _matplotlib(module: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE, Op
+from lightning_muon.schedule.program import STEP_KINDS, TRANSFER, Op, OpKind
 
 _H100 = PRESETS["h100"]
 # FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
@@ -23,14 +23,7 @@ def sharing_pays(
     ``n = max(1, N / (R S))``, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if
     ``(m - n) flops / F > n (R - 1) wire_bytes / B``. For N of R S or more that is ``flops / wire_bytes > F / B``. The
     traffic can hide behind arithmetic, so this is the careful choice.
-
-    Args:
-        flops: Of Newton-Schulz for the matrix.
-        wire_bytes: Of the whole matrix in the wire dtype.
-        device_type: ``"cuda"`` or ``"cpu"``; another one counts as CUDA.
-        num_matrices: N.
-        num_replicas: R.
-        replica_ranks: S.
+    ``wire_bytes`` are of the whole matrix; ``"cuda"`` and ``"cpu"`` are known, another device counts as CUDA.
     """
     shared = max(1.0, num_matrices / (num_replicas * replica_ranks))
     repeated = max(1.0, num_matrices / replica_ranks)
@@ -81,9 +74,8 @@ class PrefetchEstimate:
 def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> CostModel:
     """The rates that plans are made with, since all ranks must decide alike.
 
-    Args:
-        device_type: ``"cuda"`` or ``"cpu"``; another one counts as CUDA.
-        is_between_machines: Whether the links inside of a replica lead to other machines, and those between replicas.
+    ``is_between_machines`` says whether the links inside of a replica lead to other machines, and those between
+    replicas.
     """
     machine = _MACHINES.get(device_type, _MACHINES["cuda"])
     links = [-1 if is_between else 0 for is_between in is_between_machines]
@@ -94,42 +86,29 @@ def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> C
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSeconds:
-    """Predicted seconds of the ops of one rank, without AdamW."""
-
-    gathers: Mapping[str, float]  # By bucket.
-    scatters: Mapping[str, float]  # By bucket.
-    momentum: float  # Of all buckets, as the next two.
-    newton_schulz: float  # Or whatever else is computed on whole matrices.
-    update: float  # Of the weights.
-    check: float  # Finding out whether what was sent early is what the step would send.
+RankSeconds = Mapping[str, Mapping[str, float]]
+"""Kind of op, or ``"check"`` -> bucket -> predicted seconds of one rank."""
 
 
 def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
-    """How long one rank takes.
+    """How long one rank takes for the ops of its buckets and, as ``"check"``, to compare early gathers with the step's.
 
-    Args:
-        ops: Canonical: momentum, gather, newton_schulz, scatter, update of bucket after bucket.
-        machine: Rates.
+    The handful of kernels that compare each matrix counts as one op.
     """
-    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)}
+    found: dict[str, dict[str, float]] = {kind: {} for kind in (*STEP_KINDS, OpKind.CHECK)}
     for op in ops:
-        if op.kind in by_kind:
-            by_kind[op.kind][op.key] = machine.seconds(op)
-    gathers = by_kind[GATHER]
-    return RankSeconds(
-        gathers=gathers,
-        scatters=by_kind[SCATTER],
-        momentum=sum(by_kind[MOMENTUM].values()),
-        newton_schulz=sum(by_kind[NEWTON_SCHULZ].values()),
-        update=sum(by_kind[UPDATE].values()),
-        check=sum(_check_seconds(op, machine) for op in ops if op.kind == MOMENTUM and op.key in gathers),
-    )
+        if op.kind in STEP_KINDS:
+            found[op.kind][op.key] = machine.seconds(op)
+        if op.kind == OpKind.MOMENTUM:
+            found[OpKind.CHECK][op.key] = (
+                _BYTES_OF_CHECK * op.bytes / machine.memory_bytes_per_second + len(op.items) * machine.op_seconds
+            )
+    gathers = found[OpKind.GATHER]
+    return found | {OpKind.CHECK: {key: each for key, each in found[OpKind.CHECK].items() if key in gathers}}
 
 
 def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
-    """What a step takes with and without early gathers; ``None`` if nothing is gathered.
+    """What a step takes with and without early gathers, from what all ranks take; ``None`` if nothing is gathered.
 
     With k buckets, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
     average bucket, a step takes
@@ -139,38 +118,30 @@ def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
       gradients when backward ends, so its gather can hide behind the arithmetic of the others only.
 
     Backward is taken to be long enough for all gathers, and to leave the links free for them.
-
-    Args:
-        ranks: Of all ranks, since a communication takes as long as its slowest member.
     """
-    gathers, scatters = _slowest([each.gathers for each in ranks]), _slowest([each.scatters for each in ranks])
-    num_buckets = len(gathers)
-    if not num_buckets:
+    # In an order that is equal on all ranks, which must come to the same decision.
+    buckets = list(dict.fromkeys(key for rank in ranks for key in rank[OpKind.GATHER]))
+    num_buckets = len(buckets)
+    if not buckets:
         return None
-    gather, scatter = sum(gathers.values()) / num_buckets, sum(scatters.values()) / num_buckets
-    check = max(each.check for each in ranks)
-    rest = (max(each.newton_schulz for each in ranks) + max(each.update for each in ranks)) / num_buckets
-    whole = rest + max(each.momentum for each in ranks) / num_buckets
+
+    def slowest(kind: str) -> float:
+        """Mean over the buckets, each of which takes as long as on the slowest rank."""
+        return sum(max(rank[kind].get(key, 0.0) for rank in ranks) for key in buckets) / num_buckets
+
+    def busiest(kind: str) -> float:
+        """Of all buckets on the rank that takes longest."""
+        return max(sum(rank[kind].values()) for rank in ranks)
+
+    gather, scatter, check = slowest(OpKind.GATHER), slowest(OpKind.SCATTER), busiest(OpKind.CHECK)
+    rest = (busiest(OpKind.NEWTON_SCHULZ) + busiest(OpKind.UPDATE)) / num_buckets
+    whole = rest + busiest(OpKind.MOMENTUM) / num_buckets
     return PrefetchEstimate(
         in_step_seconds=gather + whole + scatter + (num_buckets - 1) * max(whole, gather + scatter),
         in_backward_seconds=check
         + max(num_buckets * rest + scatter, max(gather, rest) + num_buckets * scatter, gather + rest + scatter),
         check_seconds=check,
     )
-
-
-def _slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The longest time that any rank takes for each bucket."""
-    found: dict[str, float] = {}
-    for seconds in of_ranks:
-        for key, each in seconds.items():
-            found[key] = max(each, found.get(key, 0.0))
-    return found
-
-
-def _check_seconds(momentum: Op, machine: CostModel) -> float:
-    """Of one bucket; the handful of kernels for each matrix counts as one op."""
-    return _BYTES_OF_CHECK * momentum.bytes / machine.memory_bytes_per_second + len(momentum.items) * machine.op_seconds
 
 
 # With more than this part of the model on its way at a time, buffers count beside the weights, and the end of backward
@@ -192,25 +163,25 @@ class ShardExchange:
 def node_grid(nodes: Sequence[int]) -> Grid:
     """For each node its ranks, or nothing unless there are several nodes of several ranks each, equally many.
 
-    The ranks of equal place in their nodes must be in the order of the nodes, so that every rank adds up the nodes in
-    the same order.
-
-    Args:
-        nodes: Number of the node of each rank.
+    ``nodes`` has the number of the node of each rank. The ranks of equal place in their nodes must be in the order of
+    the nodes, so that every rank adds up the nodes in the same order.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
     sizes = {len(each) for each in ranks.values()}
-    is_grid = len(ranks) > 1 and len(sizes) == 1 and sizes != {1}
-    columns = zip(*ranks.values(), strict=True) if is_grid else ()
-    return tuple(map(tuple, ranks.values())) if is_grid and all(list(c) == sorted(c) for c in columns) else ()
+    if len(ranks) == 1 or len(sizes) > 1 or sizes == {1}:
+        return ()
+    columns = zip(*ranks.values(), strict=True)
+    return tuple(map(tuple, ranks.values())) if all(list(each) == sorted(each) for each in columns) else ()
 
 
 def shard_exchanges(
     nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
 ) -> list[ShardExchange]:
     """The direct way, and the hierarchical one where there is one, each with its best size of buckets.
+
+    Pure, so equal on all ranks that know the same nodes.
 
     Args:
         nodes: For each replica the number of the node of each rank of its shard axis.
@@ -229,19 +200,11 @@ def shard_exchanges(
     ways: list[Grid] = [()]
     # Ranks must launch the same buckets in all replicas.
     if all(grids) and len({(len(grid), len(grid[0])) for grid in grids}) == 1:
-        ways += sorted(grids)[:1]
-    return [min((_priced(nodes[0], grid, num_bytes, cost, size) for size in sizes), key=_seconds) for grid in ways]
-
-
-def choose_exchange(
-    nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
-) -> ShardExchange:
-    """The faster one of :func:`shard_exchanges`; pure, so equal on all ranks that know the same nodes."""
-    return min(shard_exchanges(nodes, num_bytes, cost, bucket_bytes=bucket_bytes, may_grow=may_grow), key=_seconds)
-
-
-def _seconds(exchange: ShardExchange) -> float:
-    return exchange.seconds
+        ways.append(min(grids))
+    return [
+        min((_priced(nodes[0], grid, num_bytes, cost, size) for size in sizes), key=lambda way: way.seconds)
+        for grid in ways
+    ]
 
 
 def _priced(nodes: Sequence[int], grid: Grid, num_bytes: int, cost: CostModel, bucket_bytes: int) -> ShardExchange:
@@ -254,17 +217,14 @@ def _priced(nodes: Sequence[int], grid: Grid, num_bytes: int, cost: CostModel, b
         legs = [(bucket * (local - 1) / local, 0.0, local - 1), (0.0, bucket * (num_nodes - 1) / size, num_nodes - 1)]
     else:
         legs = [(bucket * (local - 1) / size, bucket * (size - local) / size, size - 1.0)]
-    transfers = [_transfer_seconds(inside, outside, cost) for inside, outside, _ in legs]
+    transfers: list[float] = []
+    for inside, outside, _ in legs:
+        sizes = (round(inside), round(outside))
+        leg = Op(kind="leg", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes, group=(0, 1))
+        transfers.append(cost.seconds(leg))
     sums = sum(shares * cost.op_seconds for *_, shares in legs)
     sums += 3 * sum(inside + outside for inside, outside, _ in legs) / cost.memory_bytes_per_second
     there = (number - 1) * max(*transfers, sums) + sum(transfers) + sums
     back = (number - 1) * max(transfers) + sum(transfers)
     left = 2 * number * local * sum(outside for _, outside, _ in legs)
     return ShardExchange(grid=grid, bucket_bytes=bucket_bytes, node_bytes=round(left), seconds=there + back)
-
-
-def _transfer_seconds(inside: float, outside: float, cost: CostModel) -> float:
-    sizes = (round(inside), round(outside))
-    return cost.seconds(
-        Op(kind="exchange", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes, group=(0, 1))
-    )

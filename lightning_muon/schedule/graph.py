@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_muon.schedule.program import RECV, SEND, Op, Program
+from lightning_muon.schedule.program import Op, OpKind, Program
 
 # An error names so many ops and says how many more there are.
 NAMED = 8
@@ -89,12 +89,12 @@ def build_graph(program: Program) -> Graph:
     for index, op in enumerate(ops):
         place = len(nodes)
         if len(op.group) > 1:
-            kind = SEND if op.kind == RECV else op.kind
+            kind = OpKind.SEND if op.kind == OpKind.RECV else op.kind
             place = shared.setdefault((kind, op.key, groups.of(op)), place)
         if place == len(nodes):
             nodes.append(Node([], len(op.group) or 1, []))
         members = nodes[place].ops
-        if members and op.kind in (SEND, RECV):
+        if members and op.kind in (OpKind.SEND, OpKind.RECV):
             first = ops[members[0]]
             if len(members) > 1 or first.rank == op.rank or first.kind == op.kind:
                 raise ValueError(

@@ -9,7 +9,7 @@ from itertools import chain
 
 from lightning_muon.schedule.assign import Load, Strategy, assign_owners
 from lightning_muon.schedule.matrix_shards import ShardedMatrices
-from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, UPDATE, Op, Program
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 from lightning_muon.schedule.traffic import Owners, Traffic, count_elements
 
 # Gradients, momenta and weights are counted as float32.
@@ -93,7 +93,7 @@ def plan_step(
         travels = sole_holders[bucket[0]] is None
         for rank, ops in program.items():
             items, cost = by_rank.get(rank, ((), 0))
-            work = Op(kind=NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
+            work = Op(kind=OpKind.NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
             ops += _around(work, bucket, moved, wire, travels=travels)
     return MuonPlan(owners=tuple(owners), buckets=tuple(buckets), flops=tuple(flops), program=program)
 
@@ -161,19 +161,19 @@ def _around(work: Op, bucket: tuple[int, ...], moved: Traffic, wire: _Wire, *, t
     updates = sum(sent[rank] for sent in moved.scatter_sent) * itemsize
     # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
     momentum_bytes = 3 * STATE_ITEMSIZE * held + packed
-    ops = [Op(kind=MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
+    ops = [Op(kind=OpKind.MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
     if wire.has_gathers and travels:
         moves = [(moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)]
-        ops.append(_transfer(GATHER, ops[-1], bucket, moves, wire))
+        ops.append(_transfer(OpKind.GATHER, ops[-1], bucket, moves, wire))
     # What came is read and the wholes are written; of the updates, what goes is read and written.
     work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
     ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
     if wire.has_scatters and travels:
         moves = [(sent[rank], got[rank]) for sent, got in zip(moved.scatter_sent, moved.scatter_received, strict=True)]
-        ops.append(_transfer(SCATTER, ops[-1], bucket, moves, wire))
+        ops.append(_transfer(OpKind.SCATTER, ops[-1], bucket, moves, wire))
     # The update is read, the weight is read and written.
     update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * held
-    ops.append(Op(kind=UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
+    ops.append(Op(kind=OpKind.UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
     return ops
 
 

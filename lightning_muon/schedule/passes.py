@@ -6,18 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_muon.schedule.memory import peak_memory
-from lightning_muon.schedule.program import (
-    ADAMW,
-    COMPUTE,
-    GATHER,
-    MOMENTUM,
-    NEWTON_SCHULZ,
-    SCATTER,
-    STEP_KINDS,
-    UPDATE,
-    Op,
-    Program,
-)
+from lightning_muon.schedule.program import COMPUTE, STEP_KINDS, Op, OpKind, Program
 
 
 def prefetch(program: Program, look_ahead: int, memory_bytes: int | None = None) -> Program:
@@ -62,7 +51,7 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     adamw: list[Op] = []
     by_key: dict[str, dict[str, Op]] = {}
     for op in ops:
-        if op.kind == ADAMW:
+        if op.kind == OpKind.ADAMW:
             adamw.append(op)
         elif op.kind in STEP_KINDS:
             by_key.setdefault(op.key, {})[op.kind] = op
@@ -73,18 +62,18 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     delay = scatter_buffers - 1
     issued: list[Op] = []
     for bucket in buckets[:look_ahead]:
-        issued += _present(bucket, MOMENTUM, GATHER)
+        issued += _present(bucket, OpKind.MOMENTUM, OpKind.GATHER)
     issued += adamw
     for number, bucket in enumerate(buckets):
-        issued += _present(bucket, NEWTON_SCHULZ, SCATTER)
+        issued += _present(bucket, OpKind.NEWTON_SCHULZ, OpKind.SCATTER)
         if number >= delay:
-            issued += _present(buckets[number - delay], UPDATE)
+            issued += _present(buckets[number - delay], OpKind.UPDATE)
         if number + look_ahead < len(buckets):
-            issued += _present(buckets[number + look_ahead], MOMENTUM, GATHER)
+            issued += _present(buckets[number + look_ahead], OpKind.MOMENTUM, OpKind.GATHER)
     for bucket in buckets[-delay:]:
-        issued += _present(bucket, UPDATE)
-    frees = _buffer_deps(buckets, MOMENTUM, NEWTON_SCHULZ, look_ahead)
-    frees |= _buffer_deps(buckets, NEWTON_SCHULZ, UPDATE, scatter_buffers)
+        issued += _present(bucket, OpKind.UPDATE)
+    frees = _buffer_deps(buckets, OpKind.MOMENTUM, OpKind.NEWTON_SCHULZ, look_ahead)
+    frees |= _buffer_deps(buckets, OpKind.NEWTON_SCHULZ, OpKind.UPDATE, scatter_buffers)
     return [replace(op, deps=(*op.deps, frees[op.name])) if op.name in frees else op for op in issued]
 
 

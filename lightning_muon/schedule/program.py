@@ -9,21 +9,50 @@ from dataclasses import dataclass, replace
 COMPUTE = "compute"
 TRANSFER = "transfer"
 
-# Kinds of messages: `send[key]` on one rank and `recv[key]` on the other, with the same two ranks as group, are one
-# communication.
-SEND = "send"
-RECV = "recv"
-
 # Phases, in their order. What belongs to backward and has not run when the step begins, runs then.
 IN_BACKWARD = "in backward"
 IN_STEP = "in step"
 
-# Conditions, each of which holds for some keys in a step; equal on all ranks that share an op.
-GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
-SENT = "sent"  # Some rank has sent the bucket during backward, so that all ranks do.
-VALID = "valid"  # The bucket was sent during backward, with what the step would send. Implies `SENT`.
-# Whether the step may change anything is known only when `check` has waited for it: for a device, for example.
-DEFERRED = "deferred"
+
+class Condition:
+    """Each holds for some keys in a step; equal on all ranks that share an op."""
+
+    GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
+    SENT = "sent"  # Some rank has sent the bucket during backward, so that all ranks do.
+    VALID = "valid"  # The bucket was sent during backward, with what the step would send. Implies `SENT`.
+    # Whether the step may change anything is known only when `check` has waited for it: for a device, for example.
+    DEFERRED = "deferred"
+
+
+class OpKind:
+    """Kinds of the ops of an optimizer step. Other programs have kinds of their own."""
+
+    MOMENTUM = "momentum"  # Update the momentum of the local pieces of a bucket and pack what goes to the owners.
+    GATHER = "gather"  # Bring the pieces to the owners.
+    NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
+    SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
+    UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
+    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be thrown away.
+    EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
+    # Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid.
+    CHECK = "check"
+    ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
+    # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
+    EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
+    EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be thrown away.
+    SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
+    DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
+    # `send[key]` on one rank and `recv[key]` on the other, with the same two ranks as group, are one communication.
+    SEND = "send"
+    RECV = "recv"
+
+
+EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
+"""What runs during backward in the place of which op of the step."""
+STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
+"""The ops of one bucket, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,28 +131,3 @@ def without_absent(program: Program) -> Program:
             for op in ops
         ]
     return chosen
-
-
-# Kinds of the ops of an optimizer step.
-MOMENTUM = "momentum"  # Update the momentum of the local pieces of a bucket and pack what goes to the owners.
-GATHER = "gather"  # Bring the pieces to the owners.
-NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
-SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
-UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so that it can be thrown away.
-EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
-# Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid.
-CHECK = "check"
-ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
-# Sum the gradients of a bucket of replicated parameters on the ranks that update them.
-REDUCE_SCATTER = "reduce_scatter"
-ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send other nodes what is chosen of them.
-EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so that it can be thrown away.
-SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
-DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
-
-EARLY_KINDS = {EARLY_MOMENTUM: MOMENTUM, EARLY_GATHER: GATHER}
-"""What runs during backward in the place of which op of the step."""
-STEP_KINDS = (MOMENTUM, GATHER, NEWTON_SCHULZ, SCATTER, UPDATE)
-"""The ops of one bucket, in their order."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
+
+from lightning_muon.config import nearest, unknown_option
 
 FOLDER = Path(__file__).with_name("shape_files")
 _KINDS = ("matrix", "convolution", "stack", "elementwise")
@@ -63,14 +64,9 @@ def shipped_shapes() -> dict[str, Path]:
 
 
 def read_shapes(source: str | Path) -> ModelShapes:
-    """Read a shape file.
+    """Read a shape file: a path, or the name of a file that comes with the package, with or without ``.json``.
 
-    Args:
-        source: A path, or the name of a file that comes with the package, with or without ``.json``.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no JSON, or has a wrong key, kind or shape; the message names the nearest right one.
+    A ``ValueError`` names the file and the wrong key, kind or shape.
     """
     path, shipped = Path(source), shipped_shapes()
     if not path.is_file():
@@ -92,19 +88,14 @@ def read_shapes(source: str | Path) -> ModelShapes:
 
 def write_shapes(model: ModelShapes, path: Path) -> None:
     """Write ``model`` so that :func:`read_shapes` gives it back."""
-    lines = [json.dumps(_entry(parameter)) for parameter in model.parameters]
+    keys = fields(ParameterShape)
+    lines = [
+        json.dumps({key.name: getattr(each, key.name) for key in keys if getattr(each, key.name) != key.default})
+        for each in model.parameters
+    ]
     head = f'"name": {json.dumps(model.name)},\n  "source": {json.dumps(model.source)}'
     body = ",\n    ".join(lines)
     path.write_text(f'{{\n  {head},\n  "parameters": [\n    {body}\n  ]\n}}\n', encoding="utf-8")
-
-
-def _entry(parameter: ParameterShape) -> dict[str, Any]:
-    """Keys that differ from the defaults."""
-    return {
-        field.name: getattr(parameter, field.name)
-        for field in fields(ParameterShape)
-        if getattr(parameter, field.name) != field.default
-    }
 
 
 def _model(content: object) -> ModelShapes:
@@ -128,21 +119,17 @@ def _parameters(entries: Iterable[object]) -> Iterable[ParameterShape]:
                 cast(object, entry), ("repeat", "first", "parameters"), "a block", required=("parameters",)
             )
             layers = list(_parameters(_list(block["parameters"], "parameters of a block")))
-            first = _integer(block, "first", layers[:1])
-            for i in range(first, first + _integer(block, "repeat", layers[:1])):
+            for key in ("repeat", "first"):
+                value = block.get(key, 0)
+                if type(value) is not int or value < 0:
+                    what = f"the block of {layers[0].name!r}" if layers else "a block"
+                    raise ValueError(f"{what}: {key} must be an integer of at least 0, got {value!r}")
+            first = block.get("first", 0)
+            for i in range(first, first + block["repeat"]):
                 for layer in layers:
                     yield replace(layer, name=layer.name.replace("{i}", str(i)))
         else:
             yield _parameter(_checked(cast(object, entry), keys, "a parameter", required=("name", "shape", "kind")))
-
-
-def _integer(block: Mapping[str, Any], key: str, layers: Sequence[ParameterShape]) -> int:
-    """A count of a block, at least 0; 0 where it is not given."""
-    value = block.get(key, 0)
-    if type(value) is not int or value < 0:
-        what = f"the block of {layers[0].name!r}" if layers else "a block"
-        raise ValueError(f"{what}: {key} must be an integer of at least 0, got {value!r}")
-    return value
 
 
 def _parameter(values: Mapping[str, Any]) -> ParameterShape:
@@ -164,9 +151,7 @@ def _checked(content: object, allowed: Sequence[str], what: str, *, required: Se
     found = cast("dict[str, Any]", content)
     for key in found:
         if key not in allowed:
-            raise ValueError(
-                f"{what} has the unknown key {key!r}{_nearest(key, allowed)}; keys are {', '.join(allowed)}"
-            )
+            raise ValueError(f"{what}: {unknown_option(key, allowed)}")
     for key in required:
         if key not in found:
             raise ValueError(f"{what} has no key {key!r}: {str(found)[:120]}")
@@ -180,5 +165,5 @@ def _list(content: object, what: str) -> list[object]:
 
 
 def _nearest(wrong: str, right: Iterable[str]) -> str:
-    close = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    found = nearest(wrong, list(right))
+    return "" if found is None else f" (did you mean {found!r}?)"

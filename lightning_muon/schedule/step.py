@@ -13,30 +13,20 @@ from dataclasses import dataclass, field, replace
 
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import (
-    ADAMW,
-    CHECK,
-    DEFERRED,
-    EARLY_GATHER,
     EARLY_KINDS,
-    EARLY_MOMENTUM,
     EVERY_KEY,
-    GATHER,
-    GRADIENTS,
     IN_BACKWARD,
     IN_STEP,
-    MOMENTUM,
-    NEWTON_SCHULZ,
-    SENT,
-    UPDATE,
-    VALID,
+    Condition,
     Facts,
     Op,
+    OpKind,
     Program,
 )
 
-ALL_IN_STEP: Facts = {GRADIENTS: EVERY_KEY}
+ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
 """Every bucket has gradients, and nothing was sent during backward."""
-ALL_EARLY: Facts = {GRADIENTS: EVERY_KEY, SENT: EVERY_KEY, VALID: EVERY_KEY}
+ALL_EARLY: Facts = {Condition.GRADIENTS: EVERY_KEY, Condition.SENT: EVERY_KEY, Condition.VALID: EVERY_KEY}
 """Every bucket has gradients, and what can be sent during backward was sent, and counts."""
 _EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
 
@@ -97,8 +87,8 @@ def _with_branches(
     backward = [op for op in added.first if op.phase == IN_BACKWARD]
     for op in canonical:
         if op.key in early and op.kind in _EARLY_OF:
-            deps = (f"{EARLY_MOMENTUM}[{op.key}]",) if op.kind == GATHER else ()
-            backward.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(SENT,)))
+            deps = (f"{OpKind.EARLY_MOMENTUM}[{op.key}]",) if op.kind == OpKind.GATHER else ()
+            backward.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
     steps = [op for op in added.first if op.phase == IN_STEP]
     needed, after = list(added.needed), dict(added.after)
 
@@ -109,33 +99,30 @@ def _with_branches(
         del needed[:num_needed]
         steps.append(op)
         # Ops that only run without a deferred check have a copy behind it.
-        steps.extend(() if DEFERRED in op.unless else after.pop(op.name, ()))
+        steps.extend(() if Condition.DEFERRED in op.unless else after.pop(op.name, ()))
 
     def place_check() -> None:
-        steps.append(Op(kind=CHECK, key="", rank=issued[0].rank, when=(DEFERRED,)))
+        steps.append(Op(kind=OpKind.CHECK, key="", rank=issued[0].rank, when=(Condition.DEFERRED,)))
         for op in issued:
-            if op.kind == ADAMW and is_late:
+            if op.kind == OpKind.ADAMW and is_late:
                 place(op)
-            elif op.kind == ADAMW:
-                steps.append(replace(op, key=f"{op.key} after check", when=(DEFERRED,)))
+            elif op.kind == OpKind.ADAMW:
+                steps.append(replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)))
 
     is_checked = False
     for op in issued:
-        if op.kind == UPDATE and not is_checked:
+        if op.kind == OpKind.UPDATE and not is_checked:
             place_check()
             is_checked = True
-        if op.kind == ADAMW and not is_late:
-            place(replace(op, unless=(DEFERRED,)))
-        elif op.kind != ADAMW:
-            is_early = op.key in early
-            place(
-                replace(
-                    op,
-                    deps=(*op.deps, f"{EARLY_GATHER}[{op.key}]") if is_early and op.kind == NEWTON_SCHULZ else op.deps,
-                    when=(GRADIENTS,),
-                    unless=(VALID,) if is_early and op.kind in (MOMENTUM, GATHER) else (),
-                )
-            )
+        if op.kind == OpKind.ADAMW and not is_late:
+            place(replace(op, unless=(Condition.DEFERRED,)))
+        elif op.kind != OpKind.ADAMW:
+            op = replace(op, when=(Condition.GRADIENTS,))
+            if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
+                op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
+            elif op.key in early and op.kind in _EARLY_OF:
+                op = replace(op, unless=(Condition.VALID,))
+            place(op)
     if issued and not is_checked:
         place_check()
     for op, names in needed:

@@ -10,28 +10,17 @@ from itertools import pairwise, zip_longest
 from lightning_muon.schedule.graph import NAMED, Groups, build_graph, where
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
-    ADAMW,
-    CHECK,
     COMPUTE,
-    DEFERRED,
     EARLY_KINDS,
     EVERY_KEY,
-    GATHER,
-    GRADIENTS,
     IN_BACKWARD,
     IN_STEP,
-    MOMENTUM,
-    NEWTON_SCHULZ,
-    RECV,
-    SCATTER,
-    SEND,
-    SENT,
     STEP_KINDS,
     TRANSFER,
-    UPDATE,
-    VALID,
+    Condition,
     Facts,
     Op,
+    OpKind,
     Program,
     branch,
 )
@@ -94,9 +83,9 @@ def _check_order(program: Program) -> None:
             if len(op.group) < 2:
                 continue
             conditions = "".join([*(f" when {name}" for name in op.when), *(f" unless {name}" for name in op.unless)])
-            if op.kind in (SEND, RECV):
+            if op.kind in (OpKind.SEND, OpKind.RECV):
                 (peer,) = groups.of(op) - {rank}
-                direction = (rank, peer) if op.kind == SEND else (peer, rank)
+                direction = (rank, peer) if op.kind == OpKind.SEND else (peer, rank)
                 found.setdefault(direction, []).append(f"message[{op.key}]{conditions}")
             else:
                 found.setdefault(groups.of(op), []).append(f"{op.name}{conditions}")
@@ -122,7 +111,7 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
     for facts in _scenarios(program):
         of_plan: dict[int, Program] = {id(plan): {} for plan in plans}
         for ops in branch(program, facts).values():
-            _check_changes(ops, is_deferred=DEFERRED in facts)
+            _check_changes(ops, is_deferred=Condition.DEFERRED in facts)
             for op in ops:
                 if op.kind in (*STEP_KINDS, *EARLY_KINDS) and op.key in plan_of:
                     of_plan[id(plan_of[op.key])].setdefault(op.rank, []).append(op)
@@ -137,24 +126,24 @@ def _alone(op: Op, rank: int) -> Op:
 def _scenarios(program: Program) -> Iterator[Facts]:
     """The branches that differ in what runs. Those with ops that are run in vain have nothing else."""
     found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
-    unknown = sorted(found - {GRADIENTS, SENT, VALID, DEFERRED})
+    unknown = sorted(found - {Condition.GRADIENTS, Condition.SENT, Condition.VALID, Condition.DEFERRED})
     if unknown:
         raise ValueError(f"an op depends on the condition {unknown[0]!r}, which no step knows")
-    for sent in ([], [SENT, VALID]) if SENT in found else ([],):
-        for deferred in ([], [DEFERRED]) if DEFERRED in found else ([],):
-            yield dict.fromkeys([GRADIENTS, *sent, *deferred], EVERY_KEY)
+    for sent in ([], [Condition.SENT, Condition.VALID]) if Condition.SENT in found else ([],):
+        for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
+            yield dict.fromkeys([Condition.GRADIENTS, *sent, *deferred], EVERY_KEY)
 
 
 def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
     """Nothing changes before the check, and AdamW runs once."""
     is_checked = not is_deferred
     for op in ops:
-        is_checked = is_checked or op.kind == CHECK
-        if op.kind in (ADAMW, UPDATE) and not is_checked:
-            raise ValueError(f"{where(op)} changes parameters before the step has waited for {CHECK}; put it behind")
-    batches = [op.key.partition(" ")[0] for op in ops if op.kind == ADAMW]
+        is_checked = is_checked or op.kind == OpKind.CHECK
+        if op.kind in (OpKind.ADAMW, OpKind.UPDATE) and not is_checked:
+            raise ValueError(f"{where(op)} changes parameters before the step has waited for check; put it behind")
+    batches = [op.key.partition(" ")[0] for op in ops if op.kind == OpKind.ADAMW]
     if len(set(batches)) != len(batches):
-        raise ValueError(f"rank {ops[0].rank} has the {ADAMW} ops {batches}; each must run once in a step")
+        raise ValueError(f"rank {ops[0].rank} has the {OpKind.ADAMW} ops {batches}; each must run once in a step")
 
 
 def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool = True) -> None:
@@ -170,7 +159,7 @@ def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool 
     for rank, ops in program.items():
         _check_step_of_rank(rank, ops)
         for op in ops:
-            for matrix in op.items if op.kind == NEWTON_SCHULZ else ():
+            for matrix in op.items if op.kind == OpKind.NEWTON_SCHULZ else ():
                 if bucket_of.get(matrix) != op.key:
                     raise ValueError(f"{where(op)} works on matrix {matrix}, which is not in bucket {op.key}")
                 found[matrix].append(rank)
@@ -188,7 +177,7 @@ def _buckets(program: Program, num_matrices: int) -> dict[int, str]:
     ops_of: dict[str, Op] = {}
     for ops in program.values():
         for op in ops:
-            if op.kind in STEP_KINDS and op.kind != NEWTON_SCHULZ:
+            if op.kind in STEP_KINDS and op.kind != OpKind.NEWTON_SCHULZ:
                 first = ops_of.setdefault(op.key, op)
                 if op.items != first.items:
                     raise ValueError(
@@ -213,7 +202,12 @@ def _buckets(program: Program, num_matrices: int) -> dict[int, str]:
 
 
 # Which kind works on the result of an op, that of its own bucket only. (Other dependencies are those of buffers.)
-_USER_OF = {MOMENTUM: NEWTON_SCHULZ, GATHER: NEWTON_SCHULZ, NEWTON_SCHULZ: UPDATE, SCATTER: UPDATE}
+_USER_OF = {
+    OpKind.MOMENTUM: OpKind.NEWTON_SCHULZ,
+    OpKind.GATHER: OpKind.NEWTON_SCHULZ,
+    OpKind.NEWTON_SCHULZ: OpKind.UPDATE,
+    OpKind.SCATTER: OpKind.UPDATE,
+}
 
 
 def _check_step_of_rank(rank: int, ops: Sequence[Op]) -> None:
@@ -229,7 +223,7 @@ def _check_step_of_rank(rank: int, ops: Sequence[Op]) -> None:
             users[op.name] = (op.key, _USER_OF.get(kind, ""))
     for key, bucket in buckets.items():
         for kind in STEP_KINDS:
-            if kind not in bucket and kind not in (GATHER, SCATTER):
+            if kind not in bucket and kind not in (OpKind.GATHER, OpKind.SCATTER):
                 other = next(iter(bucket.values()))
                 raise ValueError(f"rank {rank} has {other.name} but no {kind}[{key}]; each bucket needs one")
         chain = [bucket[kind] for kind in STEP_KINDS if kind in bucket]

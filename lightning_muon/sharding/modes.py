@@ -23,7 +23,7 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.schedule.estimates import Grid, ShardExchange, choose_exchange, node_grid
+from lightning_muon.schedule.estimates import Grid, ShardExchange, node_grid, shard_exchanges
 from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units
@@ -226,13 +226,14 @@ class Zero2(ReplicatedWeights):
         if everyone.group is not None:
             trained = max(gather(trained, host_group(everyone).group))
         chosen = self.options.bucket_bytes
-        exchange = choose_exchange(
+        ways = shard_exchanges(
             list(replicas.values()),
             trained,
             PRESETS["h100"],
             bucket_bytes=BUCKET_BYTES if chosen == "auto" else chosen,
             may_grow=chosen == "auto" and self.mesh.device_type == "cuda",
         )
+        exchange = min(ways, key=lambda way: way.seconds)
         return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
 
     @override

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.schedule.program import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, runs
+from lightning_muon.schedule.program import OpKind, runs
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
@@ -71,7 +71,7 @@ def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
     """With ZeRO-2, the sums of gradients were begun in the order of the program."""
     assert optimizer._bound is not None
     plan, facts = optimizer._bound.plan, optimizer._bound.matrix_step.facts
-    expected = [op.key for op in plan.ops if op.kind == REDUCE_SCATTER and runs(op, facts)]
+    expected = [op.key for op in plan.ops if op.kind == OpKind.REDUCE_SCATTER and runs(op, facts)]
     launched = mode.layout._reducer.launched if expected else []
     assert [f"parameters.{index}" for index in launched] == [key.partition(" ")[0] for key in expected]
 
@@ -91,7 +91,7 @@ def test_every_mode_runs_the_program(
         kinds = [[op.partition("[")[0] for op in step] for step in ran]
         assert kinds[0].count("update") > kinds[2].count("update") > 0
         assert ("early_gather" in kinds[1]) is (name == "fsdp" and options["overlap"] == "backward")
-        assert (ALL_GATHER in kinds[1]) is (name == "zero2")
+        assert (OpKind.ALL_GATHER in kinds[1]) is (name == "zero2")
 
 
 _FLEXDEMO = [
@@ -106,7 +106,7 @@ _FLEXDEMO = [
 def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> None:
     for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
         kinds = {op.partition("[")[0] for step in ran for op in step}
-        assert EXCHANGE in kinds or "replicator" in options
+        assert OpKind.EXCHANGE in kinds or "replicator" in options
 
 
 def test_updates_are_decoded_when_they_are_needed(gloo: ProcessPool) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.schedule.program import IN_BACKWARD, IN_STEP, REDUCE_SCATTER, Facts, Op, runs
+from lightning_muon.schedule.program import IN_BACKWARD, IN_STEP, Facts, Op, OpKind, runs
 
 
 class RecordedOps:
@@ -43,7 +43,7 @@ class RecordedOps:
 def _names(plan: StepPlan, phase: str, facts: Facts) -> list[str]:
     chosen = [op for op in plan.ops if op.phase == phase and runs(op, facts)]
     # Sums of gradients begin before there is a plan; what launches them is the reducer.
-    return [op.name for op in chosen if op.kind != REDUCE_SCATTER]
+    return [op.name for op in chosen if op.kind != OpKind.REDUCE_SCATTER]
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_steps_are_recorded_drawn_and_predicted(
     assert (out / "timeline.png").stat().st_size > 10_000
     picture = (out / "timeline.svg").read_text()
     assert "measured" in picture and "predicted" in picture and "small on 1 x 2 ranks" in picture
-    assert CostModel.from_json((out / "cost.json").read_text()).flops_per_second > 0
+    assert CostModel.from_dict(json.loads((out / "cost.json").read_text())).flops_per_second > 0
     report = capsys.readouterr().out
     assert "measured" in report and "predicted" in report and "of measured" in report
 

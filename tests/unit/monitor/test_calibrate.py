@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from lightning_muon.monitor.calibrate import (
 )
 from lightning_muon.monitor.timeline import Recording
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import GATHER, MOMENTUM, NEWTON_SCHULZ, TRANSFER, UPDATE, Op
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, simulate
 from tests.support.processes import ProcessPool
@@ -45,11 +45,11 @@ def test_the_rates_behind_simulated_durations_are_found_again() -> None:
         flops_per_second=2e11, memory_bytes_per_second=1e10, bandwidth=(1e9,), op_seconds=1e-4, latency_seconds=(1e-5,)
     )
     ops = [
-        Op(kind=MOMENTUM, key="0", rank=0, bytes=10**7),
-        Op(kind=GATHER, key="0", rank=0, bytes=10**6, lane=TRANSFER, group=(0, 1)),
-        Op(kind=NEWTON_SCHULZ, key="0", rank=0, cost=4 * 10**9, bytes=10**6),
-        Op(kind=NEWTON_SCHULZ, key="1", rank=0, cost=0, bytes=0),
-        Op(kind=UPDATE, key="0", rank=0, bytes=3 * 10**6),
+        Op(kind=OpKind.MOMENTUM, key="0", rank=0, bytes=10**7),
+        Op(kind=OpKind.GATHER, key="0", rank=0, bytes=10**6, lane=TRANSFER, group=(0, 1)),
+        Op(kind=OpKind.NEWTON_SCHULZ, key="0", rank=0, cost=4 * 10**9, bytes=10**6),
+        Op(kind=OpKind.NEWTON_SCHULZ, key="1", rank=0, cost=0, bytes=0),
+        Op(kind=OpKind.UPDATE, key="0", rank=0, bytes=3 * 10**6),
     ]
     found = fit_compute([Span(op, 1.0, 1.0 + machine.seconds(op)) for op in ops])
     assert found == pytest.approx(
@@ -62,7 +62,10 @@ def test_the_rate_that_whole_steps_had_is_found(wrong: float) -> None:
     machine = CostModel(flops_per_second=2e9, memory_bytes_per_second=1e9, bandwidth=(1e8,))
     recordings: list[Recording] = []
     for flops in (10**9, 3 * 10**9):
-        ops = [Op(kind=MOMENTUM, key="0", rank=0, bytes=10**8), Op(kind=NEWTON_SCHULZ, key="0", rank=0, cost=flops)]
+        ops = [
+            Op(kind=OpKind.MOMENTUM, key="0", rank=0, bytes=10**8),
+            Op(kind=OpKind.NEWTON_SCHULZ, key="0", rank=0, cost=flops),
+        ]
         timeline = simulate({0: ops}, machine)
         recordings.append(Recording(timeline=timeline, seconds=timeline.makespan, program={0: ops}, matrices={0: {}}))
     found = fit_steps(replace(machine, flops_per_second=wrong * 2e9), recordings, device_type="cpu")
@@ -85,7 +88,7 @@ def test_large_matrices_are_few_and_cut() -> None:
 
 def _calibrated(num_ranks: int, num_replicas: int) -> dict[str, object]:
     shapes = [(64, 64)] * 6 + [(32, 96)] * 2
-    return calibrate(shapes, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32").to_dict()
+    return asdict(calibrate(shapes, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32"))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas", "num_links"), [(1, 1, 1), (2, 1, 1), (4, 2, 2), (2, 2, 1)])

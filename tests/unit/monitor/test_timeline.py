@@ -14,7 +14,7 @@ from lightning_muon.monitor import timeline
 from lightning_muon.monitor.calibrate import make_optimizer
 from lightning_muon.monitor.timeline import Recording, TimelineRecorder, predict, record_step, trace_events
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import ADAMW, MOMENTUM, NEWTON_SCHULZ, SCATTER, TRANSFER, Op
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, Timeline
 from lightning_muon.schedule.validate import validate
@@ -57,7 +57,7 @@ def test_every_op_is_recorded_after_what_it_depends_on(
     for rank, spans in recording.timeline.spans.items():
         ends = {span.op.name: span.end for span in spans}
         assert {span.op.rank for span in spans} == {rank}
-        assert sum(span.op.kind == ADAMW for span in spans) == 1
+        assert sum(span.op.kind == OpKind.ADAMW for span in spans) == 1
         assert len(ends) == len(spans)
         for op, start, end in spans:
             assert 0 <= start <= end <= recording.seconds
@@ -118,7 +118,7 @@ def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
 
 
 def test_a_trace_has_a_process_per_rank_a_thread_per_lane() -> None:
-    compute = Op(kind=NEWTON_SCHULZ, key="0.1", rank=1, cost=3 * 10**9, bytes=8, items=(0,))
+    compute = Op(kind=OpKind.NEWTON_SCHULZ, key="0.1", rank=1, cost=3 * 10**9, bytes=8, items=(0,))
     transfer = Op(kind="scatter", key="0.1", rank=1, lane=TRANSFER, bytes=40)
     spans = [Span(compute, 0.001, 0.003), Span(transfer, 0.003, 0.0035)]
     recording = Recording(
@@ -138,8 +138,8 @@ def test_a_trace_has_a_process_per_rank_a_thread_per_lane() -> None:
 
 def test_a_cpu_starts_no_transfer_while_it_computes() -> None:
     ops = [
-        Op(kind=MOMENTUM, key="0", rank=0, bytes=100),
-        Op(kind=SCATTER, key="0", rank=0, bytes=10, lane=TRANSFER),
+        Op(kind=OpKind.MOMENTUM, key="0", rank=0, bytes=100),
+        Op(kind=OpKind.SCATTER, key="0", rank=0, bytes=10, lane=TRANSFER),
     ]
     recording = Recording(timeline=Timeline({}), seconds=0.0, program={0: ops}, matrices={})
     cost = CostModel(flops_per_second=1.0, memory_bytes_per_second=100.0, bandwidth=(10.0,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import COMPUTE, RECV, SEND, TRANSFER, Op, Program
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
 
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
@@ -25,12 +25,12 @@ def collective(
 
 def send(key: str, source: int, target: int, *deps: str, size: int = 1) -> Op:
     """One side of a message."""
-    return collective(SEND, size, *deps, rank=source, group=(source, target), key=key)
+    return collective(OpKind.SEND, size, *deps, rank=source, group=(source, target), key=key)
 
 
 def recv(key: str, source: int, target: int, *deps: str, size: int = 1) -> Op:
     """The other side."""
-    return collective(RECV, size, *deps, rank=target, group=(source, target), key=key)
+    return collective(OpKind.RECV, size, *deps, rank=target, group=(source, target), key=key)
 
 
 @st.composite

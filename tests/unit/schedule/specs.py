@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.program import ADAMW, Op, Program
+from lightning_muon.schedule.program import Op, OpKind, Program
 
 
 def sharded(
@@ -46,7 +46,7 @@ def plan_of(specs: list[MatrixSpec], replica_of: Sequence[int] | None = None, **
 
 def with_adamw(program: Program, size: int = 1) -> Program:
     """With an ``adamw`` op of these bytes behind each rank's ops, as an optimizer has it."""
-    return {rank: [*ops, Op(kind=ADAMW, key="0", rank=rank, bytes=size)] for rank, ops in program.items()}
+    return {rank: [*ops, Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size)] for rank, ops in program.items()}
 
 
 @st.composite

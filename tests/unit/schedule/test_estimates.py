@@ -10,7 +10,7 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import (
     PrefetchEstimate,
-    choose_exchange,
+    ShardExchange,
     estimate_prefetch,
     machine_of,
     node_grid,
@@ -21,7 +21,7 @@ from lightning_muon.schedule.estimates import (
 from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
-from lightning_muon.schedule.program import GATHER, MOMENTUM, Op, Program
+from lightning_muon.schedule.program import Op, OpKind, Program
 from lightning_muon.schedule.simulate import simulate
 from tests.unit.schedule.specs import plan_of, replicated
 
@@ -31,43 +31,35 @@ MIB = 2**20
 CUDA_FLOPS_PER_BYTE = 0.6 * 989e12 / (0.8 * 50e9)
 
 
-def _pays(side: int, *, device_type: str, num_matrices: int, num_replicas: int = 2, replica_ranks: int = 8) -> bool:
-    """For square matrices, five Newton-Schulz steps and a bfloat16 wire: 15 ``side`` FLOPs for each byte."""
-    return sharing_pays(
-        30 * side**3,
-        2 * side * side,
-        device_type=device_type,
-        num_matrices=num_matrices,
-        num_replicas=num_replicas,
-        replica_ranks=replica_ranks,
-    )
-
-
-@pytest.mark.parametrize(("device_type", "flops_per_byte"), [("cpu", 400), ("cuda", CUDA_FLOPS_PER_BYTE)])
-@pytest.mark.parametrize("num_replicas", [2, 64])
-def test_many_matrices_are_shared_if_arithmetic_costs_more(
-    device_type: str, flops_per_byte: float, num_replicas: int
+@pytest.mark.parametrize(
+    ("least", "device_type", "num_matrices", "num_replicas"),
+    [
+        # Many matrices are shared if arithmetic costs more: 15 FLOPs for each byte and row.
+        (400 / 15, "cpu", 10_000, 2),
+        (CUDA_FLOPS_PER_BYTE / 15, "cuda", 10_000, 2),
+        (CUDA_FLOPS_PER_BYTE / 15, "xpu", 10_000, 64),
+        # 160 matrices on 64 x 8: repeated 20 per rank, shared 1, so 63 messages have to be paid by 19 matrices.
+        (CUDA_FLOPS_PER_BYTE * 63 / 19 / 15, "cuda", 160, 64),
+    ],
+)
+def test_sharing_pays_from_a_size_of_matrices_on(
+    least: float, device_type: str, num_matrices: int, num_replicas: int
 ) -> None:
-    least = int(flops_per_byte / 15) + 1
-    layout = {"num_matrices": 10_000, "num_replicas": num_replicas}
-    assert _pays(least, device_type=device_type, **layout)
-    assert not _pays(least - 2, device_type=device_type, **layout)
+    def pays(side: int, num_matrices: int) -> bool:
+        """For square matrices, five Newton-Schulz steps and a bfloat16 wire."""
+        return sharing_pays(
+            30 * side**3,
+            2 * side * side,
+            device_type=device_type,
+            num_matrices=num_matrices,
+            num_replicas=num_replicas,
+            replica_ranks=8,
+        )
 
-
-def test_few_matrices_pay_for_messages_to_all_replicas() -> None:
-    # 160 matrices on 64 x 8: repeated 20 per rank, shared 1, so 63 messages have to be paid by 19 matrices.
-    least = int(CUDA_FLOPS_PER_BYTE * 63 / 19 / 15) + 1
-    assert _pays(least, device_type="cuda", num_matrices=160, num_replicas=64)
-    assert not _pays(least - 2, device_type="cuda", num_matrices=160, num_replicas=64)
-
-
-def test_sharing_what_no_rank_repeats_does_not_pay() -> None:
-    assert not _pays(8192, device_type="cuda", num_matrices=8)
-
-
-def test_an_unknown_device_counts_as_cuda() -> None:
-    layout = {"num_matrices": 10_000, "num_replicas": 2}
-    assert [_pays(side, device_type="xpu", **layout) for side in (500, 2000)] == [False, True]
+    assert pays(int(least) + 1, num_matrices)
+    assert not pays(int(least) - 1, num_matrices)
+    # What no rank repeats is not worth it.
+    assert not pays(8192, 8)
 
 
 def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
@@ -79,18 +71,18 @@ def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
 
 def _without_early(program: Program) -> Program:
     """The step after a backward pass in which everything was gathered but the last bucket, which goes first now."""
-    last = [op.key for op in program[0] if op.kind == GATHER][-1]
+    last = [op.key for op in program[0] if op.kind == OpKind.GATHER][-1]
 
     def left(op: Op) -> Op:
-        op = replace(op, bytes=0) if op.kind == MOMENTUM else op
-        return replace(op, bytes=0, group=()) if op.kind == GATHER and op.key != last else op
+        op = replace(op, bytes=0) if op.kind == OpKind.MOMENTUM else op
+        return replace(op, bytes=0, group=()) if op.kind == OpKind.GATHER and op.key != last else op
 
     issued = prefetch(program, 3)
     found: Program = {}
     for rank, ops in issued.items():
-        is_first = [op.key == last and op.kind in (MOMENTUM, GATHER) for op in ops]
+        is_first = [op.key == last and op.kind in (OpKind.MOMENTUM, OpKind.GATHER) for op in ops]
         first = [
-            replace(op, deps=op.deps[:1] if op.kind == GATHER else ())
+            replace(op, deps=op.deps[:1] if op.kind == OpKind.GATHER else ())
             for op, yes in zip(ops, is_first, strict=True)
             if yes
         ]
@@ -141,19 +133,11 @@ def test_gathers_start_early_only_over_slow_links(bandwidth: float, side: int, p
     assert found.pays is pays
 
 
-def test_one_bucket_has_no_head_start() -> None:
+def test_one_bucket_has_no_head_start_and_none_no_estimate() -> None:
     # Its last gradient is there when backward ends.
-    program = _plan(8, 1024, 1024, 8).program
-    found = _estimate(program, replace(H100, bandwidth=(1e6,)))
-    assert found is not None
-    assert not found.pays
-
-
-def test_what_is_not_gathered_has_no_estimate() -> None:
-    whole = plan_of(replicated([60, 60], 2), [0, 1])
-    assert _estimate(whole.program, H100) is None
-    alone = plan_of([MatrixSpec(name="w", numel=9, flops=9, held=(9,))])
-    assert _estimate(alone.program, H100) is None
+    found = _estimate(_plan(8, 1024, 1024, 8).program, replace(H100, bandwidth=(1e6,)))
+    assert found is not None and not found.pays
+    assert _estimate(plan_of(replicated([60, 60], 2), [0, 1]).program, H100) is None
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu"])
@@ -179,9 +163,9 @@ def test_on_a_cpu_gathers_stay_in_the_step(is_between: bool) -> None:
 
 def test_the_sentence_says_what_is_done_and_its_time() -> None:
     seconds = {"in_step_seconds": 12.345e-3, "check_seconds": 6e-3}
-    in_step = PrefetchEstimate(in_backward_seconds=14e-3, **seconds)
-    assert in_step.to_text().startswith("gathers start in the step; predicted: 12.35 ms")
-    assert "14.00 ms if they start during backward, of which checking what was sent takes 6.00 ms" in in_step.to_text()
+    text = PrefetchEstimate(in_backward_seconds=14e-3, **seconds).to_text()
+    assert text.startswith("gathers start in the step; predicted: 12.35 ms")
+    assert "14.00 ms if they start during backward, of which checking what was sent takes 6.00 ms" in text
     assert PrefetchEstimate(in_backward_seconds=11e-3, **seconds).to_text().startswith("gathers start during backward")
 
 
@@ -216,33 +200,31 @@ def test_the_direct_way_sends_once_for_each_rank_of_a_node(num_nodes: int, local
     assert len(hierarchical.grid) == num_nodes and not direct.grid
 
 
+def _choose(nodes: list[list[int]], num_bytes: int, cost: CostModel = H100, *, may_grow: bool = True) -> ShardExchange:
+    ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=25 * MIB, may_grow=may_grow)
+    return min(ways, key=lambda way: way.seconds)
+
+
 def test_large_models_are_summed_inside_nodes_first() -> None:
-    chosen = [
-        choose_exchange([_nodes(2, 2)], size, H100, bucket_bytes=25 * MIB, may_grow=False) for size in (10**5, 10**8)
-    ]
-    assert [bool(each.grid) for each in chosen] == [False, True]
-
-
-def test_free_links_between_nodes_leave_the_direct_way() -> None:
+    assert not _choose([_nodes(2, 2)], 10**5, may_grow=False).grid
+    assert _choose([_nodes(2, 2)], 10**8, may_grow=False).grid
+    # Free links between nodes leave the direct way.
     fast = replace(H100, bandwidth=(1e9, 1e15), latency_seconds=(0.0,), op_seconds=0.0)
-    assert not choose_exchange([_nodes(2, 2)], 10**9, fast, bucket_bytes=25 * MIB, may_grow=True).grid
+    assert not _choose([_nodes(2, 2)], 10**9, fast).grid
+    # So do replicas that lie differently.
+    assert not _choose([[0, 0, 1, 1], [1, 2, 2, 2]], 10**9).grid
 
 
 def test_one_node_keeps_its_way_and_its_buckets() -> None:
-    chosen = choose_exchange([[0] * 8, [1] * 8], 32 * 10**9, H100, bucket_bytes=25 * MIB, may_grow=True)
+    chosen = _choose([[0] * 8, [1] * 8], 32 * 10**9)
     assert (chosen.grid, chosen.bucket_bytes, chosen.node_bytes) == ((), 25 * MIB, 0)
 
 
 def test_buckets_grow_to_a_64th_of_the_model() -> None:
     for size in (10**8, 32 * 10**9):
-        grown = choose_exchange([_nodes(8, 8)], size, H100, bucket_bytes=25 * MIB, may_grow=True)
+        grown = _choose([_nodes(8, 8)], size)
         assert 25 * MIB <= grown.bucket_bytes <= max(25 * MIB, size // 64)
     assert grown.bucket_bytes > 200 * MIB
-    fixed = choose_exchange([_nodes(8, 8)], 32 * 10**9, H100, bucket_bytes=25 * MIB, may_grow=False)
+    fixed = _choose([_nodes(8, 8)], 32 * 10**9, may_grow=False)
     assert fixed.bucket_bytes == 25 * MIB
     assert fixed.seconds > grown.seconds
-
-
-def test_replicas_that_lie_differently_all_go_straight() -> None:
-    replicas = [[0, 0, 1, 1], [1, 2, 2, 2]]
-    assert not any(each.grid for each in shard_exchanges(replicas, 10**9, H100, bucket_bytes=MIB, may_grow=False))

@@ -93,7 +93,7 @@ def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({**_WEIGHT, "shap": [1]}, r"unknown key 'shap' \(did you mean 'shape'\?\)"),
+        ({**_WEIGHT, "shap": [1]}, r"no option 'shap'; did you mean 'shape'\?"),
         ({**_WEIGHT, "kind": "matrx"}, r"got 'matrx' \(did you mean 'matrix'\?\)"),
         ({"name": "a", "kind": "matrix"}, "has no key 'shape'"),
         ({**_WEIGHT, "shape": "4x2"}, "shape must be a list of integers, got '4x2'"),
@@ -134,5 +134,5 @@ def test_text_that_is_no_json_and_an_empty_list_are_refused(tmp_path: Path) -> N
         read_shapes(tmp_path / "m.json")
     with pytest.raises(ValueError, match="parameters is empty"):
         read_shapes(_write(tmp_path / "m.json", []))
-    with pytest.raises(ValueError, match="the file has the unknown key 'sourc'"):
+    with pytest.raises(ValueError, match="the file: there is no option 'sourc'"):
         read_shapes(_write(tmp_path / "m.json", [_WEIGHT], sourc="x"))

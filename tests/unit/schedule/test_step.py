@@ -8,16 +8,13 @@ import pytest
 
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
-    ALL_GATHER,
-    DEFERRED,
     EVERY_KEY,
-    GRADIENTS,
     IN_BACKWARD,
-    REDUCE_SCATTER,
-    SENT,
     TRANSFER,
+    Condition,
     Facts,
     Op,
+    OpKind,
     Program,
     branch,
 )
@@ -54,14 +51,14 @@ def test_every_branch_is_a_step(plan: MuonPlan, look_ahead: int, is_late: bool) 
 
 
 def test_a_bucket_is_gathered_in_backward_or_in_the_step(plan: MuonPlan) -> None:
-    facts = {**ALL_IN_STEP, SENT: {"0", "1"}, "valid": {"0"}}
+    facts = {**ALL_IN_STEP, Condition.SENT: {"0", "1"}, "valid": {"0"}}
     names = _names(_program(plan), facts)
     assert names[:4] == ["early_momentum[0]", "early_gather[0]", "early_momentum[1]", "early_gather[1]"]
     assert [name for name in names[4:] if "gather" in name] == ["gather[1]", "gather[2]"]
 
 
 def test_a_bucket_without_gradients_does_not_run(plan: MuonPlan) -> None:
-    names = _names(_program(plan), {GRADIENTS: {"0", "2"}})
+    names = _names(_program(plan), {Condition.GRADIENTS: {"0", "2"}})
     assert [name for name in names if "[1]" in name] == []
     assert sum("update" in name for name in names) == 2
 
@@ -70,7 +67,7 @@ def test_adamw_follows_a_deferred_check(plan: MuonPlan) -> None:
     names = _names(_program(plan), ALL_IN_STEP)
     assert names.index("adamw[0]") < names.index("newton_schulz[0]")
     assert "check[]" not in names
-    names = _names(_program(plan), {**ALL_IN_STEP, DEFERRED: EVERY_KEY})
+    names = _names(_program(plan), {**ALL_IN_STEP, Condition.DEFERRED: EVERY_KEY})
     place = names.index("check[]")
     assert names[place : place + 3] == ["check[]", "adamw[0 after check]", "update[0]"]
     assert _names(_program(plan, is_late=True), ALL_IN_STEP)[place - 1 : place + 1] == ["scatter[1]", "adamw[0]"]
@@ -80,9 +77,9 @@ def test_added_ops_have_their_places(plan: MuonPlan) -> None:
     def added(rank: int) -> AddedOps:
         common = {"rank": rank, "lane": TRANSFER, "group": (0, 1)}
         return AddedOps(
-            first=[Op(kind=REDUCE_SCATTER, key="p0", phase=IN_BACKWARD, **common)],
-            after={"update[1]": [Op(kind=ALL_GATHER, key="p0", deps=("update[1]",), **common)]},
-            last=[Op(kind=ALL_GATHER, key="p1", deps=("adamw[0]",), **common)],
+            first=[Op(kind=OpKind.REDUCE_SCATTER, key="p0", phase=IN_BACKWARD, **common)],
+            after={"update[1]": [Op(kind=OpKind.ALL_GATHER, key="p0", deps=("update[1]",), **common)]},
+            last=[Op(kind=OpKind.ALL_GATHER, key="p1", deps=("adamw[0]",), **common)],
         )
 
     canonical = with_adamw(plan.program)
@@ -109,7 +106,7 @@ def test_an_op_comes_in_front_of_the_first_that_needs_it(plan: MuonPlan, is_late
         added = AddedOps(needed=needed[:number])
         made = step_program(canonical, look_ahead=2, is_late=is_late, added={0: added})
         check_step(made, [plan], is_whole=False)
-        for facts in (ALL_IN_STEP, ALL_IN_STEP | {DEFERRED: EVERY_KEY}):
+        for facts in (ALL_IN_STEP, ALL_IN_STEP | {Condition.DEFERRED: EVERY_KEY}):
             assert [name for name in _names(made, facts) if "decode" in name] == [op.name for op, _ in needed[:number]]
         return _names(made, ALL_IN_STEP)
 
