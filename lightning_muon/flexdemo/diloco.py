@@ -1,4 +1,4 @@
-"""Nodes that train by themselves: for ever, or with an average every few steps (DiLoCo)."""
+"""Nodes that train by themselves, with an average every few steps (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.bucket import MomentumBucket, signs
+from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
+from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full
@@ -27,70 +27,13 @@ from lightning_muon.schedule.program import Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
 State = dict[str, Any]
-# Of AdamW and Muon; where nodes train by themselves each has its own.
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Of DiLoCo.
+# Keys of the state of a parameter.
 _OF_AVERAGE = frozenset({"anchor", "has_moved", "outer_momentum"})
 _OF_OVERLAP = frozenset({"launched", "mean_drift", "is_launched"})
 
 
-class IndependentNodes(InterNodeSync):
-    """Nodes are never brought in step. Saved are the weights and the moments of each node."""
-
-    own_state: ClassVar[frozenset[str]] = frozenset(_MOMENTS)
-    per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *_MOMENTS), "mean")
-    marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
-
-    @property
-    @override
-    def state_keys(self) -> frozenset[str]:
-        return frozenset({"placeholder"})
-
-    @override
-    def init_state(self, parameter: Tensor, state: State) -> None:
-        """Something, since torch takes an optimizer without state for a new one."""
-        state.setdefault("placeholder", torch.zeros((), device="cpu"))
-
-    @override
-    def common(self, trained: Trained) -> Sequence[Tensor]:
-        return ()
-
-    @override
-    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """The gradients of this node, or their signs."""
-        updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
-        if self.config.takes_sign:
-            return {tensor: signs(update) for tensor, update in updates.items()}
-        return updates
-
-    @override
-    def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        own = {"node_weights": parameter.detach()} | {key: state[key] for key in _MOMENTS if key in state}
-        return {key: self.of_all_nodes(parameter, local_tensor(value).clone()) for key, value in own.items()}
-
-    @override
-    def load(self, parameter: Tensor, state: State, saved: Mapping[str, Any]) -> None:
-        """With another number of nodes each goes on from the mean of the saved ones."""
-        if "node_weights" in saved:
-            weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
-            local_tensor(parameter.detach()).copy_(weights)
-        for key in _MOMENTS:
-            if key in saved:
-                value = saved[key]
-                state[key] = torch.zeros_like(parameter)
-                local_tensor(state[key]).copy_(
-                    local_of_nodes(value, parameter, self.layout, rule="mean")
-                    if value.ndim > parameter.ndim
-                    else part_of(value, parameter)
-                )
-
-    @override
-    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
-        return 0
-
-
-class DiLoCoSync(IndependentNodes):
-    """DiLoCo.
+class DiLoCoSync(InterNodeSync):
+    """Nodes that average what they have moved every few steps (DiLoCo).
 
     State of each parameter: ``anchor``, the weights that all nodes have in common; ``has_moved``, whether it was
     trained since the last average; ``outer_momentum``. With ``overlap`` also ``launched`` (R, *shape), the weights of a
@@ -98,8 +41,8 @@ class DiLoCoSync(IndependentNodes):
     whether it is still to be applied.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({*_MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
-    per_node: ClassVar[Mapping[str, Rule]] = {**IndependentNodes.per_node, "launched": "mean"}
+    own_state: ClassVar[frozenset[str]] = frozenset({*MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
+    per_node: ClassVar[Mapping[str, Rule]] = {**InterNodeSync.per_node, "launched": "mean"}
     marks: ClassVar[frozenset[str]] = frozenset({"node_weights", "anchor"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:

@@ -1,25 +1,26 @@
-"""The interface between FlexDeMo and the ways in which nodes are kept in step, and the state that these need."""
+"""What FlexDeMo asks of the ways in which nodes are kept in step, with those that train by themselves for ever."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.comm.groups import ALONE, PrivateGroups, axis_group
+from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_exchange import NodeGroups
-from lightning_muon.flexdemo.node_state import NodeLayout, Rule
+from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
 from lightning_muon.optim.parameters import BoundParameter, Gradients, States
 from lightning_muon.optim.state import StateCompletion, zero_state
-from lightning_muon.params.layout import StepPart
+from lightning_muon.params.layout import StepPart, local_tensor
 
 if TYPE_CHECKING:
     from lightning_muon.flexdemo.momentum_sync import EarlyExchanges
@@ -38,15 +39,22 @@ class Trained:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
-class InterNodeSync(ABC):
-    """One way to keep the nodes of ``mesh`` in step; ``None`` for a process alone."""
+# Of AdamW and Muon; where nodes train by themselves each has its own.
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class InterNodeSync:
+    """The nodes of ``mesh`` (``None`` for a process alone); these are never brought in step, those of subclasses are.
+
+    Saved are the weights and the moments of each node.
+    """
 
     # Keys of the state of a parameter that `load` takes.
-    own_state: ClassVar[frozenset[str]] = frozenset()
+    own_state: ClassVar[frozenset[str]] = frozenset(MOMENTS)
     # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
-    per_node: ClassVar[Mapping[str, Rule]] = {}
+    per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *MOMENTS), "mean")
     # Keys by which a saved state is known to be of this way.
-    marks: ClassVar[frozenset[str]] = frozenset()
+    marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         self.config, self.mesh = config, mesh
@@ -70,13 +78,14 @@ class InterNodeSync(ABC):
         return local.unsqueeze(0) if self.layout is None else self.layout.of_all_nodes(parameter, local)
 
     @property
-    @abstractmethod
     def state_keys(self) -> frozenset[str]:
         """What the state of a parameter must have."""
+        return frozenset({"placeholder"})
 
-    @abstractmethod
     def init_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Add what the state of a parameter lacks; local."""
+        # Something, since torch takes an optimizer without state for a new one.
+        state.setdefault("placeholder", torch.zeros((), device="cpu"))
 
     def is_current(self, states: States) -> bool:
         """Whether the states are still those that :meth:`plan` was called with; local."""
@@ -85,12 +94,13 @@ class InterNodeSync(ABC):
 
     def common(self, trained: Trained) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one tensor for each parameter, or nothing; local."""
-        return trained.parameters
+        del trained
+        return ()
 
-    def check(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
+    def check(self, parameters: Sequence[Tensor]) -> None:
         """Raise if these parameters cannot be exchanged; local."""
 
-    def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:  # noqa: B027
+    def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
         """Get ready for the parameters that there are now. Collective over the nodes; every rank must call it."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
@@ -98,24 +108,25 @@ class InterNodeSync(ABC):
         del reads
         return StepPart()
 
-    @abstractmethod
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
         """Local updates of the parameters that take part in the step, from the local gradients of the node; local.
 
         The ops of :meth:`step_part` fill in what nodes exchange.
         """
+        updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
+        return {tensor: signs(update) for tensor, update in updates.items()} if self.config.takes_sign else updates
 
     def finish(self) -> None:
         """End a step; local."""
         self.num_steps += 1
 
-    def finish_in_flight(self, states: States) -> None:  # noqa: B027
+    def finish_in_flight(self, states: States) -> None:
         """Receive what is on its way into the states. Collective over the nodes; every rank must call it."""
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a checkpoint has beside the state of a parameter; local."""
-        del parameter, state
-        return {}
+        """What a checkpoint has beside the state of a parameter, or in its place; local."""
+        own = {"node_weights": parameter.detach()} | {key: state[key] for key in MOMENTS if key in state}
+        return {key: self.of_all_nodes(parameter, local_tensor(value).clone()) for key, value in own.items()}
 
     def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise if the states are of a checkpoint that was made with another way of synchronizing; local."""
@@ -133,12 +144,24 @@ class InterNodeSync(ABC):
                 "go on with the replicator of before, or load only the weights of the model"
             )
 
-    @abstractmethod
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         """Take ``own_state``, and what :meth:`saved` has added, from the saved state of a parameter.
 
-        Collective over the mesh; every rank must call it.
+        With another number of nodes each goes on from the mean of the saved ones. Collective over the mesh; every rank
+        must call it.
         """
+        if "node_weights" in saved:
+            weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
+            local_tensor(parameter.detach()).copy_(weights)
+        for key in MOMENTS:
+            if key in saved:
+                value = saved[key]
+                state[key] = torch.zeros_like(parameter)
+                local_tensor(state[key]).copy_(
+                    local_of_nodes(value, parameter, self.layout, rule="mean")
+                    if value.ndim > parameter.ndim
+                    else part_of(value, parameter)
+                )
 
     @contextmanager
     def common_weights(self, trained: Trained) -> Iterator[None]:
@@ -146,9 +169,10 @@ class InterNodeSync(ABC):
         del trained
         yield
 
-    @abstractmethod
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
+        del parameters
+        return 0
 
 
 class NodeStateCompletion(StateCompletion):

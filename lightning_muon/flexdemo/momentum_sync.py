@@ -13,7 +13,7 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.flexdemo.bucket import MomentumBucket, signs
+from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
@@ -193,6 +193,14 @@ class MomentumSync(InterNodeSync):
         return all(states[parameter].get("residual") is used for parameter, used in self._residuals.items())
 
     @override
+    def common(self, trained: Trained) -> Sequence[Tensor]:
+        return trained.parameters
+
+    @override
+    def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {}
+
+    @override
     def check(self, parameters: Sequence[Tensor]) -> None:
         parts = [part for plan in plan_buckets(shapes_of(parameters), self.config) for part in plan.parts]
         for replicator, block_shape in {(part.replicator, part.block_shape) for part in parts} - self._tried:
@@ -331,14 +339,13 @@ class MomentumSync(InterNodeSync):
 
     def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
         """No other node has a part in the updates: all of the momentum, which is the gradient."""
-        updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
-        if self._has_loaded:
-            for tensor, gradient in updates.items():
+        gradients = dict(gradients)
+        for tensor in trained.trainable if self._has_loaded else ():
+            if tensor in gradients:
                 residual = local_tensor(trained.states[tensor]["residual"])[0]
-                updates[tensor] = gradient + (self.config.decay * residual).to(gradient.dtype)
+                gradients[tensor] = gradients[tensor] + (self.config.decay * residual).to(gradients[tensor].dtype)
                 residual.zero_()
-        if self.config.takes_sign:
-            updates = {tensor: signs(update) for tensor, update in updates.items()}
+        updates = super().updates(trained, gradients)
         for tensor, late in self._take_late(trained).items():
             updates[tensor] = updates[tensor] + late if tensor in updates else late
         return updates

@@ -24,7 +24,7 @@ from lightning_muon.flexdemo.config import (
     Merge,
     ValueFormatName,
 )
-from lightning_muon.flexdemo.diloco import DiLoCoSync, IndependentNodes
+from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
 from lightning_muon.flexdemo.node_state import Rule, require_node_mesh
@@ -334,6 +334,4 @@ def make_sync(config: FlexDeMoConfig, mesh: DeviceMesh | None) -> InterNodeSync:
     """What keeps the nodes of ``mesh`` in step with these options."""
     if isinstance(config.replicator, DiLoCo):
         return DiLoCoSync(config, mesh)
-    if isinstance(config.replicator, LocalSteps):
-        return IndependentNodes(config, mesh)
-    return MomentumSync(config, mesh)
+    return InterNodeSync(config, mesh) if isinstance(config.replicator, LocalSteps) else MomentumSync(config, mesh)

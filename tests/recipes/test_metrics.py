@@ -13,7 +13,7 @@ def test_unigram_entropy_equals_a_hand_computation() -> None:
     assert unigram_entropy([[0, 1], [0, 3]], [[0], [0, 2]], vocab_size=4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_unigram_entropy_without_training_text_is_that_of_equal_frequencies() -> None:
+def test_unigram_entropy_without_training_text_is_uniform() -> None:
     assert unigram_entropy([], [[1, 2, 3]], vocab_size=50) == pytest.approx(math.log(50), rel=1e-12)
 
 

@@ -39,7 +39,7 @@ def test_the_loss_is_the_mean_over_tokens_without_padding() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_paper_loss_is_the_mean_over_all_positions_with_the_pad_token_as_label() -> None:
+def test_the_paper_loss_counts_padding_as_labels() -> None:
     torch.manual_seed(0)
     model, batch = T5Summarizer(architecture=TINY, paper_loss=True), make_batch()
     loss, num_positions = model._loss(batch)
@@ -52,7 +52,7 @@ def test_the_paper_loss_is_the_mean_over_all_positions_with_the_pad_token_as_lab
     assert abs(loss.item() - masked.item()) > 1e-3
 
 
-def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:
+def test_the_learning_rate_rises_and_falls_to_zero() -> None:
     factors = [warmup_then_linear_decay(step, warmup_steps=4, total_steps=12) for step in range(13)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
@@ -61,7 +61,7 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:
 
 
 @pytest.mark.parametrize(("name", "num_parameters"), [("t5-small", 60_506_624), ("t5-base", 222_903_552)])
-def test_named_architectures_have_the_size_of_the_published_models(name: str, num_parameters: int) -> None:
+def test_named_architectures_have_the_published_sizes(name: str, num_parameters: int) -> None:
     with torch.device("meta"):
         model = build_t5(name, pretrained=False)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
@@ -70,8 +70,3 @@ def test_named_architectures_have_the_size_of_the_published_models(name: str, nu
 def test_an_unknown_architecture_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"one of \['t5-base', 't5-small'\] or a mapping, got 't5-huge'"):
         build_t5("t5-huge", pretrained=False)
-
-
-def test_pretrained_weights_need_a_name() -> None:
-    with pytest.raises(ValueError, match="pretrained=True needs the name"):
-        build_t5(TINY, pretrained=True)

@@ -15,9 +15,7 @@ def load(path: Path, *, target: str = "title", seed: int = 0) -> Split:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_parquet])
-def test_local_files_of_the_wikihow_schema_are_read_without_nulls(
-    write: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_files_of_the_wikihow_schema_are_read_without_nulls(write: Callable[[Path], Path], tmp_path: Path) -> None:
     split = load(write(tmp_path))
     rows = split.train + split.validation
     # The 64 complete rows, and the one whose summary alone is missing.
@@ -28,19 +26,6 @@ def test_local_files_of_the_wikihow_schema_are_read_without_nulls(
     assert "A text without a title." not in {row.source for row in rows}
 
 
-def test_csv_and_parquet_give_the_same_split(tmp_path: Path) -> None:
-    assert load(write_csv(tmp_path)) == load(write_parquet(tmp_path))
-
-
-def test_the_target_can_be_the_summary(tmp_path: Path) -> None:
-    split = load(write_parquet(tmp_path), target="summary")
-    targets = {row.target for row in split.train + split.validation}
-    assert "Boil an Egg." in targets
-    assert "How to Boil an Egg" not in targets
-    assert "None." in targets, "a row without a title has a summary"
-    assert len(split.train + split.validation) == 65
-
-
 def test_the_words_none_and_na_in_a_csv_are_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("title,text,summary\nNone,NA,x\n,text,x\nnull,nan,x\n")
@@ -48,7 +33,7 @@ def test_the_words_none_and_na_in_a_csv_are_text(tmp_path: Path) -> None:
     assert sorted(split.train + split.validation) == [Row("NA", "None"), Row("nan", "null")]
 
 
-def test_the_split_is_80_to_20_without_overlap_and_follows_the_seed() -> None:
+def test_the_split_is_80_to_20_and_follows_the_seed() -> None:
     rows = [Row(f"source {i}", f"target {i}") for i in range(100)]
     split = split_rows(rows, validation_share=0.2, seed=1)
     assert (len(split.train), len(split.validation)) == (80, 20)
@@ -73,8 +58,3 @@ def test_docstrings_are_split_by_module() -> None:
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(ValueError, match=r"\['title', 'text', 'summary'\], but not \['headline'\]"):
         rows_of(wikihow_frame(), "headline")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
-        load(tmp_path / "absent.csv")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import inspect
@@ -12,7 +11,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +20,8 @@ from recipes.t5_summarization import table1, table1_fit
 from recipes.t5_summarization.data import SummarizationData
 from recipes.t5_summarization.model import T5Summarizer
 from recipes.t5_summarization.table1 import ROOT, missing_runs, parse, run_grid, train_in_processes, train_missing
-from recipes.t5_summarization.table1_config import CONFIG, Run, arguments_of, load_grid, shortened
-from recipes.t5_summarization.table1_fit import Meter, StepClock, hsdp_sent_bytes, learning_rates, optimizer_choice
+from recipes.t5_summarization.table1_config import CONFIG, Run, load_grid, shortened
+from recipes.t5_summarization.table1_fit import StepClock, hsdp_sent_bytes, learning_rates, optimizer_choice
 from recipes.t5_summarization.table1_report import write_report
 from recipes.t5_summarization.table1_results import RESULTS, append_result
 from tests.recipes.rows import write_csv
@@ -42,29 +40,11 @@ def test_the_grid_has_the_rows_of_the_paper_and_two_seeds() -> None:
         assert row["replicator"] == {"name": "DCTTopK", "chunk_size": 64, "top_k": top_k}
         assert row["options"]["decay"] == 0.999
         assert f"k = {top_k} of 64 x 64" in grid.labels[f"k{top_k}"]
-    wanted = {
-        "adamw",
-        *(f"strip{top_k}" for top_k in (1, 2, 4, 8, 16, 32)),
-        "diloco",
-        "diloco_muon",
-        "diloco30",
-        "diloco30_muon",
-    }
-    wanted |= {"k32", "k32_fp32", "k32_int8", "k32_sign", "k32_muon"}
-    assert wanted <= set(grid.rows)
+        assert grid.settings[f"strip{top_k}"]["row"]["replicator"] == {**row["replicator"], "strips": True}
+    wanted = {"adamw", "diloco", "diloco_muon", "diloco30", "diloco30_muon"}
+    assert wanted | {"k32_fp32", "k32_int8", "k32_sign", "k32_muon"} <= set(grid.rows)
     assert {run.seed for run in grid.runs()[: len(grid.rows)]} == {0}, "one seed of every row comes first"
     assert len({run.fingerprint for run in grid.runs()}) == 2 * len(grid.rows)
-
-
-def test_rows_that_differ_in_one_thing_say_so_in_their_settings() -> None:
-    rows = {name: settings["row"] for name, settings in grid_of().settings.items()}
-    for value_format in ("fp32", "int8", "sign"):
-        row = rows[f"k32_{value_format}"]
-        assert row["options"] == {**rows["k32"]["options"], "value_format": value_format}
-        assert row["replicator"] == rows["k32"]["replicator"]
-    assert rows["strip4"]["replicator"] == {**rows["k4"]["replicator"], "strips": True}
-    assert rows["k32_muon"]["options"]["base"] == "muon" and rows["k32_muon"]["options"]["sign"] is False
-    assert rows["adamw"]["options"] == {}, "options of FlexDeMo are no options of AdamW"
 
 
 @pytest.mark.parametrize("size", FILE["sizes"])
@@ -77,28 +57,6 @@ def test_the_settings_name_arguments_that_exist(size: str) -> None:
     assert settings["strategy"]["replicate_size"] == 2
 
 
-def test_the_demo_shows_each_row_the_same_number_of_validation_rows() -> None:
-    settings = grid_of().settings["adamw"]
-    ranks = math.prod(settings["strategy"].values())
-    assert settings["trainer"]["devices"] == ranks
-    assert settings["data"]["validation_rows"] % (ranks * settings["data"]["batch_size"]) == 0
-    steps = settings["trainer"]["max_epochs"] * settings["trainer"]["limit_train_batches"]
-    assert steps * ranks * settings["data"]["batch_size"] <= settings["data"]["train_rows"]
-
-
-def test_the_full_size_is_the_training_of_the_wikihow_recipe() -> None:
-    settings = grid_of("--size", "wikihow").settings["k4"]
-    recipe = yaml.safe_load(CONFIG.with_name("wikihow.yaml").read_text())
-    data = recipe["data"]["init_args"]
-    assert {key: settings["data"][key] for key in data} == data
-    assert (settings["model"]["architecture"], settings["model"]["lr"]) == (
-        "t5-base",
-        recipe["model"]["init_args"]["lr"],
-    )
-    assert settings["trainer"]["max_epochs"] == recipe["trainer"]["max_epochs"] == 10
-    assert settings["data"]["pad_to_max_length"] and settings["model"]["paper_loss"]
-
-
 @pytest.mark.parametrize(
     ("trainer", "max_steps", "expected"),
     [
@@ -109,7 +67,7 @@ def test_the_full_size_is_the_training_of_the_wikihow_recipe() -> None:
         ({"max_epochs": 10, "limit_train_batches": 0.5}, 25, (10, 2)),
     ],
 )
-def test_a_shortened_training_has_equal_epochs_and_at_most_that_many_steps(
+def test_a_shortened_training_has_at_most_that_many_steps(
     trainer: dict[str, Any], max_steps: int, expected: tuple[int, int]
 ) -> None:
     short = shortened(trainer, max_steps)
@@ -117,7 +75,7 @@ def test_a_shortened_training_has_equal_epochs_and_at_most_that_many_steps(
     assert math.prod(expected) <= max_steps
 
 
-def test_settings_of_the_command_line_reach_every_row_and_change_the_fingerprint() -> None:
+def test_settings_of_the_command_line_reach_every_row() -> None:
     plain = grid_of()
     changed = grid_of(
         "--set", "data.source=a b.csv", "model.lr=1e-4", "--set", "row.lr_scale=0.5", "trainer.num_nodes=2"
@@ -128,13 +86,6 @@ def test_settings_of_the_command_line_reach_every_row_and_change_the_fingerprint
         assert settings["row"]["lr_scale"] == 0.5 and settings["trainer"]["num_nodes"] == 2
         assert changed.run(row, 0).fingerprint != plain.run(row, 0).fingerprint
     assert grid_of().run("k8", 0).fingerprint == plain.run("k8", 0).fingerprint
-
-
-def test_the_child_gets_the_same_settings_as_its_parent() -> None:
-    options = parse(["--max-steps", "30", "--set", "model.lr=1e-4", "--set", "data.batch_size=2", "--rows", "k8"])
-    child = argparse.Namespace(**vars(parse(arguments_of(options))))
-    assert load_grid(child).run("k8", 3).fingerprint == load_grid(options).run("k8", 3).fingerprint
-    assert load_grid(parse([])).run("k8", 3).fingerprint != load_grid(options).run("k8", 3).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -178,9 +129,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(tmp_path: Path, capsys: py
     assert len(missing_runs(grid_of("--rows", "adamw", "--max-steps", "80", folder=tmp_path))) == 2
 
 
-def test_a_run_that_fails_is_reported_and_keeps_no_other_from_running(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_keeps_no_other_from_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = grid_of("--rows", "adamw", "k4", "k8", "--seeds", "7", folder=tmp_path)
 
     def train(run: Run, log: Path) -> int:
@@ -197,9 +146,7 @@ def test_a_run_that_fails_is_reported_and_keeps_no_other_from_running(
     assert "k = 8 of 64 x 64" in (tmp_path / "table1.md").read_text(), "the table of what there is"
 
 
-def test_a_file_that_is_edited_while_the_grid_runs_does_not_change_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_edited_while_the_grid_runs_changes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG.read_text())
     options = parse(["--config", str(config), "--rows", "k2", "k4", "--seeds", "3"])
@@ -243,13 +190,8 @@ def test_speeds_come_from_short_runs_of_their_own_when_asked_for(
     assert [(line["samples_per_second"], line["num_seeds"]) for line in lines] == [("50.0", "2")] * 2
 
 
-def test_only_the_rate_of_the_embedding_does_not_follow_the_factor_of_a_row() -> None:
+def test_the_rate_of_the_embedding_ignores_the_factor_of_a_row() -> None:
     assert learning_rates({"lr": 4e-3, "embedding_lr_scale": 8.0}, 0.25) == {"lr": 1e-3, "embedding_lr_scale": 32.0}
-    factors = {
-        row: grid_of().settings[row]["row"]["lr_scale"]
-        for row in ("adamw", "strip4", "k8", "k32_muon", "diloco", "diloco30_muon")
-    }
-    assert factors == {"adamw": 1.0, "strip4": 2.0, "k8": 2.0, "k32_muon": 16.0, "diloco": 1.0, "diloco30_muon": 8.0}
 
 
 def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:
@@ -263,44 +205,14 @@ def test_the_clock_leaves_out_the_first_steps_and_validations() -> None:
     assert clock.seconds_per_step == pytest.approx((3.0 + 1.0 + 8.0) / 3)
 
 
-def test_hsdp_sends_what_a_ring_all_reduce_over_the_nodes_sends() -> None:
-    for num_nodes in (1, 2, 3, 5):
-        # Each of R ranks sends R - 1 parts of 1 / R in the reduce-scatter, and again in the all-gather.
-        parts = sum(1 / num_nodes for _ in range(num_nodes - 1)) * 2
-        assert hsdp_sent_bytes(1_000, num_nodes=num_nodes) == pytest.approx(parts * 4_000)
-
-
-def test_the_meter_adds_up_what_the_ranks_of_a_node_sent() -> None:
-    sizes = {"replicate": 3, "shard": 4}
-    module: Any = SimpleNamespace(
-        device_mesh={axis: SimpleNamespace(size=lambda size=size: size) for axis, size in sizes.items()}
-    )
-    trainer: Any = SimpleNamespace(
-        optimizers=[SimpleNamespace(sent_bytes_per_step=500), SimpleNamespace(sent_bytes_per_step=100)],
-        strategy=SimpleNamespace(reduce=lambda tensor, reduce_op: tensor + 50),  # other ranks sent more
-    )
-    meter = Meter()
-    meter.on_train_end(trainer, module)
-    assert meter.sent_bytes == 4 * 650.0
-    meter = Meter()
-    trainer.optimizers = [SimpleNamespace()]
-    meter.on_train_end(trainer, module)
-    assert meter.sent_bytes is None, "an optimizer that does not count"
-
-
-def test_rows_of_adamw_and_muon_choose_the_optimizers_of_the_strategy() -> None:
-    settings = grid_of().settings
-    assert optimizer_choice(settings["adamw"]["row"]) == "keep"
-    assert optimizer_choice(settings["muon"]["row"]).dedupe == "never"
-
-
-@pytest.mark.parametrize("row", [row for row, content in FILE["rows"].items() if content["optimizer"] == "flexdemo"])
-def test_each_row_of_flexdemo_is_a_config_that_exists(row: str) -> None:
-    settings = grid_of().settings[row]["row"]
-    config = optimizer_choice(settings)
-    assert type(config.replicator).__name__ == settings["replicator"]["name"]
-    for key, value in settings["options"].items():
-        assert getattr(config, key) == value
+def test_each_row_is_a_config_that_exists() -> None:
+    settings = {row: each["row"] for row, each in grid_of().settings.items()}
+    assert optimizer_choice(settings["adamw"]) == "keep"
+    assert optimizer_choice(settings["muon"]).dedupe == "never"
+    for each in (each for each in settings.values() if each["optimizer"] == "flexdemo"):
+        config = optimizer_choice(each)
+        assert type(config.replicator).__name__ == each["replicator"]["name"]
+        assert {key: getattr(config, key) for key in each["options"]} == each["options"]
 
 
 def small(folder: Path, devices: int) -> list[str]:
@@ -323,7 +235,7 @@ def small(folder: Path, devices: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_command_trains_what_is_missing_and_writes_table_and_plot(tmp_path: Path) -> None:
+def test_the_command_trains_and_writes_table_and_plot(tmp_path: Path) -> None:
     arguments = ["--rows", "k8", "--seeds", "5", *in_folder(tmp_path)]
     finished = subprocess.run(
         [sys.executable, "-m", "recipes.t5_summarization.table1", *arguments],
@@ -339,11 +251,10 @@ def test_the_command_trains_what_is_missing_and_writes_table_and_plot(tmp_path: 
     check_stored(tmp_path, "k8")
 
 
-@pytest.mark.parametrize("row", ["adamw", "diloco_muon"])
-def test_one_row_is_trained_by_two_processes_and_stored(row: str, tmp_path: Path) -> None:
-    words = ("-m", "recipes.t5_summarization.table1_run", "--row", row, "--seed", "5", *in_folder(tmp_path))
+def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path) -> None:
+    words = ("-m", "recipes.t5_summarization.table1_run", "--row", "diloco_muon", "--seed", "5", *in_folder(tmp_path))
     run_program(*words, directory=ROOT, num_ranks=2)
-    check_stored(tmp_path, row)
+    check_stored(tmp_path, "diloco_muon")
 
 
 def in_folder(folder: Path) -> list[str]:
@@ -363,11 +274,11 @@ def check_stored(folder: Path, row: str) -> None:
     assert len(stored["val_losses"]) == 4 and stored["val_losses"][-1] == stored["val_loss"]
     assert 0 < stored["val_loss"] < 6
     whole = hsdp_sent_bytes(stored["num_parameters"], num_nodes=2)
-    assert stored["sent_bytes"] == whole if row == "adamw" else 0 < stored["sent_bytes"] < whole
+    assert 0 < stored["sent_bytes"] < whole
     assert stored["samples_per_second"] > 0
 
 
-def test_a_command_that_fails_returns_its_status_and_leaves_its_output(tmp_path: Path) -> None:
+def test_a_command_that_fails_leaves_its_output(tmp_path: Path) -> None:
     run = grid_of().run("k8", 0)
     log = tmp_path / "log"
     assert train_in_processes(run, log, arguments=["--size", "huge"]) != 0

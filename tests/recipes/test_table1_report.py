@@ -18,9 +18,7 @@ from tests.recipes.table1_runs import grid_of, result_of
 FILE = yaml.safe_load(CONFIG.read_text())
 
 
-def test_stored_results_come_back_equal_and_half_a_line_is_survived(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stored_results_come_back_and_half_a_line_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     grid, path = grid_of(), tmp_path / "new" / RESULTS
     runs = grid.runs()[:3]
     results = [result_of(run, random.uniform(3, 6)) for run in runs]
@@ -50,7 +48,7 @@ def test_a_row_of_the_table_is_the_mean_over_its_seeds() -> None:
     assert row.val_losses == pytest.approx([(4.0 + 5.5 + 6.4) / 3, row.val_loss])
 
 
-def test_the_tables_show_losses_relative_to_adamw_in_the_order_of_the_file() -> None:
+def test_the_tables_show_losses_relative_to_adamw_in_order() -> None:
     grid = grid_of("--set", "row.lr_scale=0.25")
     losses = {"k8": 4.04, "adamw": 4.0, "strip4": 3.9}
     rows = summaries(grid, [result_of(grid.run(row, 0), loss) for row, loss in losses.items()])
@@ -68,7 +66,7 @@ def test_the_tables_show_losses_relative_to_adamw_in_the_order_of_the_file() -> 
     assert "%" not in markdown_table(without, grid.labels), "nothing to compare with"
 
 
-def test_table_and_plot_show_what_is_stored_with_these_settings_only(tmp_path: Path) -> None:
+def test_table_and_plot_show_results_of_these_settings_only(tmp_path: Path) -> None:
     grid = grid_of("--rows", "k2", "--seeds", "0", "1", folder=tmp_path)
     other = grid_of("--max-steps", "20", folder=tmp_path)
     assert write_report(grid) == []

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon import DiLoCo, FlexDeMo, NoReplication
+from lightning_muon import DiLoCo, NoReplication
 from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal, full, local
 from tests.reference.diloco import ReferenceDiLoCo, Rules
-from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
 
 LR = 0.05
@@ -115,20 +112,6 @@ def test_muon_inside_of_a_node_is_whole(
     case = _case(mesh_shape, DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8, overlap=overlap))
     missing = {"missing": {0: ["prime", "bias"]}, "missing_from": 3} if mesh_shape[0] > 1 else {}
     _follow_the_reference(gloo, replace(case, options=case.options | INNER | momentum, **missing))
-
-
-def test_inner_muon_keeps_its_momentum_after_one_step(gloo: ProcessPool) -> None:
-    case = replace(_case((2, 1), NoReplication(), num_steps=2), missing={})
-    case = replace(case, options=case.options | INNER)
-    for node, weights in gloo.run(_by_themselves, case, world_size=2):
-        by_gradient = ReferenceMuon(
-            {name: case.weights()[name].double() for name in MATRICES}, lr=LR, momentum=0.0, dtype=torch.float64
-        )
-        for step in range(2):
-            gradients = case.gradients(step, node)
-            by_gradient.step({name: gradients[name].double() for name in MATRICES})
-        for name in ("odd", "prime", "stack"):
-            assert (weights[name] - by_gradient.matrices[name]).abs().max() > 0.1 * LR
 
 
 def _by_themselves(case: Case) -> tuple[int, dict[str, Tensor]]:
@@ -267,34 +250,3 @@ def test_sums_of_a_mean_are_sent_in_the_middle_of_a_period(gloo: ProcessPool) ->
         assert waiting[:3] == [0, 0, 0]
         assert waiting[3] == waiting[4] > 1
         assert waiting[5:] == [0, 0]
-
-
-def _loss_of_training(evaluate: bool) -> tuple[list[float], list[float]]:
-    """Losses of training after two steps, and of the evaluation with common weights between, if there is one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7))
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = FlexDeMo(model, lr=0.1, sign=False, replicator=DiLoCo(period=100), mesh=mesh)
-    torch.manual_seed(1 + mesh.get_local_rank("replicate"))
-    batch = torch.randn(5, 7)
-    losses: list[float] = []
-    evaluated: list[float] = []
-    for step in range(4):
-        if evaluate and step == 2:
-            with optimizer.common_weights(), torch.no_grad():
-                evaluated.append((model(batch) - batch).square().mean().item())
-        loss = (model(batch) - batch).square().mean()
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, evaluated
-
-
-def test_evaluating_common_weights_leaves_the_training_alone(gloo: ProcessPool) -> None:
-    without = gloo.run(_loss_of_training, False, world_size=4)
-    with_evaluation = gloo.run(_loss_of_training, True, world_size=4)
-    for (losses, _), (expected, _), (_, evaluated) in zip(with_evaluation, without, with_evaluation, strict=True):
-        assert losses == expected
-        assert evaluated == expected[:1], "there was no average yet: the weights of the beginning"

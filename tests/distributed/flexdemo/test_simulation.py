@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Slicing, Striding
+from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Striding
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.node_exchange import Exchange
@@ -76,10 +76,7 @@ def _step(
     ("mesh_shape", "replicator"),
     [
         ((2, 2), DCTTopK(chunk_size=8, top_k=5)),
-        ((3, 1), DCTTopK(chunk_size=8, top_k=5)),
-        ((2, 2), Random(rate=0.25, seed=3)),
         ((3, 1), Striding(rate=0.25)),
-        ((4, 1), Slicing(rate=0.25)),
         ((2, 1), Full()),
     ],
     ids=str,
@@ -89,8 +86,7 @@ def test_one_process_gives_the_bits_of_many(
 ) -> None:
     PostOffice().take_over(monkeypatch)
     options = SMALL | {"replicator": replicator, "chunk_bytes": 4000}
-    formats = ("fp32", "bf16", "int8", "sign")
-    cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in formats]
+    cases = [Case(mesh_shape=mesh_shape, options=options | {"value_format": name}) for name in ("bf16", "int8")]
     expected = [_simulate(case) for case in cases]
     for results in gloo.run(train_all, cases, world_size=cases[0].world_size):
         for found, (weights, residuals) in zip(results, expected, strict=True):

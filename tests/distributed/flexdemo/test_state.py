@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
 from lightning_muon.flexdemo.node_exchange import Exchange
@@ -56,67 +55,6 @@ def test_late_updates_do_not_hold_up_the_next_process_group(gloo: ProcessPool) -
     gloo.run(train, replace(case, mesh_shape=(2, 1)), world_size=2, timeout=30.0)
 
 
-def _layouts(mesh_shape: tuple[int, int]) -> list[str]:
-    ranks = Ranks(Case(mesh_shape=mesh_shape, options=OPTIONS))
-    ranks.train([0])
-    wrong: list[str] = []
-    for name, parameter in ranks.parameters.items():
-        residual = ranks.optimizer.state_dict()["state"][list(ranks.parameters).index(name)]["residual"]
-        inside = Shard(1) if parameter.ndim else Replicate()
-        right = (
-            isinstance(residual, DTensor)
-            and residual.placements == (Shard(0), inside)
-            and residual.device_mesh == ranks.mesh
-            and residual.shape == (mesh_shape[0], *parameter.shape)
-            and residual.dtype == torch.float32
-            and residual.to_local().shape == (1, *local(parameter).shape)
-        )
-        wrong += [] if right else [name]
-    return wrong
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 1), (2, 2), (1, 2)], ids=str)
-def test_residuals_are_saved_with_one_entry_for_each_node(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
-    assert gloo.run(_layouts, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]) == [[]] * (
-        mesh_shape[0] * mesh_shape[1]
-    )
-
-
-def _skip(case: Case, spoiled: int, value: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights and residuals before a step with a broken gradient, after it, and two steps later; and without it."""
-    ranks = Ranks(case)
-    ranks.train([0])
-    results = [(ranks.weights(), ranks.residuals())]
-    ranks.set_gradients(5)
-    gradient = ranks.parameters["prime"].grad
-    if torch.distributed.get_rank() == spoiled:
-        assert gradient is not None
-        local(gradient).view(-1)[3] = value
-    ranks.optimizer.step()
-    results.append((ranks.weights(), ranks.residuals()))
-    assert ranks.optimizer.skipped_steps == 1
-    ranks.train([1, 2])
-    return [*results, (ranks.weights(), ranks.residuals()), train(case)]
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "spoiled", "value", "replicator"),
-    [
-        ((2, 2), 1, float("nan"), DCTTopK(chunk_size=8, top_k=5)),
-        ((3, 1), 2, float("inf"), Random(rate=0.25)),
-    ],
-    ids=str,
-)
-def test_all_ranks_skip_a_step_with_a_nan_on_one(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], spoiled: int, value: float, replicator: Any
-) -> None:
-    case = Case(mesh_shape=mesh_shape, options=OPTIONS | {"replicator": replicator})
-    for before, after, end, undisturbed in gloo.run(_skip, case, spoiled, value, world_size=case.world_size):
-        for index in range(2):
-            assert_equal(after[index], before[index])
-            assert_equal(end[index], undisturbed[index])
-
-
 def _skip_after_backward(plan: Plan) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The same with buffers that are on their way when a gradient turns out to be broken."""
     ranks = ShardedNet(plan)
@@ -146,13 +84,6 @@ def test_early_sends_of_a_skipped_step_leave_no_trace(
         for index in range(2):
             assert_equal(after[index], before[index])
             assert_equal(end[index], undisturbed[index])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_comparing_the_nodes_changes_no_weight(gloo: ProcessPool, dtype: torch.dtype) -> None:
-    cases = [Case(mesh_shape=(2, 2), options=OPTIONS | {"check_every": every}, dtype=dtype) for every in (0, 1)]
-    for (unchecked, _), (checked, _) in gloo.run(train_all, cases, world_size=4):
-        assert_equal(checked, unchecked)
 
 
 def _lost_state(options: dict[str, Any], *, is_new: bool, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:

@@ -167,25 +167,6 @@ def test_a_weight_not_sharded_inside_a_node_is_an_error(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(_forgotten_root, match=r"shape \(4, 4\) is not sharded", world_size=2)
 
 
-def _changed_behind_torch(overlap: str) -> list[Tensor]:
-    parameters = _parameters()
-    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), overlap=overlap, base="adamw", replicator=Full())
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = sum((p * g).sum() for p, g in zip(parameters, _gradients(step, dist.get_rank()), strict=True))
-        loss.backward()  # type: ignore[union-attr]
-        for parameter in parameters:
-            parameter.grad.data.neg_()  # type: ignore[union-attr]
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
-
-
-def test_gradients_negated_behind_torchs_back_are_noticed(gloo: ProcessPool) -> None:
-    early, late = (gloo.run(_changed_behind_torch, overlap, world_size=2) for overlap in ("backward", "step"))
-    for one, other in zip(early, late, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 def _with_default_dtype() -> list[torch.dtype]:
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -203,11 +184,6 @@ def _with_default_dtype() -> list[torch.dtype]:
 
 def test_residuals_are_float32_whatever_torchs_default_is(gloo: ProcessPool) -> None:
     assert gloo.run(_with_default_dtype, world_size=2) == [[torch.float32] * 2] * 2
-
-
-def test_options_of_all_groups_are_refused_in_one_group() -> None:
-    with pytest.raises(ValueError, match="decay is an option of FlexDeMo, not of a param group"):
-        FlexDeMo([{"params": _parameters(), "decay": 0.5}], lr=0.01)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, NoReplication, Random
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, NoReplication
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig as Config
 
@@ -24,17 +24,6 @@ def test_options_of_muon_have_its_names_and_defaults() -> None:
     assert {"ns_steps", "betas", "fused", "max_skipped_steps"} <= shared
 
 
-def test_defaults_are_those_of_the_paper() -> None:
-    config = FlexDeMoConfig()
-    assert (config.base, config.decay, config.replicator) == ("sgd", 0.999, DCTTopK(chunk_size=64, top_k=32))
-    assert (config.value_format, config.dense_below, config.delay, config.merge) == ("bf16", 4096, 0, "contributors")
-
-
-def test_options_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(FrozenInstanceError):
-        FlexDeMoConfig().decay = 0.5  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -43,28 +32,14 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16', 'int8', 'sign'\), got 'fp8'"),
         ({"overlap": "off"}, r"overlap must be one of \('auto', 'backward', 'step'\), got 'off'"),
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
-        ({"dense_below": 10.5}, "dense_below must be an integer of at least 0, got 10.5"),
-        ({"check_every": -1}, "check_every must be an integer of at least 0, got -1"),
         ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
         ({"chunk_bytes": 3}, "chunk_bytes must be an integer of at least 4, got 3"),
         ({"delay": 2}, "delay must be 0 or 1 steps, got 2"),
-        ({"delay": -1}, "delay must be 0 or 1 steps, got -1"),
         ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
         ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
-        ({"decay": -0.1}, r"decay must be in \[0, 1\], got -0.1"),
         ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),
         ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
-        ({"lr": "1e-3"}, "lr must be a number, got '1e-3'"),
-        ({"error_if_nonfinite": "no"}, "error_if_nonfinite must be True or False, got 'no'"),
-        ({"wire_dtype": "float16"}, r"wire_dtype must be one of \('auto', 'float32', 'bfloat16'\), got 'float16'"),
-        ({"muon_patterns": "*.x"}, "muon_patterns must be a sequence of patterns, .* got '\\*.x'"),
-        ({"max_skipped_steps": -1}, "max_skipped_steps must be an integer of at least 0, got -1"),
         ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
-        ({"lr": float("inf")}, "lr must be finite and >= 0, got inf"),
-        ({"weight_decay": -0.1}, "weight_decay must be finite and >= 0, got -0.1"),
-        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"ns_steps": 0}, r"ns_steps must be in \[1, 99\], got 0"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of .* got 'rms'"),
     ],
     ids=str,
 )
@@ -110,12 +85,6 @@ def test_an_inner_momentum_needs_muon_in_independent_nodes(options: dict[str, An
         assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum
     with pytest.raises(ValueError, match=rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it"):
         FlexDeMoConfig(**options, **{key: value})
-
-
-@pytest.mark.parametrize("options", [{"decay": 0.0}, {"decay": 1.0}, {"delay": 1}, {"replicator": Random(rate=1.0)}])
-def test_values_at_the_border_are_taken(options: dict[str, Any]) -> None:
-    config = FlexDeMoConfig(**options)
-    assert {key: getattr(config, key) for key in options} == options
 
 
 def test_a_wrong_keyword_names_the_nearest() -> None:

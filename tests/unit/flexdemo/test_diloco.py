@@ -152,18 +152,6 @@ def test_state_is_float32_but_for_the_anchor_which_is_weights(overlap: bool) -> 
         )
 
 
-def test_saved_weights_of_several_nodes_become_their_mean() -> None:
-    optimizer, parameters = _optimizer(NoReplication())
-    _train(optimizer, parameters, range(1))
-    state = deepcopy(optimizer.state_dict())
-    of_nodes = [torch.randn(3, *parameter.shape) for parameter in parameters]
-    for number, weights in enumerate(of_nodes):
-        state["state"][number]["node_weights"] = weights
-    optimizer.load_state_dict(state)
-    for parameter, weights in zip(parameters, of_nodes, strict=True):
-        torch.testing.assert_close(parameter.detach(), weights.mean(0), rtol=0, atol=1e-6)
-
-
 def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=4))
     _train(optimizer, parameters, range(2))
@@ -175,19 +163,6 @@ def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
     for number, weights in enumerate(own):
         assert torch.equal(state[number]["node_weights"][0], weights)
         assert torch.equal(parameters[number], weights)
-
-
-def test_common_weights_inside_of_common_weights_change_nothing() -> None:
-    optimizer, parameters = _optimizer(DiLoCo(period=3))
-    _train(optimizer, parameters, range(4))
-    own = [parameter.detach().clone() for parameter in parameters]
-    with optimizer.common_weights():
-        common = [parameter.detach().clone() for parameter in parameters]
-        with optimizer.common_weights():
-            assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
-        assert all(torch.equal(one, other) for one, other in zip(parameters, common, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(own, common, strict=True))
 
 
 @pytest.mark.parametrize(

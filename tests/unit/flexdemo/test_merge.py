@@ -63,11 +63,6 @@ def test_a_zero_is_no_contribution() -> None:
     assert merge(nodes, "mean", 7).values.tolist() == [[8.5, 0.0, 2.0, 4.0, 0.0, 0.0]]
 
 
-def test_more_nodes_than_a_byte_counts() -> None:
-    nodes = [Components(torch.full((1, 1), 600.0), torch.tensor([[3]]))] * 300
-    assert merge(nodes, "contributors", 5).values.tolist() == [[600.0] + [0.0] * 299]
-
-
 @pytest.mark.parametrize("rule", ["contributors", "mean"])
 @pytest.mark.parametrize("num_nodes", [2, 3, 5])
 def test_sums_are_made_in_the_order_of_the_nodes_without_atomics(rule: str, num_nodes: int) -> None:
@@ -91,14 +86,3 @@ def test_sums_are_made_in_the_order_of_the_nodes_without_atomics(rule: str, num_
         place = merged.indices[:, column : column + 1]
         found.scatter_(1, place, found.gather(1, place) + merged.values[:, column : column + 1])
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("rule", ["contributors", "mean"])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3])
-def test_values_at_shared_positions_are_averaged(rule: str, num_nodes: int) -> None:
-    nodes = [Components(torch.randn(1, 127), None) for _ in range(num_nodes)]
-    before = [node.values.clone() for node in nodes]
-    merged = merge(nodes, rule, 127)
-    assert merged.indices is None
-    assert torch.allclose(merged.values, torch.stack(before).double().mean(0).float(), atol=1e-6)
-    assert all(torch.equal(node.values, old) for node, old in zip(nodes, before, strict=True))

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_muon import FlexDeMoConfig, NoReplication
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.flexdemo.diloco import IndependentNodes
-from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, part_of, require_node_mesh
+from lightning_muon.flexdemo.inter_node_sync import InterNodeSync
+from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes
 from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
 
@@ -115,44 +115,6 @@ def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) 
         local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None, rule="sum")
 
 
-def _parts(mesh_shape: tuple[int, int]) -> None:
-    mesh = _mesh(mesh_shape)
-    for shape in SHAPES:
-        whole = _saved(shape, 1)[0]
-        parameter = _parameter(shape, mesh)
-        for value in (whole, distribute_tensor(whole, mesh["shard"], [Shard(0)], src_data_rank=None)):
-            assert torch.equal(part_of(value, parameter), _rows(whole, mesh))
-            assert torch.equal(part_of(value, torch.zeros(shape)), whole)
-
-
-def test_a_part_is_taken_of_whole_and_of_divided_tensors(gloo: ProcessPool) -> None:
-    gloo.run(_parts, (1, 3), world_size=3)
-    gloo.run(_parts, (2, 2), world_size=4)
-
-
-def _wrong_axes(names: tuple[str, str] | None) -> None:
-    require_node_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
-
-
-@pytest.mark.parametrize("names", [("shard", "replicate"), ("dp", "tp"), None], ids=str)
-def test_a_mesh_with_other_axes_is_refused(gloo: ProcessPool, names: tuple[str, str] | None) -> None:
-    gloo.expect_error_on_all_ranks(
-        _wrong_axes, names, match="axes .*'replicate', 'shard'.*got .*init_device_mesh", world_size=2
-    )
-
-
-def _on_the_whole_mesh() -> None:
-    mesh = _mesh((2, 1))
-    parameter = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None)
-    NodeLayout(mesh).mesh_and_placements(parameter)
-
-
-def test_a_parameter_that_is_replicated_by_others_is_refused(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _on_the_whole_mesh, match=r"shape \(4, 3\) lies on .*fully_shard\(module, mesh=mesh\['shard'\]\)", world_size=2
-    )
-
-
 def _order() -> None:
     layout = NodeLayout(_mesh((1, 1)))
     one, two, three, four = (torch.zeros(1) for _ in range(4))
@@ -168,8 +130,8 @@ def test_parameters_come_in_the_order_of_their_updates(gloo: ProcessPool) -> Non
     gloo.run(_order, world_size=1)
 
 
-def _sync(mesh: Any = None) -> IndependentNodes:
-    return IndependentNodes(FlexDeMoConfig(replicator=NoReplication()), mesh)
+def _sync(mesh: Any = None) -> InterNodeSync:
+    return InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
 
 
 def test_a_process_without_a_mesh_is_the_only_node() -> None:
