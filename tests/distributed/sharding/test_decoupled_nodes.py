@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_all_nodes_start_from_the_weights_of_the_first_rank(gloo: ProcessPool, s
 
 def _gradients(
     shape: tuple[int, int], divisor: float | None, max_norm: float | None
-) -> tuple[dict[str, Tensor], float | None, Any]:
+) -> tuple[dict[str, Tensor], float | None]:
     net = _net()
     mesh = mesh_of(shape)
     mode = make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True))
@@ -91,7 +90,7 @@ def _gradients(
     meshes = {p.device_mesh for p in net.parameters() if isinstance(p, DTensor)}
     assert meshes == {mesh["shard"]} and optimizer.mesh is mesh
     mode.close()
-    return {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm, None
+    return {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm
 
 
 def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, Tensor]]:
@@ -106,29 +105,32 @@ def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, T
     return nodes
 
 
-@pytest.mark.parametrize(("shape", "divisor"), [((2, 2), None), ((2, 2), 5.0), ((3, 1), 7.0), ((1, 3), None)])
-def test_the_mean_of_node_gradients_is_the_global_one(
-    gloo: ProcessPool, shape: tuple[int, int], divisor: float | None
+@pytest.mark.parametrize(
+    ("shape", "divisor", "max_norm"),
+    [
+        ((2, 2), 5.0, None),
+        ((3, 1), 7.0, None),
+        ((1, 3), None, None),
+        ((2, 2), None, 0.3),
+        ((3, 1), None, 0.3),
+        ((2, 2), None, 1e9),
+    ],
+)
+def test_the_mean_of_nodes_is_global_and_clipped_by_one_norm(
+    gloo: ProcessPool, shape: tuple[int, int], divisor: float | None, max_norm: float | None
 ) -> None:
     expected = _expected(shape, divisor)
-    for rank, (found, _, _) in enumerate(gloo.run(_gradients, shape, divisor, None, world_size=math.prod(shape))):
+    norm = math.sqrt(sum(float(g.double().square().sum()) for node in expected for g in node.values()) / shape[0])
+    scale = 1.0 if max_norm is None else min(1.0, max_norm / norm)
+    results = gloo.run(_gradients, shape, divisor, max_norm, world_size=math.prod(shape))
+    assert len({found_norm for _, found_norm in results}) == 1
+    assert max_norm is None or results[0][1] == pytest.approx(norm, rel=1e-5)
+    for rank, (found, _) in enumerate(results):
         node = expected[rank // shape[1]]
         assert found.keys() == node.keys()
-        for name in node:
-            torch.testing.assert_close(found[name], node[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("shape", "max_norm"), [((2, 2), 0.3), ((3, 1), 0.3), ((2, 2), 1e9), ((1, 2), 0.3)])
-def test_all_nodes_are_clipped_by_one_norm(gloo: ProcessPool, shape: tuple[int, int], max_norm: float) -> None:
-    expected = _expected(shape, None)
-    norm = math.sqrt(sum(float(g.double().square().sum()) for node in expected for g in node.values()) / shape[0])
-    scale = min(1.0, max_norm / norm)
-    results = gloo.run(_gradients, shape, None, max_norm, world_size=math.prod(shape))
-    assert len({found_norm for _, found_norm, _ in results}) == 1
-    assert results[0][1] == pytest.approx(norm, rel=1e-5)
-    for rank, (found, _, _) in enumerate(results):
-        for name, gradient in expected[rank // shape[1]].items():
-            torch.testing.assert_close(found[name], scale * gradient, rtol=1e-4, atol=1e-6 * norm * scale)
+        for name, gradient in node.items():
+            rtol, atol = (1e-5, 1e-5) if max_norm is None else (1e-4, 1e-6 * norm * scale)
+            torch.testing.assert_close(found[name], scale * gradient, rtol=rtol, atol=atol)
 
 
 def _attach(optimizer: str, decoupled: bool, sharding: str) -> None:
@@ -140,16 +142,19 @@ def _attach(optimizer: str, decoupled: bool, sharding: str) -> None:
     mode.attach(net, [kind(net.parameters(), lr=0.1)])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
-def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool, optimizer: str) -> None:
-    gloo.expect_error_on_all_ranks(_attach, optimizer, True, "fsdp", world_size=2, match="drift apart; use FlexDeMo")
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
-def test_an_optimizer_for_nodes_without_nodes_is_an_error(gloo: ProcessPool, sharding: str) -> None:
-    gloo.expect_error_on_all_ranks(
-        _attach, "nodes", False, sharding, world_size=2, match=r"ModeOptions\(decoupled_nodes=True\)"
-    )
+@pytest.mark.parametrize(
+    ("optimizer", "decoupled", "sharding", "match"),
+    [
+        ("sgd", True, "fsdp", "drift apart; use FlexDeMo"),
+        ("muon", True, "fsdp", "drift apart; use FlexDeMo"),
+        ("nodes", False, "fsdp", r"ModeOptions\(decoupled_nodes=True\)"),
+        ("nodes", False, "ddp", r"ModeOptions\(decoupled_nodes=True\)"),
+    ],
+)
+def test_an_optimizer_for_other_gradients_is_an_error(
+    gloo: ProcessPool, optimizer: str, decoupled: bool, sharding: str, match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_attach, optimizer, decoupled, sharding, world_size=2, match=match)
 
 
 def _on_mesh(names: tuple[str, ...]) -> None:
@@ -157,7 +162,7 @@ def _on_mesh(names: tuple[str, ...]) -> None:
     make_mode("fsdp", init_device_mesh("cpu", shape, mesh_dim_names=names), ModeOptions(decoupled_nodes=True))
 
 
-@pytest.mark.parametrize("names", [("shard",), ("replicate", "data"), ("replicate", "shard", "tensor")])
+@pytest.mark.parametrize("names", [("shard",), ("replicate", "shard", "tensor")])
 def test_other_axes_are_an_error(gloo: ProcessPool, names: tuple[str, ...]) -> None:
     gloo.expect_error_on_all_ranks(_on_mesh, names, world_size=2, match="need a 2-D mesh with the axes")
 

@@ -11,17 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.sharding import fsdp as sharding_gradients
+from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp_runtime import (
+    free_unsharded,
+    initialize_roots,
+    set_gradient_divisor,
+)
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
+    Net,
     assert_close,
+    full,
     gradients_of,
     make_mesh,
+    shard_net,
+    tokens_of_all,
 )
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
@@ -59,26 +69,20 @@ class Branches(nn.Module):
 _BRANCHES = ([0], [0, 1])
 
 
-def _use_branches(agree: bool) -> list[dict[str, Tensor | None]]:
+def _use_branches() -> list[dict[str, Tensor | None]]:
     mesh = make_mesh((1, 2))
     torch.manual_seed(0)
     model = Branches()
     shard_model(model, mesh)
-    agreement = GradientAgreement(model, mesh) if agree else None
+    agreement = GradientAgreement(model, mesh)
     results = []
-    x = torch.full((2, 3), dist.get_rank() + 1.0)
-
-    def backward(branches: list[int]) -> None:
-        model(x, branches).backward()
-        if agreement is not None:
-            agreement.finish()
+    for branches in (_BRANCHES[dist.get_rank()], [0], [0]):
+        if len(results) == 2:
+            model.zero_grad()
+            model.blocks[0][0].bias.requires_grad_(True)
+        model(torch.full((2, 3), dist.get_rank() + 1.0), branches).backward()
+        agreement.finish()
         results.append(gradients_of(model))
-
-    backward(_BRANCHES[dist.get_rank()])
-    backward([0])
-    model.zero_grad()
-    model.blocks[0][0].bias.requires_grad_(True)
-    backward([0])
     return results
 
 
@@ -95,7 +99,7 @@ def test_gradients_of_some_ranks_count_others_stay_none(gloo: ProcessPool) -> No
     model.zero_grad()
     model.blocks[0][0].bias.requires_grad_(True)
     expected.append(both(([0], [0])))
-    for results in gloo.run(_use_branches, True, world_size=2):
+    for results in gloo.run(_use_branches, world_size=2):
         for actual, reference in zip(results, expected, strict=True):
             assert_close(actual, reference)
 
@@ -103,27 +107,137 @@ def test_gradients_of_some_ranks_count_others_stay_none(gloo: ProcessPool) -> No
 def _use_branches_before_torch_2_13() -> tuple[list[dict[str, Tensor | None]], int]:
     """As :func:`_use_branches`, and the most memory that a gradient of zeros took."""
     sizes = [0]
-    fill = sharding_gradients._fill_with_zeros
+    fill = fsdp._fill_with_zeros
 
     def watched(wholes: list[Tensor], zeros: dict[int, Tensor]) -> None:
         fill(wholes, zeros)
         sizes.extend(zero.untyped_storage().nbytes() for zero in zeros.values())
 
     with (
-        mock.patch.object(sharding_gradients, "hasattr", return_value=False, create=True),
-        mock.patch.object(sharding_gradients, "_fill_with_zeros", watched),
+        mock.patch.object(fsdp, "hasattr", return_value=False, create=True),
+        mock.patch.object(fsdp, "_fill_with_zeros", watched),
     ):
-        return _use_branches(True), max(sizes)
+        return _use_branches(), max(sizes)
 
 
 def test_zeros_before_torch_2_13_take_no_memory(gloo: ProcessPool) -> None:
-    expected = gloo.run(_use_branches, True, world_size=2)
+    expected = gloo.run(_use_branches, world_size=2)
     for (results, most), reference in zip(
         gloo.run(_use_branches_before_torch_2_13, world_size=2), expected, strict=True
     ):
         assert most == 4
         for actual, wanted in zip(results, reference, strict=True):
             assert_close(actual, wanted)
+
+
+def _evaluate_then_call_the_inside() -> list[bool]:
+    torch.manual_seed(0)
+    model = Net()
+    shard_net(model, make_mesh((1, 2)))
+    initialize_roots(model)
+    initialize_roots(model)
+    tokens = tokens_of_all(2)[0]
+    # A block is called before the root has run.
+    model.blocks[0](torch.ones(2, 7)).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(tokens)
+        model.generate(tokens)
+    whole = [not isinstance(model.table.weight, DTensor)]
+    free_unsharded(model)
+    whole.append(not isinstance(model.table.weight, DTensor))
+    model.training_step(tokens).backward()
+    return whole
+
+
+def test_whole_weights_are_freed_after_evaluation(gloo: ProcessPool) -> None:
+    assert gloo.run(_evaluate_then_call_the_inside, world_size=2) == [[True, False]] * 2
+
+
+def _thaw() -> list[bool]:
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    shard_model(model, make_mesh((1, 2)), mp_policy=policy)
+    initialize_roots(model)
+    results = []
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        gradient = model[0][0].weight.grad
+        results.append(gradient is not None and gradient.dtype == torch.float32 and bool(gradient.full_tensor().any()))
+        model[0].requires_grad_(True)
+    return results
+
+
+def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) -> None:
+    assert gloo.run(_thaw, world_size=2) == [[False, True]] * 2
+
+
+def _told_events() -> list[tuple[bool, str]]:
+    model = Net()
+    mode = make_mode("fsdp", make_mesh((1, 2)), ModeOptions(early_all_gather=True))
+    mode.prepare(model)
+    mode.attach(model, [])
+    mode.mesh = mock.Mock(device_type="cuda")
+    told: list[tuple[bool, str]] = []
+    stream = mock.Mock(record_event=lambda: "event")
+    with (
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(FSDPModule, "set_post_optim_event", lambda unit, event: told.append((unit is model, event))),
+    ):
+        mode.end_step()
+    return told
+
+
+def test_the_root_is_told_what_its_all_gathers_wait_for(gloo: ProcessPool) -> None:
+    assert gloo.run(_told_events, world_size=2) == [[(True, "event")]] * 2
+
+
+def _divided(shape: tuple[int, int], divisor: float, dtype: torch.dtype | None) -> None:
+    """Each unit's gradients are sum / divisor to the last bit; then the mean again."""
+    mesh = make_mesh(shape)
+    torch.manual_seed(0)
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    shard_model(model, mesh, mp_policy=policy)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens = tokens_of_all(size)[rank]
+    agreement = GradientAgreement(model, mesh)
+
+    def gradients(chosen: float | None) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        set_gradient_divisor(model, chosen)
+        model.training_step(tokens).backward()
+        agreement.finish(chosen)
+        return gradients_of(model)
+
+    sums, quotients, means = gradients(1.0), gradients(divisor), gradients(None)
+    assert any(value is not None and value.ndim == 0 for value in sums.values())
+    for name, value in sums.items():
+        if value is None:
+            assert quotients[name] is None and means[name] is None
+            continue
+        # The division happens in the dtype of the reduction, a power of two is exact in each.
+        total = value if dtype is None or value.ndim == 0 else value.to(dtype)
+        assert torch.equal(quotients[name], (total / divisor).to(value.dtype)), name
+        tolerance = 1e-6 if dtype is None else 1e-2
+        torch.testing.assert_close(means[name], value / size, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 1), None), ((1, 3), None), ((2, 2), torch.bfloat16), ((4, 1), torch.bfloat16)], ids=str
+)
+def test_gradients_are_the_sum_over_the_ranks_divided_once(
+    gloo: ProcessPool, shape: tuple[int, int], dtype: torch.dtype | None
+) -> None:
+    gloo.run(_divided, shape, 37.5, dtype, world_size=shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("divisor", [0.0, float("inf"), float("nan")])
+def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
+    with pytest.raises(ValueError, match="divisor of the gradients must be positive and finite"):
+        set_gradient_divisor(nn.Linear(2, 2), divisor)
 
 
 def _dropped() -> bool:
@@ -167,20 +281,16 @@ def _gradients(shape: tuple[int, ...], options: dict[str, Any], divisor: float |
         mode.set_gradient_divisor(divisor if step else 99.0)
         (net(_batch(20 + dist.get_rank())) * net.scale).square().sum().backward()
         mode.finish_gradients()
-        mode.end_step()
+        mode.finish_gradients()  # Nothing was added in between, so nothing is divided again.
     mode.close()
-    found = {name: parameter.grad for name, parameter in net.named_parameters()}
-    return {
-        name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items() if g is not None
-    }
+    return {name: full(parameter.grad).clone() for name, parameter in net.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("options", "shape", "divisor"),
     [
         ({}, (3,), None),
-        ({}, (2, 2), 5.0),
-        ({}, (4, 1), None),
+        ({}, (4, 1), 5.0),
         ({"reshard_after_backward": False}, (2, 2), 5.0),
         ({"reshard_after_forward": False}, (2,), 5.0),
     ],

@@ -44,25 +44,26 @@ def _sharded_gradients(shape: tuple[int, int], **options: Any) -> dict[str, Any]
     return {"weights": weights, "gradients": gradients_of(model), "units": units}
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 2)], ids=str)
-def test_weights_are_those_of_rank_0_and_gradients_exact(gloo: ProcessPool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        *((shape, {}) for shape in [(1, 1), (2, 1), (1, 3), (2, 2)]),
+        ((1, 2), {"reshard_after_forward": False}),
+        ((1, 2), {"wrap_policy": ["Block", "Linear", "Embedding", "LayerNorm"]}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_rank_0_and_gradients_exact(
+    gloo: ProcessPool, shape: tuple[int, int], options: dict[str, Any]
+) -> None:
     world_size = shape[0] * shape[1]
     torch.manual_seed(0)
     state = Net().state_dict()
-    for result in gloo.run(_sharded_gradients, shape, world_size=world_size):
-        assert result["units"] == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
+    for result in gloo.run(_sharded_gradients, shape, world_size=world_size, **options):
+        if "wrap_policy" not in options:
+            assert result["units"] == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
         assert all(torch.equal(result["weights"][name], value) for name, value in state.items())
         assert_close(result["gradients"], reference_gradients(world_size))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"reshard_after_forward": False}, {"wrap_policy": ["Block", "Linear", "Embedding", "LayerNorm"]}],
-    ids=str,
-)
-def test_other_units_give_the_same_gradients(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    for result in gloo.run(_sharded_gradients, (1, 2), world_size=2, **options):
-        assert_close(result["gradients"], reference_gradients(2))
 
 
 def _user_sharded(kind: str) -> tuple[list[str], dict[str, Tensor | None]]:
@@ -99,24 +100,23 @@ def test_modules_that_the_user_sharded_are_left_alone(gloo: ProcessPool, kind: s
         assert_close(gradients, reference_gradients(4))
 
 
-def _wider(rank: int) -> tuple[nn.Module, Any]:
-    return nn.Sequential(nn.Linear(4, 4 + rank)), "auto"
+# What a rank builds, and how it chooses units.
+_DIFFERENT: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {
+    r"Sequential differs .*'0.weight' \(4, 4\) float32.*\(5, 4\)": lambda rank: (
+        nn.Sequential(nn.Linear(4, 4 + rank)),
+        "auto",
+    ),
+    "Sequential differs between ranks: .*FSDP2 unit": lambda rank: (
+        nn.Sequential(Block(), Block()),
+        lambda name, _: name == str(rank),
+    ),
+    "no module is a Missing": lambda rank: (nn.Sequential(nn.Linear(4, 4)), ["Linear" if rank == 0 else "Missing"]),
+    "KeyError": lambda rank: (nn.Sequential(nn.Linear(4, 4)), lambda *_: {}["missing"] if rank == 1 else False),
+}
 
 
-def _other_units(rank: int) -> tuple[nn.Module, Any]:
-    return nn.Sequential(Block(), Block()), lambda name, _: name == str(rank)
-
-
-def _error_on_one_rank(rank: int) -> tuple[nn.Module, Any]:
-    return nn.Sequential(nn.Linear(4, 4)), ["Linear" if rank == 0 else "Missing"]
-
-
-def _policy_raises(rank: int) -> tuple[nn.Module, Any]:
-    return nn.Sequential(nn.Linear(4, 4)), lambda *_: {}["missing"] if rank == 1 else False
-
-
-def _shard_different(build: Callable[[int], tuple[nn.Module, Any]]) -> str:
-    model, policy = build(dist.get_rank())
+def _shard_different(message: str) -> str:
+    model, policy = _DIFFERENT[message](dist.get_rank())
     try:
         shard_model(model, make_mesh((1, 3)), wrap_policy=policy)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -124,19 +124,9 @@ def _shard_different(build: Callable[[int], tuple[nn.Module, Any]]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (_wider, "the model Sequential differs between ranks: .*'0.weight' \\(4, 4\\) float32.*\\(5, 4\\)"),
-        (_other_units, "the model Sequential differs between ranks: .*FSDP2 unit"),
-        (_error_on_one_rank, "no module is a Missing"),
-        (_policy_raises, "KeyError"),
-    ],
-)
-def test_what_differs_between_ranks_is_an_error_on_every_rank(
-    gloo: ProcessPool, build: Callable[[int], tuple[nn.Module, Any]], message: str
-) -> None:
-    for text in gloo.run(_shard_different, build, world_size=3):
+@pytest.mark.parametrize("message", _DIFFERENT)
+def test_what_differs_between_ranks_is_an_error_on_every_rank(gloo: ProcessPool, message: str) -> None:
+    for text in gloo.run(_shard_different, message, world_size=3):
         assert re.search(message, text), text
 
 
@@ -167,36 +157,24 @@ def test_without_a_root_every_child_is_one(gloo: ProcessPool) -> None:
 
 
 def _mixed_dtypes() -> tuple[list[str], list[torch.dtype]]:
-    """A norm in float32 after a layer in bfloat16."""
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
+    """A norm in float32 after a layer in bfloat16, sharded on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
     shard_model(model, make_mesh((1, 2)))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    initialize_roots(model)
     model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
+    assert all(bool((full(p.detach()) == 1).all()) for p in model.parameters())  # type: ignore[union-attr]
     names = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     return names, [p.grad.dtype for p in model.parameters()]
 
 
-def test_a_layer_of_another_dtype_is_a_unit(gloo: ProcessPool) -> None:
+def test_a_layer_of_another_dtype_is_a_unit_also_on_meta(gloo: ProcessPool) -> None:
     for names, dtypes in gloo.run(_mixed_dtypes, world_size=2):
         assert names == ["", "1"] and dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
-
-
-def _meta() -> list[Tensor]:
-    with torch.device("meta"):
-        model = nn.Sequential(Block(), Block())
-    shard_model(model, make_mesh((1, 2)))
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    initialize_roots(model)
-    model(torch.ones(2, 7)).sum().backward()
-    return [full(p.detach()) for p in model.parameters()]
-
-
-def test_a_meta_model_is_sharded_before_it_has_data(gloo: ProcessPool) -> None:
-    for weights in gloo.run(_meta, world_size=2):
-        assert all(bool((weight == 1).all()) for weight in weights)
 
 
 def _output_dtypes(shard_root: bool) -> list[torch.dtype]:

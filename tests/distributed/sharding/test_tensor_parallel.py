@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ MESHES = [
     (4, {"shard_size": 2, "tensor_size": 2}),
     (4, {"replicate_size": 2, "tensor_size": 2}),
     (4, {"context_size": 2, "tensor_size": 2}),
-    (4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
 ]
 
 
@@ -56,31 +54,26 @@ def _make(sizes: dict[str, int]) -> Meshes:
     return MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
 
 
-def _initial(sizes: dict[str, int], user_shards_norm: bool) -> tuple[dict[str, Any], int]:
+def _initial(sizes: dict[str, int]) -> tuple[dict[str, Any], int]:
     meshes = _make(sizes)
     torch.manual_seed(dist.get_rank())
     model = Net()
     _parallelize(model, meshes)
-    if user_shards_norm:
-        fully_shard(model.norm, mesh=meshes.data)
-        with torch.no_grad():
-            model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
+    fully_shard(model.norm, mesh=meshes.data)
+    with torch.no_grad():
+        model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
     shard_model(model, meshes.data)
     return {name: full(tensor) for name, tensor in model.state_dict().items()}, model.up.weight.device_mesh.ndim  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("user_shards_norm", [False, True])
 @pytest.mark.parametrize(("world_size", "sizes"), MESHES)
-def test_initial_weights_are_those_of_rank_0(
-    gloo: ProcessPool, world_size: int, sizes: dict[str, int], user_shards_norm: bool
-) -> None:
+def test_initial_weights_are_those_of_rank_0(gloo: ProcessPool, world_size: int, sizes: dict[str, int]) -> None:
     torch.manual_seed(0)
     expected = Net().state_dict()
-    for found, num_axes in gloo.run(_initial, sizes, user_shards_norm, world_size=world_size):
+    for found, num_axes in gloo.run(_initial, sizes, world_size=world_size):
         assert num_axes == 2 + ("replicate_size" in sizes)
         assert found.keys() == expected.keys()
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
-        assert not different
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
 def _inputs() -> Tensor:
@@ -125,28 +118,25 @@ def test_gradients_are_those_of_one_process(gloo: ProcessPool, world_size: int, 
         assert_close(found, expected)
 
 
-def _error_of(num_outputs: tuple[int, ...]) -> str:
-    """What is said if the ranks have heads of these sizes."""
+def _different(num_outputs: tuple[int, ...]) -> None:
+    """The ranks have heads of these sizes."""
     meshes = _make({"shard_size": 2, "tensor_size": 2})
     torch.manual_seed(0)
     model = Net(num_outputs=num_outputs[dist.get_rank()])
     _parallelize(model, meshes)
-    try:
-        shard_model(model, meshes.data)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    shard_model(model, meshes.data)
 
 
-def test_a_rank_with_another_model_stops_all_tensor_ranks(gloo: ProcessPool) -> None:
-    for text in gloo.run(_error_of, (5, 6, 5, 5), world_size=4):
-        assert re.search(r"Net differs between ranks: .*'head.weight' \(6, 7\) float32.*\(5, 7\)", text), text
-
-
-def test_tensor_ranks_with_different_models_are_found_out(gloo: ProcessPool) -> None:
-    # All data ranks of one tensor rank agree with each other, but not with the other tensor rank.
-    for text in gloo.run(_error_of, (5, 6, 5, 6), world_size=4):
-        assert re.search(r"Net differs between ranks: .*'head.weight' \(5, 7\) float32.*\(6, 7\)", text), text
+@pytest.mark.parametrize(
+    ("num_outputs", "sizes"),
+    # In the second case all data ranks of one tensor rank agree with each other, but not with the other tensor rank.
+    [((5, 6, 5, 5), r"\(6, 7\) float32.*\(5, 7\)"), ((5, 6, 5, 6), r"\(5, 7\) float32.*\(6, 7\)")],
+)
+def test_a_rank_with_another_model_stops_all_tensor_ranks(
+    gloo: ProcessPool, num_outputs: tuple[int, ...], sizes: str
+) -> None:
+    match = f"Net differs between ranks: .*'head.weight' {sizes}"
+    gloo.expect_error_on_all_ranks(_different, num_outputs, match=match, exception=RuntimeError)
 
 
 def _without_a_plan(has_plan: bool) -> None:

@@ -15,7 +15,7 @@ import lightning_muon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import full_state_dict, names_of
+from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict, names_of
 from tests.distributed.sharding.models import (
     Net,
     full,
@@ -45,10 +45,8 @@ def _plain() -> _Normed:
     return _Normed().eval()
 
 
-def _gather(
-    shape: tuple[int, int], *, evaluated: bool = False, compiled: bool = False, part: str = ""
-) -> tuple[dict[str, Tensor], bool, bool]:
-    """Weights, whether tied ones share memory, and whether the root was whole before."""
+def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: str) -> tuple[dict[str, Tensor], bool]:
+    """Weights, and whether tied ones share memory."""
     model = _plain()
     if compiled:
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
@@ -56,11 +54,11 @@ def _gather(
     if evaluated:
         with torch.no_grad():
             model(tokens_of_all(1)[0])
-    was_whole = not isinstance(model.table.weight, DTensor)
+    assert isinstance(model.table.weight, DTensor) != evaluated  # The root stays whole after a forward.
     state = full_state_dict(model.get_submodule(part))
     assert isinstance(model.table.weight, DTensor) or part
     tied = "head.weight" in state and state["head.weight"].data_ptr() == state["table.weight"].data_ptr()
-    return {name: tensor.clone() for name, tensor in state.items()}, tied, was_whole
+    return {name: tensor.clone() for name, tensor in state.items()}, tied
 
 
 def _assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -72,26 +70,22 @@ def _assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [((3, 1), {}), ((1, 2), {"evaluated": True}), ((1, 2), {"compiled": True})], ids=str
+    ("shape", "evaluated", "compiled", "part"),
+    [
+        ((3, 1), False, False, ""),
+        ((1, 2), True, True, ""),
+        ((1, 2), True, False, "blocks"),
+        ((1, 2), False, False, "table"),
+    ],
 )
 def test_rank_0_has_the_state_dict_of_the_plain_model(
-    gloo: ProcessPool, shape: tuple[int, int], options: dict[str, bool]
+    gloo: ProcessPool, shape: tuple[int, int], evaluated: bool, compiled: bool, part: str
 ) -> None:
-    (state, tied, was_whole), *others = gloo.run(_gather, shape, world_size=shape[0] * shape[1], **options)
-    _assert_equal(state, _plain().state_dict())
-    assert tied
-    assert was_whole == options.get("evaluated", False)
-    assert all(other[0] == {} for other in others)
-    with torch.no_grad():
-        model = _Normed()
-    model.load_state_dict(state, strict=True)
-    assert model.head.weight is model.table.weight
-
-
-@pytest.mark.parametrize(("part", "evaluated"), [("blocks", True), ("table", False)])
-def test_a_part_of_the_model_will_do(gloo: ProcessPool, part: str, evaluated: bool) -> None:
-    state = gloo.run(_gather, (1, 2), evaluated=evaluated, part=part, world_size=2)[0][0]
+    options = {"evaluated": evaluated, "compiled": compiled, "part": part}
+    (state, tied), *others = gloo.run(_gather, shape, world_size=shape[0] * shape[1], **options)
     _assert_equal(state, _plain().get_submodule(part).state_dict())
+    assert tied == (part == "")
+    assert all(other == {} for other, _ in others)
 
 
 def test_a_plain_module_gives_its_state_dict() -> None:
@@ -111,36 +105,42 @@ def test_a_plain_module_of_several_ranks_gives_it_on_rank_0(gloo: ProcessPool) -
     assert gloo.run(_plain_in_a_group, world_size=2) == [["weight", "bias"], []]
 
 
-def _replicas_of_user_shards() -> Tensor:
+def _initial() -> tuple[dict[str, Any], Tensor]:
+    """Strided weights, and buffers of any dtype; replicas of what the user has sharded."""
     mesh = make_mesh((2, 2))
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
-    fully_shard(model[0], mesh=mesh)
-    shard_model(model, mesh)
-    return model[0].weight.to_local().clone()
-
-
-def test_replicas_of_user_shards_become_equal(gloo: ProcessPool) -> None:
-    shards = gloo.run(_replicas_of_user_shards, world_size=4)
-    assert torch.equal(shards[0], shards[2])
-    assert torch.equal(shards[1], shards[3])
-    assert not torch.equal(shards[0], shards[1][: shards[0].shape[0]])
-
-
-def _unusual() -> dict[str, Any]:
-    mesh = make_mesh((1, 2))
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(5), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(5), nn.Linear(5, 3))
     model.register_buffer("phase", torch.rand(3).to(torch.complex64))
     model.register_buffer("mask", torch.rand(5) > 0.5)
+    fully_shard(model[2], mesh=mesh)
     shard_model(model, mesh)
-    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}, model[2].weight.to_local().clone()
 
 
-def test_strided_weights_and_buffers_of_any_dtype_are_broadcast(gloo: ProcessPool) -> None:
-    first, second = gloo.run(_unusual, world_size=2)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_weights_and_buffers_of_any_kind_become_equal(gloo: ProcessPool) -> None:
+    (first, shard), (_, other_shard), *replicas = gloo.run(_initial)
+    assert torch.equal(shard, replicas[0][1]) and torch.equal(other_shard, replicas[1][1])
+    assert not torch.equal(shard[: other_shard.shape[0]], other_shard)
+    for state, _ in replicas:
+        assert all(torch.equal(first[name], state[name]) for name in first)
+
+
+def _broadcast() -> list[Tensor]:
+    module, rank = nn.Module(), dist.get_rank()
+    module.register_buffer("mean", torch.arange(6.0).view(2, 3).T + rank)
+    module.register_buffer("flag", torch.tensor([True, rank == 0]))
+    module.register_buffer("count", torch.tensor(rank + 3))
+    module.register_buffer("small", torch.full((2,), rank + 0.5, dtype=torch.bfloat16))
+    module.register_buffer("empty", torch.zeros(0))
+    broadcast_buffers(module)
+    return list(module.buffers())
+
+
+def test_all_ranks_get_the_buffers_of_rank_0(gloo: ProcessPool) -> None:
+    first, *others = gloo.run(_broadcast, world_size=3)
+    assert torch.equal(first[0], torch.arange(6.0).view(2, 3).T)
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
 
 
 def _replicated(kind: str) -> dict[str, Tensor]:

@@ -80,49 +80,43 @@ def test_matrices_have_owners_and_the_rest_rows(gloo: ProcessPool) -> None:
     assert shapes == {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
 
 
-def _reading_too_early() -> tuple[list[bool], bool]:
-    """Forward, state_dict and finish_parameters wait for the new values."""
+def _reading_early() -> bool:
+    """Whether ``state_dict`` and forward wait for the new values, as ``finish_parameters`` does."""
     training = Training.start("zero2", mesh_of((4,)), bucket_bytes=600)
-    run = Run()
-    training.step(run, 0)
+    training.step(Run(), 0)
     saved = {name: value.clone() for name, value in training.net.state_dict().items()}
     weights = training.weights()
-    same = [torch.equal(saved[name], weights[name]) for name in weights]
-    training.step(run, 1)
+    training.step(Run(), 1)
     output = training.net(torch.arange(4).view(1, 4), 0)
     training.mode.finish_parameters()
-    return same, torch.equal(output, training.net(torch.arange(4).view(1, 4), 0))
+    is_new = torch.equal(output, training.net(torch.arange(4).view(1, 4), 0))
+    return is_new and all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 def test_whoever_reads_weights_has_the_new_ones(gloo: ProcessPool) -> None:
-    for same, is_equal in gloo.run(_reading_too_early):
-        assert all(same) and is_equal
+    assert gloo.run(_reading_early) == [True] * 4
+
+
+def _states(training: Training) -> list[Tensor]:
+    saved = training.optimizer.state_dict()["state"].values()
+    return [getattr(v, "_local_tensor", v).clone() for state in saved for key, v in state.items() if key != "step"]
 
 
 def _with_a_hole() -> dict[str, Tensor]:
     training = Training.start("zero2", mesh_of((2,)))
-    weight = training.net.blocks[0].up.weight
     training.step(Run(), 0)
     training.optimizer.zero_grad()
     loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
     training.mode.finish_gradients()
-    layout = training.mode.layout
-    gradient = layout.gradient(weight)
+    gradient = training.mode.layout.gradient(training.net.blocks[0].up.weight)
     assert gradient is not None
     if gradient.numel():
         gradient[0, 0] = torch.nan
-    before = training.weights()
-    momenta = [
-        v.clone() for s in training.optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
-    ]
+    before, states = training.weights(), _states(training)
     training.optimizer.step()
     training.mode.end_step()
-    after = [v for s in training.optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
     assert training.optimizer.skipped_steps == 1
-    assert all(
-        torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other))
-        for one, other in zip(momenta, after, strict=True)
-    )
+    assert all(map(torch.equal, states, _states(training)))
     weights = training.weights()
     assert all(torch.equal(before[name], weights[name]) for name in before)
     training.step(Run(), 2)
