@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
 from lightning_muon.sharding.shard_model import original_class
 
-# At least so many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
+# So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
 
 
@@ -47,7 +47,7 @@ class CallList:
         self._last: int | None = None
         self._successors: dict[int | None, int] = {}
         self._lock = threading.Lock()
-        self._kept = array("i")
+        self._kept: deque[int] = deque(maxlen=_NUM_KEPT)
         self._digest = hashlib.sha256()
 
     def add(self, call: int) -> Barrier | None:
@@ -55,8 +55,6 @@ class CallList:
         with self._lock:
             self.count += 1
             self._kept.append(call)
-            if len(self._kept) >= 2 * _NUM_KEPT:
-                del self._kept[:_NUM_KEPT]
         self._digest.update(call.to_bytes(4, "little", signed=True))
         self._num_ever += 1
         expected = self._successors.get(self._last) == call
@@ -67,7 +65,7 @@ class CallList:
     def tail(self) -> tuple[int, list[int]]:
         """Return (number of calls left out, the others). May be called from any thread."""
         with self._lock:
-            return self.count - len(self._kept), self._kept.tolist()
+            return self.count - len(self._kept), list(self._kept)
 
     def words(self) -> list[int]:
         """Two words of the digest, each with its negative, whose maximum shows the minimum.
@@ -82,7 +80,7 @@ class CallList:
         """Begin anew; what followed what stays known."""
         with self._lock:
             self.count = 0
-            self._kept = array("i")
+            self._kept.clear()
         self._digest = hashlib.sha256()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,8 +176,8 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, case: str) -> None:
             assert max_difference(seen, expected) < 1e-5, sharding
 
 
-def _interrupted(package: str, sharding: str) -> dict[str, Tensor]:
-    pl = load(package)
+def _interrupted(sharding: str) -> dict[str, Tensor]:
+    pl = load(PACKAGES[0])
     model = language_model(pl)
     del type(model).on_train_batch_end
 
@@ -186,41 +187,39 @@ def _interrupted(package: str, sharding: str) -> dict[str, Tensor]:
         return _loss(self, batch)
 
     type(model).training_step = training_step
-    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT)
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT)
     with pytest.raises(_BackwardError):
         trainer(pl, strategy=strategy).fit(model, loader())
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def test_an_interrupted_run_leaves_whole_weights(gloo: ProcessPool) -> None:
-    expected = gloo.run(_interrupted, PACKAGES[0], "none", world_size=1)[0]
-    for weights in gloo.run(_interrupted, PACKAGES[0], "zero2", world_size=2):
+    expected = gloo.run(_interrupted, "none", world_size=1)[0]
+    for weights in gloo.run(_interrupted, "zero2", world_size=2):
         assert max_difference(weights, expected) < 1e-5
 
 
-def _warned(package: str) -> list[str]:
-    import warnings
-
-    pl = load(package)
+def _warned() -> list[str]:
+    pl = load(PACKAGES[0])
     model = language_model(pl)
     type(model).on_before_optimizer_step = lambda self, optimizer: None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(pl, strategy=strategy_class(package)(sharding="zero2"), max_epochs=1).fit(model, loader())
+        trainer(pl, strategy=strategy_class(PACKAGES[0])(sharding="zero2"), max_epochs=1).fit(model, loader())
     return [str(each.message) for each in caught]
 
 
 def test_hooks_that_look_for_gradients_are_warned_of(gloo: ProcessPool) -> None:
-    messages = gloo.run(_warned, PACKAGES[0], world_size=2)[0]
+    messages = gloo.run(_warned, world_size=2)[0]
     assert any("LanguageModel.on_before_optimizer_step" in message for message in messages)
 
 
-def _by_tokens(package: str) -> None:
-    pl = load(package)
+def _by_tokens() -> None:
+    pl = load(PACKAGES[0])
     model = language_model(pl)
     model.automatic_optimization = False
-    trainer(pl, strategy=strategy_class(package)(loss_scaling="tokens")).fit(model, loader())
+    trainer(pl, strategy=strategy_class(PACKAGES[0])(loss_scaling="tokens")).fit(model, loader())
 
 
 def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_by_tokens, PACKAGES[0], world_size=2, match="needs automatic optimization")
+    gloo.expect_error_on_all_ranks(_by_tokens, world_size=2, match="needs automatic optimization")

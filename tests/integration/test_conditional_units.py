@@ -46,9 +46,9 @@ class Experts(nn.Module):
         return self.head(x if expert is None else self.experts[expert](x))
 
 
-def _fit(package: str, sharding: str, used: Sequence[int | None], *, num_ranks: int, **options: Any) -> dict[str, Any]:
+def _fit(sharding: str, used: Sequence[int | None], *, num_ranks: int, **options: Any) -> dict[str, Any]:
     """``used``: the expert of each rank; one process computes for all of them."""
-    pl = load(package)
+    pl = load(PACKAGES[0])
     model = language_model(pl, network=Experts)
     shares = num_ranks // dist.get_world_size()
 
@@ -62,20 +62,20 @@ def _fit(package: str, sharding: str, used: Sequence[int | None], *, num_ranks: 
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT, **options)
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT, **options)
     trainer(pl, strategy=strategy, max_epochs=1).fit(model, loader())
     return full_weights(model)
 
 
 @pytest.mark.parametrize("used", [(0, 1), (None, 1)], ids=str)
 def test_what_only_some_ranks_use_is_exact(gloo: ProcessPool, used: Sequence[int | None]) -> None:
-    expected = gloo.run(_fit, PACKAGES[0], "none", used, num_ranks=2, world_size=1)[0]
+    expected = gloo.run(_fit, "none", used, num_ranks=2, world_size=1)[0]
     for sharding, options in (("zero2", {}), ("ddp", {}), ("fsdp", {"wrap_policy": ()})):
-        weights = gloo.run(_fit, PACKAGES[0], sharding, used, num_ranks=2, world_size=2, **options)[0]
+        weights = gloo.run(_fit, sharding, used, num_ranks=2, world_size=2, **options)[0]
         assert max_difference(weights, expected) < 1e-5, sharding
 
 
-def _seconds_to_fail(package: str, used: Sequence[int | None], **sizes: int) -> tuple[float, str]:
+def _seconds_to_fail(used: Sequence[int | None], **sizes: int) -> tuple[float, str]:
     """From the forward pass in which the ranks part to the exception, and what it says."""
     started: list[float] = []
     forward = Experts.forward
@@ -85,37 +85,37 @@ def _seconds_to_fail(package: str, used: Sequence[int | None], **sizes: int) -> 
         return forward(self, tokens, expert)
 
     with mock.patch.object(Experts, "forward", timed), pytest.raises(RuntimeError) as caught:
-        _fit(package, "fsdp", used, num_ranks=len(used), **sizes)
+        _fit("fsdp", used, num_ranks=len(used), **sizes)
     return time.monotonic() - started[0], str(caught.value)
 
 
 def test_units_that_only_some_ranks_run_fail_soon_on_all(gloo: ProcessPool) -> None:
     used = (0, 0, None, None)
-    for seconds, message in gloo.run_fresh(_seconds_to_fail, PACKAGES[0], used, replicate_size=2):
+    for seconds, message in gloo.run_fresh(_seconds_to_fail, used, replicate_size=2):
         assert seconds < 10
         assert re.search(r"network\.experts\.[01].*wrap_policy", message), message
 
 
-def _validate(package: str, used: Sequence[int]) -> None:
-    pl = load(package)
+def _validate(used: Sequence[int]) -> None:
+    pl = load(PACKAGES[0])
     model = language_model(pl, network=Experts)
 
     def validation_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> None:
         self.log("val", loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1]), sync_dist=True)
 
     type(model).validation_step = validation_step
-    trainer(pl, strategy=strategy_class(package)()).validate(model, loader(), verbose=False)
+    trainer(pl, strategy=strategy_class(PACKAGES[0])()).validate(model, loader(), verbose=False)
 
 
 def test_an_evaluation_is_watched_too(gloo: ProcessPool) -> None:
-    gloo.run(_validate, PACKAGES[0], (1, 1), world_size=2)
+    gloo.run(_validate, (1, 1), world_size=2)
     gloo.expect_error_on_all_ranks(
-        _validate, PACKAGES[0], (0, 1), world_size=2, exception=RuntimeError, match=r"network\.experts\.[01]"
+        _validate, (0, 1), world_size=2, exception=RuntimeError, match=r"network\.experts\.[01]"
     )
 
 
-def _corrupt_data(package: str) -> None:
-    pl = load(package)
+def _corrupt_data() -> None:
+    pl = load(PACKAGES[0])
     data = loader().dataset
 
     class Corrupt(torch.utils.data.Dataset[Any]):
@@ -129,12 +129,12 @@ def _corrupt_data(package: str) -> None:
 
     model = language_model(pl)
     batches = torch.utils.data.DataLoader(Corrupt(), batch_size=4)
-    trainer(pl, strategy=strategy_class(package)(), use_distributed_sampler=False).fit(model, batches)
+    trainer(pl, strategy=strategy_class(PACKAGES[0])(), use_distributed_sampler=False).fit(model, batches)
 
 
 def test_a_rank_that_fails_in_its_data_tells_the_others_why(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        gloo.run(_corrupt_data, PACKAGES[0], world_size=2, grace=15.0)
+        gloo.run(_corrupt_data, world_size=2, grace=15.0)
     assert "file 4 is corrupt" in caught.value.failures[1].message
     # As an exception, or on stderr if its thread could not be freed.
     assert "rank 1 has failed: OSError: file 4 is corrupt" in str(caught.value)

@@ -176,8 +176,7 @@ def test_optimizers_may_be_thrown_away_between_backward_and_step(gloo: ProcessPo
 
 
 def _backends_follow_the_mesh() -> list[dict[str, str]]:
-    mesh = nccl_like_mesh(1, 2)
-    whole = axis_group(mesh, (0, 1))
+    whole = axis_group(nccl_like_mesh(1, 2), (0, 1))
     groups = [whole, *PrivateGroups().of([whole]), host_group(whole)]
     return [backends(group.group) for group in groups if group.group is not None]
 

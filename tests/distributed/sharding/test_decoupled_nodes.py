@@ -47,38 +47,18 @@ def _loss(net: nn.Module, rank: int) -> Tensor:
     return (rank + 1) * (net(_batch(rank)) * net.scale).square().sum()
 
 
-def _prepared(shape: tuple[int, int], sharded: bool) -> dict[str, Tensor]:
-    """Every rank starts from other weights and buffers; what all have in the end."""
+def _train(
+    shape: tuple[int, int], divisor: float | None, max_norm: float | None, is_sharded: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float | None]:
+    """Initial weights and buffers, which every rank has made differently; gradients; their norm."""
+    mesh = mesh_of(shape)
     net = _net(seed=dist.get_rank())
     net[1].running_mean.fill_(dist.get_rank() + 1.0)
-    mesh = mesh_of(shape)
-    if sharded:
+    if is_sharded:
         fully_shard(net[0], mesh=mesh["shard"])
-    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)).prepare(net)
-    return {name: _whole(tensor) for name, tensor in net.state_dict().items()}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_all_nodes_start_from_the_weights_of_the_first_rank(gloo: ProcessPool, sharded: bool) -> None:
-    expected = _net(seed=0)
-    expected[1].running_mean.fill_(1.0)
-    results = gloo.run(_prepared, (2, 2), sharded)
-    for found in results:
-        assert found.keys() == results[0].keys()
-        assert all(torch.equal(found[name], results[0][name]) for name in found)
-        # A user's own sharding takes the part of each rank, which the first rank of each part has.
-        skipped = {"0.weight", "0.bias"} if sharded else set()
-        state = expected.state_dict()
-        assert all(torch.equal(found[name], state[name]) for name in state if name not in skipped)
-
-
-def _gradients(
-    shape: tuple[int, int], divisor: float | None, max_norm: float | None
-) -> tuple[dict[str, Tensor], float | None]:
-    net = _net()
-    mesh = mesh_of(shape)
     mode = make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True))
     mode.prepare(net)
+    state = {name: _whole(tensor) for name, tensor in net.state_dict().items()}
     optimizer = _Nodes(net.parameters(), lr=0.1)
     mode.attach(net, [optimizer])
     mode.set_gradient_divisor(divisor)
@@ -90,15 +70,16 @@ def _gradients(
     meshes = {p.device_mesh for p in net.parameters() if isinstance(p, DTensor)}
     assert meshes == {mesh["shard"]} and optimizer.mesh is mesh
     mode.close()
-    return {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm
+    return state, {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm
 
 
-def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, Tensor]]:
+def _expected(state: dict[str, Tensor], shape: tuple[int, int], divisor: float | None) -> list[dict[str, Tensor]]:
     """For each node twice (two micro-batches) the sum over its ranks, divided."""
     num_nodes, num_shards = shape
     nodes = []
     for node in range(num_nodes):
         net = _net()
+        net.load_state_dict(state)
         for rank in range(node * num_shards, (node + 1) * num_shards):
             (2 * _loss(net, rank) / (num_shards if divisor is None else divisor / num_nodes)).backward()
         nodes.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
@@ -106,30 +87,39 @@ def _expected(shape: tuple[int, int], divisor: float | None) -> list[dict[str, T
 
 
 @pytest.mark.parametrize(
-    ("shape", "divisor", "max_norm"),
+    ("shape", "divisor", "max_norm", "is_sharded"),
     [
-        ((2, 2), 5.0, None),
-        ((3, 1), 7.0, None),
-        ((1, 3), None, None),
-        ((2, 2), None, 0.3),
-        ((3, 1), None, 0.3),
-        ((2, 2), None, 1e9),
+        ((2, 2), 5.0, None, False),
+        ((3, 1), 7.0, None, False),
+        ((1, 3), None, None, False),
+        ((2, 2), None, 0.3, True),
+        ((3, 1), None, 0.3, False),
+        ((2, 2), None, 1e9, False),
     ],
 )
-def test_the_mean_of_nodes_is_global_and_clipped_by_one_norm(
-    gloo: ProcessPool, shape: tuple[int, int], divisor: float | None, max_norm: float | None
+def test_nodes_start_equal_and_have_gradients_of_their_own(
+    gloo: ProcessPool, shape: tuple[int, int], divisor: float | None, max_norm: float | None, is_sharded: bool
 ) -> None:
-    expected = _expected(shape, divisor)
+    """Their mean is the gradient of all; they are clipped by one norm."""
+    results = gloo.run(_train, shape, divisor, max_norm, is_sharded, world_size=math.prod(shape))
+    state = results[0][0]
+    first = _net(seed=0)
+    first[1].running_mean.fill_(1.0)
+    for name, tensor in first.state_dict().items():
+        # A user's own sharding takes the part of each rank, which the first rank of each part has.
+        if not (is_sharded and name.startswith("0.")):
+            assert torch.equal(state[name], tensor)
+    expected = _expected(state, shape, divisor)
     norm = math.sqrt(sum(float(g.double().square().sum()) for node in expected for g in node.values()) / shape[0])
     scale = 1.0 if max_norm is None else min(1.0, max_norm / norm)
-    results = gloo.run(_gradients, shape, divisor, max_norm, world_size=math.prod(shape))
-    assert len({found_norm for _, found_norm in results}) == 1
-    assert max_norm is None or results[0][1] == pytest.approx(norm, rel=1e-5)
-    for rank, (found, _) in enumerate(results):
+    rtol, atol = (1e-5, 1e-5) if max_norm is None else (1e-4, 1e-6 * norm * scale)
+    assert max_norm is None or results[0][2] == pytest.approx(norm, rel=1e-5)
+    for rank, (own_state, found, found_norm) in enumerate(results):
+        assert all(torch.equal(own_state[name], state[name]) for name in state)
+        assert found_norm == results[0][2]
         node = expected[rank // shape[1]]
         assert found.keys() == node.keys()
         for name, gradient in node.items():
-            rtol, atol = (1e-5, 1e-5) if max_norm is None else (1e-4, 1e-6 * norm * scale)
             torch.testing.assert_close(found[name], scale * gradient, rtol=rtol, atol=atol)
 
 

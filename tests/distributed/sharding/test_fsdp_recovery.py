@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat import torch as compat
-from lightning_muon.sharding import fsdp
 from tests.distributed import backward_passes
 from tests.distributed.sharding.training import (
     Run,
@@ -82,30 +81,6 @@ def test_a_batch_that_failed_on_all_ranks_leaves_no_trace(
     for result in gloo.run(_train, name, shape, run, options, tells, world_size=num_ranks)[0]:
         # Gradients summed in another order.
         assert largest_difference(result, expected)[0] < 2e-5
-
-
-def _one_rank_fails() -> None:
-    """Rank 1 leaves out a micro-batch, in which nothing is communicated, and goes on."""
-    fsdp._SECONDS_TO_FAIL_TOGETHER = 0.5
-    run = Run(accumulate=2)
-    training = Training.start("fsdp", mesh_of((2,)), reshard_after_backward=False)
-    training.step(run, 0)
-    training.optimizer.zero_grad()
-    rank = dist.get_rank()
-    with training.mode.no_sync():
-        loss(training.net, run, 1, 0, rank).backward()
-    fault = fail_in(training.net.blocks[1].norm, "forward") if rank == 1 else None
-    with pytest.raises(OutOfMemoryError) if rank == 1 else nullcontext(), training.mode.no_sync():
-        loss(training.net, run, 1, 1, rank).backward()
-    if fault is not None:
-        fault.remove()
-    loss(training.net, run, 1, 2, rank).backward()
-
-
-def test_a_rank_that_fails_alone_says_so(gloo: ProcessPool) -> None:
-    with pytest.raises(Exception, match=r"raised on rank 1, and .* but not on rank 0 within") as failed:
-        gloo.run_fresh(_one_rank_fails, world_size=2, grace=1.0)
-    assert 1 in failed.value.failures
 
 
 def _one_rank_fails_in_a_reducer(name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.fsdp_runtime import fsdp_modules, initialize_roots
+from lightning_muon.sharding.fsdp_runtime import initialize_roots
 from lightning_muon.sharding.shard_model import shard_model
 from tests.distributed.sharding.models import (
     Block,
@@ -29,75 +29,49 @@ from tests.distributed.sharding.models import (
 from tests.support.processes import ProcessPool
 
 
-def _sharded_gradients(shape: tuple[int, int], **options: Any) -> dict[str, Any]:
+def _train(shape: tuple[int, int], sharded: Sequence[str], options: dict[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Initial weights, gradients, and the names of the units; the user has sharded some modules."""
     mesh = make_mesh(shape)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if sharded else dist.get_rank())
     model = Net()
+    for name in sharded:
+        ignored = {model.scale} if name == "" else None
+        fully_shard(model.get_submodule(name), mesh=mesh, ignored_params=ignored)
     shard_net(model, mesh, **options)
     weights = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}  # type: ignore[union-attr]
     agreement = GradientAgreement(model, mesh)
-    tokens = tokens_of_all(dist.get_world_size())[dist.get_rank()]
-    model.training_step(tokens).backward()
+    model.training_step(tokens_of_all(dist.get_world_size())[dist.get_rank()]).backward()
     agreement.finish()
     agreement.finish()
-    units = [type(unit).__name__ for unit in fsdp_modules(model)]
-    return {"weights": weights, "gradients": gradients_of(model), "units": units}
+    return weights, gradients_of(model), [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+
+
+BLOCKS = ["", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "sharded", "options", "units"),
     [
-        *((shape, {}) for shape in [(1, 1), (2, 1), (1, 3), (2, 2)]),
-        ((1, 2), {"reshard_after_forward": False}),
-        ((1, 2), {"wrap_policy": ["Block", "Linear", "Embedding", "LayerNorm"]}),
+        *((shape, (), {}, BLOCKS) for shape in [(1, 1), (2, 1), (1, 3), (2, 2)]),
+        ((1, 2), (), {"reshard_after_forward": False}, BLOCKS),
+        ((1, 2), (), {"wrap_policy": ["Linear", "LayerNorm"]}, None),
+        # Modules that the user sharded are left alone.
+        ((2, 2), ("blocks.1",), {}, BLOCKS),
+        ((2, 2), ("blocks.1.up",), {}, [*BLOCKS, "blocks.1.up"]),
+        ((2, 2), ("blocks.0", "blocks.1", ""), {}, BLOCKS),
     ],
     ids=str,
 )
 def test_weights_are_those_of_rank_0_and_gradients_exact(
-    gloo: ProcessPool, shape: tuple[int, int], options: dict[str, Any]
+    gloo: ProcessPool, shape: tuple[int, int], sharded: Sequence[str], options: dict[str, Any], units: list[str] | None
 ) -> None:
     world_size = shape[0] * shape[1]
     torch.manual_seed(0)
     state = Net().state_dict()
-    for result in gloo.run(_sharded_gradients, shape, world_size=world_size, **options):
-        if "wrap_policy" not in options:
-            assert result["units"] == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
-        assert all(torch.equal(result["weights"][name], value) for name, value in state.items())
-        assert_close(result["gradients"], reference_gradients(world_size))
-
-
-def _user_sharded(kind: str) -> tuple[list[str], dict[str, Tensor | None]]:
-    world = dist.get_world_size()
-    mesh = make_mesh((2, world // 2))
-    torch.manual_seed(0)
-    model = Net()
-    if kind == "block":
-        fully_shard(model.blocks[1], mesh=mesh)
-    elif kind == "inside":
-        fully_shard(model.blocks[1].up, mesh=mesh)
-    else:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={model.scale})
-    shard_net(model, mesh)
-    agreement = GradientAgreement(model, mesh)
-    model.training_step(tokens_of_all(world)[dist.get_rank()]).backward()
-    agreement.finish()
-    return [name for name, m in model.named_modules() if isinstance(m, FSDPModule)], gradients_of(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "units"),
-    [
-        ("block", ["", "blocks.0", "blocks.1"]),
-        ("inside", ["", "blocks.0", "blocks.1", "blocks.1.up"]),
-        ("all", ["", "blocks.0", "blocks.1"]),
-    ],
-)
-def test_modules_that_the_user_sharded_are_left_alone(gloo: ProcessPool, kind: str, units: list[str]) -> None:
-    for names, gradients in gloo.run(_user_sharded, kind, world_size=4):
-        assert names == units
-        assert_close(gradients, reference_gradients(4))
+    for weights, gradients, names in gloo.run(_train, shape, sharded, options, world_size=world_size):
+        assert units is None or names == units
+        assert all(torch.equal(weights[name], value) for name, value in state.items())
+        assert_close(gradients, reference_gradients(world_size))
 
 
 # What a rank builds, and how it chooses units.

@@ -54,28 +54,6 @@ def _make(sizes: dict[str, int]) -> Meshes:
     return MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
 
 
-def _initial(sizes: dict[str, int]) -> tuple[dict[str, Any], int]:
-    meshes = _make(sizes)
-    torch.manual_seed(dist.get_rank())
-    model = Net()
-    _parallelize(model, meshes)
-    fully_shard(model.norm, mesh=meshes.data)
-    with torch.no_grad():
-        model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
-    shard_model(model, meshes.data)
-    return {name: full(tensor) for name, tensor in model.state_dict().items()}, model.up.weight.device_mesh.ndim  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("world_size", "sizes"), MESHES)
-def test_initial_weights_are_those_of_rank_0(gloo: ProcessPool, world_size: int, sizes: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    expected = Net().state_dict()
-    for found, num_axes in gloo.run(_initial, sizes, world_size=world_size):
-        assert num_axes == 2 + ("replicate_size" in sizes)
-        assert found.keys() == expected.keys()
-        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
-
-
 def _inputs() -> Tensor:
     return torch.randn(4, 7, generator=torch.Generator().manual_seed(5))
 
@@ -85,37 +63,43 @@ def _uses_maybe(data_rank: int) -> bool:
     return data_rank == 0 or not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
-def _gradients(sizes: dict[str, int]) -> dict[str, Tensor | None]:
-    """Gradients where only the first data rank uses a layer."""
+def _train(sizes: dict[str, int]) -> tuple[dict[str, Any], int, dict[str, Tensor | None]]:
+    """Initial weights, the axes of one, and gradients where only the first data rank uses a layer."""
     meshes = _make(sizes)
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank())
     model = Net()
     _parallelize(model, meshes)
+    fully_shard(model.norm, mesh=meshes.data)
+    with torch.no_grad():
+        model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
     shard_model(model, meshes.data)
+    weights = {name: full(tensor.clone()) for name, tensor in model.state_dict().items()}
     agreement = GradientAgreement(model, meshes.data)
     mine = _inputs().chunk(meshes.num_data_ranks)[meshes.data_rank]
     model(mine, _uses_maybe(meshes.data_rank)).backward()
     agreement.finish()
     placements = [p.grad.placements == p.placements for p in model.parameters() if isinstance(p.grad, DTensor)]
     assert placements and all(placements)
-    return gradients_of(model)
-
-
-def _reference_gradients(num_data_ranks: int) -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = Net()
-    for data_rank, mine in enumerate(_inputs().chunk(num_data_ranks)):
-        (model(mine, _uses_maybe(data_rank)) / num_data_ranks).backward()
-    return gradients_of(model)
+    return weights, model.up.weight.device_mesh.ndim, gradients_of(model)
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), MESHES)
-def test_gradients_are_those_of_one_process(gloo: ProcessPool, world_size: int, sizes: dict[str, int]) -> None:
+def test_weights_and_gradients_are_those_of_one_process(
+    gloo: ProcessPool, world_size: int, sizes: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # With two context ranks of one data rank both see the same samples here, so the mean over them changes nothing.
-    expected = _reference_gradients(2 if world_size == 4 and "context_size" not in sizes else 1)
-    assert expected["never.weight"] is None and expected["maybe.weight"] is not None
-    for found in gloo.run(_gradients, sizes, world_size=world_size):
-        assert_close(found, expected)
+    num_data_ranks = 2 if world_size == 4 and "context_size" not in sizes else 1
+    for data_rank, mine in enumerate(_inputs().chunk(num_data_ranks)):
+        (model(mine, _uses_maybe(data_rank)) / num_data_ranks).backward()
+    assert model.never.weight.grad is None and model.maybe.weight.grad is not None
+    for weights, num_axes, gradients in gloo.run(_train, sizes, world_size=world_size):
+        assert num_axes == 2 + ("replicate_size" in sizes)
+        assert weights.keys() == state.keys()
+        assert not [name for name in state if not torch.equal(weights[name], state[name])]
+        assert_close(gradients, gradients_of(model))
 
 
 def _different(num_outputs: tuple[int, ...]) -> None:

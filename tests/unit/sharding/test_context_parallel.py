@@ -110,30 +110,31 @@ def test_sequences_are_lengthened_with_the_value_of_their_key() -> None:
     assert pad_to_multiple(padded, 4)["tokens"].shape == (2, 8)
 
 
-def test_a_fill_value_for_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="fill names label, but"):
-        pad_to_multiple({"labels": torch.zeros(2, 3)}, 2, fill={"label": -100})
-    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
-        pad_to_multiple(torch.zeros(2, 3), 0)
+def _with_two_axes() -> Any:
+    mesh = OneAxis(2, 0)
+    mesh.ndim, mesh.mesh_dim_names = 2, ("shard", "context")  # type: ignore[assignment]
+    return mesh
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: pad_to_multiple({"labels": x}, 2, fill={"label": -100}), "fill names label, but"),
+        (lambda x: pad_to_multiple(x, 0), "multiple must be at least 1, got 0"),
+        (lambda x: split_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
+        (lambda x: gather_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
+        (lambda x: context_attention(OneAxis(2, 0), [x], [1]), r"needs CUDA, but the mesh is on cpu.*gather_sequence"),
+    ],
+)
+def test_what_cannot_work_is_an_error(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(torch.zeros(2, 4))
 
 
 def test_without_a_context_mesh_nothing_changes() -> None:
     tokens = torch.zeros(2, 3)
     assert split_sequence(tokens, None) is tokens
     assert gather_sequence(tokens, None) is tokens
-
-
-def test_a_mesh_of_two_axes_is_refused() -> None:
-    mesh = OneAxis(2, 0)
-    mesh.ndim, mesh.mesh_dim_names = 2, ("shard", "context")  # type: ignore[assignment]
-    for function in (split_sequence, gather_sequence):
-        with pytest.raises(ValueError, match="one axis of a mesh, got 2 axes"):
-            function(torch.zeros(2, 4), mesh)  # type: ignore[arg-type]
-
-
-def test_ring_attention_without_cuda_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"needs CUDA, but the mesh is on cpu.*gather_sequence"):
-        context_attention(OneAxis(2, 0), [torch.zeros(2, 4)], [1])  # type: ignore[arg-type]
 
 
 def test_on_cuda_the_buffers_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
