@@ -46,11 +46,8 @@ class _Progress:
 class BackwardPrefetch(ABC):
     """Watches the gradients of one plan and sends its buckets when they are complete, in their order.
 
-    Local to construct; each bucket that is sent is a communication.
-
-    Args:
-        buckets: Parameters of each bucket by its key, in the order in which backward finishes them.
-        leader: Name of the first parameter of each bucket, for the log.
+    ``buckets`` are the parameters of each bucket in the order in which backward finishes them, ``leader`` the name of
+    the first parameter of each. Local to construct; each bucket that is sent is a communication.
     """
 
     def __init__(self, buckets: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
@@ -178,7 +175,8 @@ class BackwardPrefetch(ABC):
             if progress.missing or not all(map(_can_be_sent, self._buckets[key])) or not self._is_ready(key):
                 return
             progress.is_sent = True
-            self._start(key, {tensor: _local_gradient(tensor) for tensor in self._buckets[key]})
+            grads = {tensor: tensor.grad for tensor in self._buckets[key] if tensor.grad is not None}
+            self._start(key, {tensor: local_tensor(grad).to(tensor.dtype) for tensor, grad in grads.items()})
             if self._reads_late:
                 at_end_of_backward(partial(self._wait_until_read, key))
 
@@ -196,24 +194,16 @@ def _can_be_sent(tensor: Tensor) -> bool:
     grad = tensor.grad
     if grad is None or grad.is_complex() or grad.is_sparse:
         return False
-    if not isinstance(tensor, DTensor):
-        return not isinstance(grad, DTensor)
-    return isinstance(grad, DTensor) and grad.placements == tensor.placements
-
-
-def _local_gradient(tensor: Tensor) -> Tensor:
-    """The calling rank's part of the gradient, in the dtype of the parameter."""
-    assert tensor.grad is not None
-    return local_tensor(tensor.grad).to(tensor.dtype)
+    if isinstance(tensor, DTensor) and isinstance(grad, DTensor):
+        return grad.placements == tensor.placements
+    return not isinstance(tensor, DTensor) and not isinstance(grad, DTensor)
 
 
 class GatherPrefetch(BackwardPrefetch):
     """Runs the ops of the backward phase of :class:`MatrixStep`, each over the private group of its exchange group.
 
-    Args:
-        step: Runs the ops.
-        states: Of the optimizer, which may be replaced at any time.
-        is_valid: Whether the hyper-parameters are such that a step can be taken.
+    ``states`` of the optimizer may be replaced at any time; ``is_valid`` says whether a step can be taken with the
+    hyper-parameters of now.
     """
 
     def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:

@@ -99,9 +99,12 @@ class HostExecutor(Executor):
         if not works:
             recorder.ended(op)
             return
+
+        def ended(_: torch.futures.Future[Any]) -> None:
+            recorder.ended(op)
+
         try:
-            future: torch.futures.Future[Any] = works[-1].get_future()  # pyright: ignore[reportUnknownMemberType]
-            future.then(lambda _: recorder.ended(op))
+            works[-1].get_future().then(ended)  # pyright: ignore[reportUnknownMemberType]
         except RuntimeError:
             # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
             self._to_record[op.name] = lambda: recorder.ended(op)

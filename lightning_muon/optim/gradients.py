@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 
 import torch
 import torch.distributed as dist
@@ -97,38 +97,32 @@ def agree_on_gradients(
 ) -> AgreedGradients | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
-    A replicated parameter that only some replicas have a gradient for gets the mean over all of them. Where the ranks
-    have agreed on their gradients when these were finished (``Layout.agreed``), there is no message: what has changed
-    since is found out together with NaN and Inf. Returns ``None`` on all ranks if any of them needs a new plan, and
-    raises on all ranks alike. Collective over every mesh of the parameters, one after the other (one small all-reduce
-    each in host memory, which the host waits for); every rank of it must call it.
+    A replicated parameter that only some replicas have a gradient for gets the mean over all of them. What ``early``
+    has sent is settled whatever the outcome. ``step`` sends the message over its ranks, together with what others have
+    to agree on. Where the ranks have agreed on their gradients when these were finished (``Layout.agreed``), there is
+    no message: what has changed since is found out together with NaN and Inf. ``may_lack_gradients`` says that this
+    rank knows why no parameter might have a gradient.
 
-    Args:
-        plan: Meshes and names; a stale one will do.
-        early: What was sent during backward; it is settled whatever the outcome.
-        step: Sends the message over its ranks, together with what others have to agree on.
-        error_if_nonfinite: Look for NaN and Inf.
-        is_stale: Whether this rank needs a new plan.
-        backward_has_failed: Whether a backward pass has raised, and FSDP2 was not reset since.
-        may_lack_gradients: Whether this rank knows why no parameter might have a gradient.
+    Returns ``None`` on all ranks if any of them needs a new plan (``is_stale``; this one will do for the agreement),
+    and raises on all ranks alike. Collective over every mesh of the parameters, one after the other (one small
+    all-reduce each in host memory, which the host waits for); every rank of it must call it.
     """
-    found = LocalGradients(plan.layout)
+    layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale, backward_has_failed, may_lack_gradients)
     if step is not None and step.is_due and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
-    if error_if_nonfinite and _is_agreed(plan, early):
+    sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
+    if error_if_nonfinite and layout.agreed and len(plan.meshes) == 1 and not sends_early:
         return _with_known_gradients(plan, found, findings, numbers)
-    looks = _looks_at_once(plan.device) and not plan.layout.arrives_late
+    looks = _looks_at_once(plan.device) and not layout.arrives_late
     for members in plan.meshes:
         _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
-    void = _void_early(findings, early, plan.layout)
+    void = _void_early(findings, early, layout)
     valid = frozenset(findings.sent) - void
     deferred_check = None
     if not looks and not findings.must_stop and not findings.is_stale:
-        look = _Look(plan, found, early, valid, numbers, check=error_if_nonfinite)
-        if look.finds_anything:
-            deferred_check = look.conclusion()
+        deferred_check = _deferred_check(plan, found, numbers, early=early, valid=valid, check=error_if_nonfinite)
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -136,18 +130,13 @@ def agree_on_gradients(
         return None
     _raise_if_lost(findings)
     for tensor in findings.unreduced:
-        found[tensor] = _reduced_gradient(tensor)
+        # As torch's own optimizers do it; all ranks of the mesh have such a gradient.
+        assert isinstance(tensor.grad, DTensor) and isinstance(tensor, DTensor)
+        found[tensor] = local_tensor(tensor.grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
     for tensor in findings.partly:
-        _fill_in(plan.layout, tensor, found)
+        _fill_in(layout, tensor, found)
     sent = frozenset(findings.sent)
     return AgreedGradients(gradients=found, sent=sent, valid=valid, deferred_check=deferred_check, numbers=numbers)
-
-
-def _is_agreed(plan: StepPlan, early: BackwardPrefetch | None) -> bool:
-    """Whether all ranks know which gradients there are; the same on all ranks."""
-    if not plan.layout.agreed or len(plan.meshes) != 1:
-        return False
-    return early is None or not early.keys(set(plan.meshes[0].tensors))
 
 
 def _with_known_gradients(
@@ -165,10 +154,8 @@ def _with_known_gradients(
             found.promise(tensor)
         elif is_expected:
             found[tensor] = torch.zeros_like(layout.local(tensor))
-    look = _Look(plan, found, None, frozenset(), numbers, check=True, has_changed=has_changed)
-    return AgreedGradients(
-        gradients=found, deferred_check=look.conclusion(), numbers=numbers, is_given_up=findings.is_stale
-    )
+    check = _deferred_check(plan, found, numbers, check=True, has_changed=has_changed)
+    return AgreedGradients(gradients=found, deferred_check=check, numbers=numbers, is_given_up=findings.is_stale)
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -209,8 +196,16 @@ def _agree_on_mesh(
     may_lack = findings.may_lack_gradients or any(have)
     so_far = findings.is_stale, findings.must_stop, findings.backward_has_failed, may_lack
 
+    # Whether any rank of the mesh raises each flag, and the parameters that no rank has used.
     flags = have, [not has for has in have], unusable, unreduced, nonfinite, sent, void, so_far
-    of_any_rank, unused = _on_any_rank(members, step, *flags)
+    message = [flag for each in flags for flag in each]
+    unused: Collection[Tensor] = ()
+    if step is not None and step.is_over(members.host):
+        maxima, unused = step.reduce(message)
+    else:
+        maxima = maxima_over(members.host, message)
+    raised = map(bool, maxima)
+    of_any_rank = [list(islice(raised, len(each))) for each in flags]
     has_any, lacks_any, bad, partial, infinite, sent, void, (stale, stop, left, may_lack) = of_any_rank
     for tensor in unused:
         found.drop(tensor)
@@ -229,23 +224,6 @@ def _agree_on_mesh(
     findings.is_stale |= stale
     findings.backward_has_failed, findings.may_lack_gradients = left, may_lack
     findings.must_stop |= stop or any(bad) or any(infinite)
-
-
-def _on_any_rank(
-    members: MeshMembers, step: StepAgreement | None, *flags: Sequence[bool]
-) -> tuple[list[list[bool]], Collection[Tensor]]:
-    """For every flag whether a rank of the mesh raises it, and the parameters that no rank has used.
-
-    Collective over the mesh; every rank of it must call it.
-    """
-    message = [flag for each in flags for flag in each]
-    unused: Collection[Tensor] = ()
-    if step is not None and step.is_over(members.host):
-        maxima, unused = step.reduce(message)
-    else:
-        maxima = maxima_over(members.host, message)
-    values = iter(maxima)
-    return [[bool(next(values)) for _ in each] for each in flags], unused
 
 
 def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
@@ -267,16 +245,6 @@ def _is_unreduced(tensor: Tensor) -> bool:
     """Whether the gradient is a partial sum, for example, which needs a reduction on all ranks."""
     grad = tensor.grad
     return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
-
-
-def _reduced_gradient(tensor: Tensor) -> Tensor:
-    """The gradient laid out like its parameter, as torch's own optimizers do it.
-
-    Collective over the mesh of the parameter; every rank must call it.
-    """
-    grad = tensor.grad
-    assert isinstance(grad, DTensor) and isinstance(tensor, DTensor)
-    return local_tensor(grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
 
 
 def _nonfinite(tensors: Sequence[Tensor], found: Gradients) -> list[bool]:
@@ -302,102 +270,79 @@ def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
     return {tensor: norms[tensor] for tensor in filled}
 
 
-class _Look:
-    """What is to be found out about gradients of which the host does not know the values yet.
+def _deferred_check(
+    plan: StepPlan,
+    found: Gradients,
+    numbers: dict[Tensor, float],
+    *,
+    early: BackwardPrefetch | None = None,
+    valid: Collection[str] = (),
+    check: bool,
+    has_changed: bool = False,
+) -> Callable[[], None] | None:
+    """Finds out what the host does not know yet of gradients and ``valid`` early buckets: waits for it, and raises.
 
-    Args:
-        plan: Meshes and names.
-        found: Local gradients.
-        early: What was sent during backward.
-        valid: Buckets of it that may count.
-        numbers: Filled with the values of hyper-parameters that are tensors on a device.
-        check: Look for NaN and Inf.
-        has_changed: Whether this rank has other gradients than those on which the ranks have agreed.
+    It also fills ``numbers`` with the values of hyper-parameters that are tensors on a device. ``None``, on all ranks,
+    if there is nothing to find out. Collective over every mesh of the parameters, now or, where gradients are on their
+    way, when the result is called: a look waits for them, on CUDA the stream. Every rank of the meshes must call it.
     """
+    groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
+    options = [value for group in groups.values() for value in group.values()]
+    unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
+    keys_of = {
+        members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
+        for members in plan.meshes
+    }
+    if not (check or unknown or any(keys_of.values())):
+        return None
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        found: Gradients,
-        early: BackwardPrefetch | None,
-        valid: frozenset[str],
-        numbers: dict[Tensor, float],
-        *,
-        check: bool,
-        has_changed: bool = False,
-    ) -> None:
-        self._plan, self._found, self._early, self._check = plan, found, early, check
-        self._numbers, self._has_changed = numbers, has_changed
-        # Hyper-parameters that are tensors which the host must wait for.
-        groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
-        values = [value for group in groups.values() for value in group.values()]
-        self._unknown = [each for each in values if isinstance(each, Tensor) and each.device.type != "cpu"]
-        self._keys = {
-            members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
-            for members in plan.meshes
-        }
-
-    @property
-    def finds_anything(self) -> bool:
-        """Whether there is anything to find out; the same on all ranks."""
-        return self._check or bool(self._unknown) or any(self._keys.values())
-
-    def conclusion(self) -> Callable[[], None]:
-        """Waits for the device, and raises.
-
-        Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
-        called: a look waits for them, on CUDA the stream. Every rank of the meshes must call it.
-        """
-        return (lambda: self._start()()) if self._plan.layout.arrives_late else self._start()
-
-    def _start(self) -> Callable[[], None]:
-        """Begin to look at the gradients. Collective over every mesh of the parameters; every rank must call it."""
+    def start() -> Callable[[], None]:
         results: list[Tensor] = []
-        stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
-        changed = torch.ones_like(stop) if self._has_changed else stop
+        stop = torch.zeros(1, dtype=torch.int32, device=plan.device)
+        changed = torch.ones_like(stop) if has_changed else stop
         work: dist.Work | None = None
-        for members, keys in self._keys.items():
-            flags = torch.cat([self._flags(members, keys), changed, stop])
+        for members, keys in keys_of.items():
+            # 1 for each parameter whose gradient is not finite, and for each bucket that differs on this rank.
+            norms = _norms(members.tensors, found) if check else {}
+            fine = torch.zeros((), device=plan.device)
+            every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
+            differs = [early.differs(key, found).reshape(1) for key in keys] if early is not None else []
+            flags = torch.cat([torch.cat([every.isfinite().logical_not(), *differs]).int(), changed, stop])
             axes = members.axes if flags.device.type != "cpu" else members.host
             work = None if axes.group is None else start_all_reduce_sum(flags, axes)
             results.append(flags)
-            if work is not None and (flags.device.type != "cpu" or len(results) < len(self._keys)):
+            if work is not None and (flags.device.type != "cpu" or len(results) < len(keys_of)):
                 work.wait()
                 work = None
             if work is None:
                 stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
-        if work is None:
-            read = start_reading([*results, *self._unknown])
-            return lambda: self._conclude(read())
+        read = start_reading([*results, *unknown]) if work is None else None
 
-        def wait_and_conclude() -> None:
-            work.wait()
-            self._conclude(start_reading([*results, *self._unknown])())
+        def conclude() -> None:
+            if work is not None:
+                work.wait()
+            values = (read or start_reading([*results, *unknown]))()
+            numbers.update((tensor, number) for tensor, (number,) in zip(unknown, values[len(results) :], strict=True))
+            _conclude(plan, keys_of, values)
 
-        return wait_and_conclude
+        return conclude
 
-    def _flags(self, members: MeshMembers, keys: Sequence[str]) -> Tensor:
-        """1 for each parameter whose gradient is not finite and for each bucket that differs on this rank, int32."""
-        norms = _norms(members.tensors, self._found) if self._check else {}
-        fine = torch.zeros((), device=self._plan.device)
-        every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
-        differs = [self._early.differs(key, self._found) for key in keys] if self._early is not None else []
-        return torch.cat([every.isfinite().logical_not(), *(each.reshape(1) for each in differs)]).int()
+    return (lambda: start()()) if plan.layout.arrives_late else start()
 
-    def _conclude(self, values: Sequence[Sequence[float]]) -> None:
-        findings = _Findings(is_stale=False)
-        for (members, keys), counts in zip(self._keys.items(), values, strict=False):
-            infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
-            findings.nonfinite += tuple(compress((self._plan.names[tensor] for tensor in members.tensors), infinite))
-            findings.void += tuple(compress(keys, void))
-            findings.must_stop |= any(infinite) or counts[-1] > 0
-            if counts[-2]:
-                raise GradientsHaveChanged
-        numbers = values[len(self._keys) :]
-        self._numbers.update((tensor, number) for tensor, (number,) in zip(self._unknown, numbers, strict=True))
-        _raise_if_needed(findings)
-        if findings.void:
-            raise PrefetchIsVoid(frozenset(findings.void))
+
+def _conclude(plan: StepPlan, keys_of: Mapping[MeshMembers, Sequence[str]], values: Sequence[Sequence[float]]) -> None:
+    """Raise for what was found out on any rank of each mesh."""
+    findings = _Findings(is_stale=False)
+    for (members, keys), counts in zip(keys_of.items(), values, strict=False):
+        infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
+        findings.nonfinite += tuple(compress((plan.names[tensor] for tensor in members.tensors), infinite))
+        findings.void += tuple(compress(keys, void))
+        findings.must_stop |= any(infinite) or counts[-1] > 0
+        if counts[-2]:
+            raise GradientsHaveChanged
+    _raise_if_needed(findings)
+    if findings.void:
+        raise PrefetchIsVoid(frozenset(findings.void))
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:

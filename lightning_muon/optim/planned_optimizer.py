@@ -50,11 +50,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     the meshes of the parameters; every rank of them must call it. A gradient that only some ranks have counts as zero
     on the others; one that no rank has leaves parameter and state as they are.
 
-    Args:
-        params: As in :class:`~lightning_muon.ParallelMuon`.
-        config: Options, and the hyper-parameters of groups that do not say otherwise.
-        mesh: Where plain tensors are replicated, if it is known.
-        **defaults: Further entries of the param groups, and other ones than those of ``config``.
+    ``mesh`` is where plain tensors are replicated, if it is known; ``defaults`` are further entries of the param
+    groups, and other ones than those of ``config``.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._module = params if isinstance(params, nn.Module) else None
         self._routes = parameters.KnownRoutes(config)
         self._finite_check = FiniteCheck(config.max_skipped_steps)
-        self._forget_life(is_fresh=True)
+        self._begin_anew(is_fresh=True)
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
             {key: value for key, value in vars(config).items() if key in parameters.COMPARED} | defaults,
@@ -78,7 +75,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if self._module is not None:
             self._bind_parameters()
 
-    def _forget_life(self, *, is_fresh: bool) -> None:
+    def _begin_anew(self, *, is_fresh: bool) -> None:
         """Begin without what is not pickled: plan, layout, and what was found out about parameters."""
         self._bound: Bound | None = None
         self._checked_groups = parameters.CheckedGroups()
@@ -214,7 +211,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._is_reached = False
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> defaultdict[Tensor, Any]:
         """As in torch, and complete: zeros are made when it is first asked for.
 
         ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
@@ -241,10 +238,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         if "state" in own:  # An ordinary attribute in torch.
-            self.state = own.pop("state")
+            self.state = own.pop("state")  # pyright: ignore[reportIncompatibleVariableOverride]
         super().__setstate__(own)
         if "_layout" not in vars(self):  # A copy; torch's load_state_dict() calls this, too.
-            self._forget_life(is_fresh=False)
+            self._begin_anew(is_fresh=False)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state of every parameter is there also before the first step.
@@ -291,17 +288,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return self._layout.step_part(done)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        """What sends buckets while backward still runs, for a new plan.
-
-        Collective as :meth:`step` is; every rank must call it.
-        """
+        """What sends buckets of a new plan in backward. Collective as :meth:`step` is; every rank must call it."""
         return None
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
-        """What the update is made of, from what all ranks know of the gradients.
-
-        Collective as :meth:`step` is; every rank must call it.
-        """
+        """What the update is made of. Collective as :meth:`step` is; every rank must call it."""
         return agreed
 
     def _complete_state(self) -> None:

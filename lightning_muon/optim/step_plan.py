@@ -31,9 +31,9 @@ _ADAMW_TENSORS = 7
 class MatrixJob:
     """One Newton-Schulz job: a logical matrix and where it lies."""
 
-    parameter: BoundParameter  # The parameter it belongs to.
-    matrix: LogicalMatrix  # Its box in the parameter.
-    pieces: exchange.Pieces  # Where it lies.
+    parameter: BoundParameter
+    matrix: LogicalMatrix
+    pieces: exchange.Pieces
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""

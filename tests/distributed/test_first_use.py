@@ -76,7 +76,7 @@ def _train_on_more_layers() -> bool:
     return True
 
 
-def test_replicas_train_where_a_rank_lacks_a_gradient_of_a_bucket_that_has_grown(gloo: ProcessPool) -> None:
+def test_replicas_train_where_a_bucket_has_grown(gloo: ProcessPool) -> None:
     assert all(gloo.run(_train_on_more_layers, world_size=2))
 
 
@@ -104,9 +104,7 @@ def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("replicator", [DCTTopK(top_k=8), Full()], ids=["sparse", "sums"])
-def test_nodes_train_where_a_node_sends_a_bucket_later_than_others(
-    gloo: ProcessPool, replicator: Any, delay: int
-) -> None:
+def test_nodes_train_where_one_sends_a_bucket_later(gloo: ProcessPool, replicator: Any, delay: int) -> None:
     assert all(gloo.run(_train_decoupled_nodes, replicator, delay, world_size=3))
 
 
@@ -126,7 +124,7 @@ def _train_hybrid() -> bool:
     return True
 
 
-def test_hybrid_shards_train_where_a_rank_sends_a_chunk_later_than_others(gloo: ProcessPool) -> None:
+def test_hybrid_shards_train_where_a_rank_sends_a_chunk_later(gloo: ProcessPool) -> None:
     assert all(gloo.run(_train_hybrid, world_size=4))
 
 

@@ -9,46 +9,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, CompareOptions, compare_strategies
-from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import step_plan as plan_module
-from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
-from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, local_tensor
-from lightning_muon.params.routing import route_by_shape
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import machine_of
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
+from tests.support.step_plans import plan_for
 
 
-def _bind(*tensors: torch.Tensor, mesh: Any = None, dedupe: str = "always", overlap: str = "step") -> StepPlan:
-    group = {"ns_steps": 5}
-    parameters = [
-        BoundParameter(nn.Parameter(tensor), group, route_by_shape(f"w{index}", tuple(tensor.shape)), Layout(mesh))
-        for index, tensor in enumerate(tensors)
-    ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], Layout(mesh))
-    options = PlanOptions(
-        itemsize=4,
-        device_type="cpu",
-        chunk_bytes=10**6,
-        assignment="lpt",
-        dedupe=dedupe,  # type: ignore[arg-type]
-        look_ahead=2,
-        overlap=overlap,  # type: ignore[arg-type]
-    )
-    require_equal_parameters(parameters, meshes, "")
-    layout = Layout(mesh)
-    return make_step_plan(
-        parameters, meshes, PrivateGroups(), options=options, make_part=lambda done, _: layout.step_part(done)
-    )
+def _bind(*tensors: torch.Tensor, mesh: Any = None, **options: Any) -> StepPlan:
+    return plan_for(tensors, mesh, **options)
 
 
 Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
@@ -76,31 +52,23 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
     ]
 
 
-def test_with_one_owner_for_all_replicas_matrices_travel_over_the_mesh(gloo: ProcessPool) -> None:
+def test_where_matrices_travel_depends_on_sharing(gloo: ProcessPool) -> None:
     for found in gloo.run(_describe, (2, 2), "always"):
         assert found == [
             (1, (0,), ["w3"], [[25]]),
             (4, (0, 0, 1, 1), ["w0", "w1"], [[49, 42] * 2, [9, 0] * 2]),
             (4, (0, 1, 2, 3), ["w2"], [[16] * 4]),
         ]
-
-
-def test_with_an_owner_in_each_replica_matrices_travel_over_the_shard_axis(gloo: ProcessPool) -> None:
     for found in gloo.run(_describe, (2, 2), "never"):
         assert found == [
             (2, (0, 0), ["w0", "w1"], [[49, 42], [9, 0]]),
             (1, (0,), ["w2"], [[16]]),
             (1, (0,), ["w3"], [[25]]),
         ]
-
-
-def test_by_default_replicas_share_only_what_costs_more_to_compute_than_to_send(gloo: ProcessPool) -> None:
     # On a CPU the 4 x 4 and the 13 x 7 matrix are faster computed than sent.
     for found in gloo.run(_describe, (2, 2), "auto"):
         assert [size for size, *_ in found] == [2, 1, 1]
-
-
-def test_a_shard_axis_of_one_rank_does_not_shard(gloo: ProcessPool) -> None:
+    # A shard axis of one rank does not shard.
     for found in gloo.run(_describe, (2, 1), "always", world_size=2):
         assert [(size, replica_of) for size, replica_of, *_ in found] == [(1, (0,)), (2, (0, 1))]
 
@@ -125,12 +93,6 @@ def _overlapping() -> None:
 
 def test_plain_tensors_that_are_no_replicas_are_refused(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_overlapping, match="w1", exception=RuntimeError, world_size=2)
-
-
-def test_the_local_part_shares_memory() -> None:
-    tensor = torch.zeros(3)
-    local_tensor(tensor).fill_(1)
-    assert tensor.sum() == 3
 
 
 def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
@@ -191,7 +153,7 @@ def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
     return [(group.sends_early, group.estimate is not None) for group in groups]
 
 
-def test_auto_starts_gathers_early_over_slow_links_and_the_user_is_obeyed(gloo: ProcessPool) -> None:
+def test_auto_sends_early_over_slow_links_and_users_are_obeyed(gloo: ProcessPool) -> None:
     alone, fast, slow = (False, False), 1e12, 1e6
     assert gloo.run(_sends_early, "auto", slow, world_size=2) == [[alone, (True, True)]] * 2
     assert gloo.run(_sends_early, "auto", fast, world_size=2) == [[alone, (False, True)]] * 2

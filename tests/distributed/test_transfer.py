@@ -8,25 +8,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.collectives import BufferPool
-from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
-from lightning_muon.optim.step_plan import ExchangeGroup, make_step_plan
+from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout
-from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.traffic import count_elements, traffic_floor
 from tests.support.processes import ProcessPool
+from tests.support.step_plans import plan_for
 
 SHAPES = [(13, 7), (1, 9), (6, 6), (2, 50), (9, 4)]
-OPTIONS = {"itemsize": 4, "device_type": "cpu", "chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step"}
 
 
 def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) -> tuple[ExchangeGroup, list[Tensor]]:
@@ -36,20 +31,7 @@ def _group(mesh_shape: tuple[int, ...], assignment: str, *, num_sharded: int) ->
     full = [torch.randn(shape) for shape in SHAPES]
     placements = [*[Replicate()] * (len(mesh_shape) - num_sharded), *map(Shard, range(num_sharded))]
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in full]
-    parameters = [
-        BoundParameter(nn.Parameter(t), {"ns_steps": 5}, route_by_shape(f"w{i}", tuple(t.shape)), Layout(mesh))
-        for i, t in enumerate(placed)
-    ]
-    meshes = group_by_mesh([parameter.tensor for parameter in parameters], Layout(mesh))
-    options = PlanOptions(assignment=assignment, dedupe="always", **OPTIONS)  # type: ignore[arg-type]
-    plan = make_step_plan(
-        parameters,
-        meshes,
-        PrivateGroups(),
-        options=options,
-        make_part=lambda done, _: Layout(mesh).step_part(done),
-    )
-    return plan.exchange_groups[0], full
+    return plan_for(placed, mesh, assignment=assignment).exchange_groups[0], full
 
 
 class _Wire:
@@ -122,6 +104,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
 def test_matrices_arrive_whole_and_updates_come_back(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], assignment: str
 ) -> None:
+    numel = sum(rows * cols for rows, cols in SHAPES)
     for num_sharded in range(len(mesh_shape) + 1):
         results = gloo.run(
             _there_and_back, mesh_shape, assignment, num_sharded, world_size=torch.Size(mesh_shape).numel()
@@ -129,20 +112,10 @@ def test_matrices_arrive_whole_and_updates_come_back(
         for result in results:
             assert result["is_right"]
             assert result["sent"] == result["planned"]
-
-
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,)], ids=str)
-def test_one_owner_moves_exactly_the_floor(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    results = gloo.run(_there_and_back, mesh_shape, "lpt", 1, world_size=mesh_shape[0])
-    assert sum(result["sent"] for result in results) == results[0]["floor"]
-
-
-def test_replicas_get_each_update_once_and_nothing_else(gloo: ProcessPool) -> None:
-    results = gloo.run(_there_and_back, (2, 2), "lpt", 1, world_size=4)
-    assert sum(result["sent"] for result in results) == results[0]["floor"]
-    assert sum(result["between"] for result in results) == sum(rows * cols for rows, cols in SHAPES)
-
-
-def test_replicated_matrices_need_no_gather(gloo: ProcessPool) -> None:
-    results = gloo.run(_there_and_back, (3,), "lpt", 0, world_size=3)
-    assert sum(result["sent"] for result in results) == 2 * sum(rows * cols for rows, cols in SHAPES)
+        sent = sum(result["sent"] for result in results)
+        if assignment == "lpt" and num_sharded == 1:
+            assert sent == results[0]["floor"], "one owner moves no more than it must"
+            # Replicas get each update once and nothing else.
+            assert sum(result["between"] for result in results) == (numel if mesh_shape == (2, 2) else 0)
+        if assignment == "lpt" and num_sharded == 0:
+            assert sent == (torch.Size(mesh_shape).numel() - 1) * numel, "replicated matrices need no gather"

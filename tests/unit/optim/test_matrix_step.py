@@ -10,43 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
-from lightning_muon.optim.step_plan import make_step_plan
-from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout
-from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.program import Op, branch
+from tests.support.step_plans import plan_for
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
-    bound = [
-        BoundParameter(p, group, route_by_shape(f"w{i}", tuple(p.shape)), Layout()) for i, p in enumerate(parameters)
-    ]
-    meshes = group_by_mesh(parameters, Layout())
-    options = PlanOptions(
-        itemsize=4,
-        device_type=parameters[0].device.type,
-        chunk_bytes=100,
-        assignment="lpt",
-        dedupe="auto",
-        look_ahead=2,
-        overlap=overlap,  # type: ignore[arg-type]
+    plan = plan_for(
+        parameters, group=group, device_type=parameters[0].device.type, chunk_bytes=100, dedupe="auto", overlap=overlap
     )
-    plan = make_step_plan(
-        bound, meshes, PrivateGroups(), options=options, make_part=lambda done, _: Layout().step_part(done)
-    )
-    return MatrixStep(
-        plan,
-        look_ahead=0 if overlap == "off" else 2,
-        wire_dtype=torch.float32,
-        compute_dtype=torch.float32,
-    )
+    look_ahead = 0 if overlap == "off" else 2
+    return MatrixStep(plan, look_ahead=look_ahead, wire_dtype=torch.float32, compute_dtype=torch.float32)
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
@@ -93,17 +72,10 @@ def test_what_runs_is_the_branch_of_the_program(
     (expected,) = branch({0: list(step.plan.ops)}, step.facts).values()
     assert ran.names == [op.name for op in expected]
     assert sum("update" in name for name in ran.names) == len(set(taking_part) - {3})
+    # A parameter without a gradient is left alone.
+    assert [not torch.equal(p, torch.ones_like(p)) for p in parameters] == [i in taking_part for i in range(4)]
     assert ("check[]" in ran.names) is is_deferred
     assert sum("adamw" in name for name in ran.names) == 1
-
-
-@torch.no_grad()
-def test_a_parameter_without_a_gradient_is_left_alone(parameters: list[nn.Parameter]) -> None:
-    states = _state(parameters)
-    _step(parameters).run(_agreed(parameters[1:2]), states)
-    moved = [not torch.equal(p, torch.ones_like(p)) for p in parameters]
-    assert moved == [False, True, False, False]
-    assert [bool(states[p]["momentum_buffer"].any()) for p in parameters[:3]] == moved[:3]
 
 
 @torch.no_grad()

@@ -46,15 +46,11 @@ def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
         routes_of([_group(bias, algorithm="muon", param_names=["fc.bias"])], None, OPTIONS)
 
 
-def test_local_tensors_are_alone() -> None:
+def test_local_tensors_are_alone_and_errors_are_just_raised() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     (members,) = group_by_mesh(tensors, Layout())
     assert members.axes.group is None
     assert all(one is other for one, other in zip(members.tensors, tensors, strict=True))
-
-
-def test_without_other_ranks_an_error_is_just_raised() -> None:
-    meshes = group_by_mesh([torch.ones(2)], Layout())
-    fail_on_all_meshes(None, meshes)
+    fail_on_all_meshes(None, [members])
     with pytest.raises(ValueError, match="wrong"):
-        fail_on_all_meshes(ValueError("wrong"), meshes)
+        fail_on_all_meshes(ValueError("wrong"), [members])

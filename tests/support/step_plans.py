@@ -1,0 +1,43 @@
+"""Plans for given tensors, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_muon.comm.groups import PrivateGroups
+from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
+from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
+from lightning_muon.params.exchange import PlanOptions
+from lightning_muon.params.layout import Layout
+from lightning_muon.params.routing import route_by_shape
+
+
+def plan_for(
+    tensors: Sequence[Tensor],
+    mesh: DeviceMesh | None = None,
+    *,
+    group: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> StepPlan:
+    """The plan for tensors that are called w0, w1, ..., and are routed by their shapes.
+
+    Collective over the meshes of the tensors; every rank of them must call it.
+    """
+    layout, of_all = Layout(mesh), dict(group or {"ns_steps": 5})
+    parameters = [
+        BoundParameter(tensor, of_all, route_by_shape(f"w{index}", tuple(tensor.shape)), layout)
+        for index, tensor in enumerate(
+            each if isinstance(each, nn.Parameter) else nn.Parameter(each) for each in tensors
+        )
+    ]
+    meshes = group_by_mesh([parameter.tensor for parameter in parameters], layout)
+    require_equal_parameters(parameters, meshes, "")
+    given = {"itemsize": 4, "device_type": "cpu", "chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step"}
+    made = PlanOptions(**{"assignment": "lpt", "dedupe": "always", **given, **options})
+    return make_step_plan(
+        parameters, meshes, PrivateGroups(), options=made, make_part=lambda done, _: layout.step_part(done)
+    )
