@@ -51,10 +51,7 @@ def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any)
 
 def _mesh(num_replicas: int) -> DeviceMesh:
     """Collective over the default process group; every rank must call it."""
-    num_ranks = dist.get_world_size()
-    if num_ranks % num_replicas:
-        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
-    shape = num_replicas, num_ranks // num_replicas
+    shape = num_replicas, dist.get_world_size() // num_replicas
     return init_device_mesh(this_device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy
+from lightning_muon.params.layout import Layout
 from tests.support.processes import ProcessPool
 
 _SHAPES = [(13, 7), (5,), (3, 4), (1, 9), (2, 3, 5), ()]
@@ -98,105 +97,32 @@ def test_mixed_meshes_are_clipped_like_one_process(gloo: ProcessPool, max_norm: 
         assert found["with gradients"] == found["without gradients on rank 1"] == num_sets
 
 
-class _Block(nn.Module):
-    """Two linear layers for tensor parallelism, a norm for FSDP only, and a factor without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.first = nn.Linear(6, 10)
-        self.second = nn.Linear(10, 6)
-        self.factor = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.factor * self.second(torch.tanh(self.first(self.norm(inputs))))
-
-
-def _backward(model: nn.Module, rows: Tensor) -> None:
-    model(rows).square().mean().backward()
-
-
-def _train_block(mesh_shape: tuple[int, int] | None) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-    """Norm and clipped gradients; ``None`` is one process with torch's own clipping."""
+def _train(mesh_shape: tuple[int, int] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norm and clipped gradients with tensor parallelism; ``None`` is one process with torch's own clipping."""
     torch.manual_seed(3)
-    model, rows = _Block(), torch.randn(8, 6)
-    if mesh_shape is None:
-        _backward(model, rows)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}, []
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data", "tensor"))
-    if mesh_shape[1] > 1:
-        parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    for child in (model.first, model.second, model.norm):
-        fully_shard(child, mesh=mesh["data"])
-    _backward(model, rows.chunk(mesh_shape[0])[mesh.get_local_rank("data")])
-    assert model.factor.grad is not None
-    dist.all_reduce(model.factor.grad, group=mesh.get_group("data"))
-    model.factor.grad /= mesh_shape[0]
-    norm = clip_norm_(model.parameters(), 0.1)
-    kinds = [type(p).__name__ for q in model.parameters() for p in getattr(q, "placements", ())]
-    return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}, kinds
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
+    rows = torch.randn(8, 6)
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        for child in (model[0], model[1], model[3]):
+            fully_shard(child, mesh=mesh["data"])
+        assert "_StridedShard" in {type(p).__name__ for q in model.parameters() for p in q.placements}  # type: ignore[attr-defined]
+        rows = rows.chunk(mesh_shape[0])[mesh.get_local_rank("data")]
+    model(rows).square().mean().backward()
+    clip = nn.utils.clip_grad_norm_ if mesh_shape is None else clip_norm_
+    norm = clip(model.parameters(), 0.1)
+    return norm, {name: _full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2)], ids=str)
 def test_tensor_parallel_layers_are_clipped_like_one_process(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
-    norm, gradients, _ = _train_block(None)
+    norm, gradients = _train(None)
     assert norm > 0.2, "clipping does something"
-    for ours, clipped, kinds in gloo.run(_train_block, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]):
-        assert ("_StridedShard" in kinds) == (mesh_shape[1] > 1)
+    for ours, clipped in gloo.run(_train, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1]):
         # Means and products are summed in another order.
         torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
         torch.testing.assert_close(clipped, gradients, rtol=2e-6, atol=1e-7)
-
-
-def _two_halves() -> tuple[Tensor, list[Tensor]]:
-    """Different gradients, and numbers of them, in two halves, each divided over two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "shard"))
-    stage = mesh.get_local_rank("across")
-    mine = [gradient for index, gradient in enumerate(_whole()) if (index == 1) == (stage == 1) and gradient.ndim]
-    parameters: list[Tensor] = [_with_gradient(distribute_tensor(g, mesh["shard"], [Shard(0)])) for g in mine]
-    if stage == 0:
-        parameters.append(_with_gradient(_whole()[-1]))
-    norm = clip_norm_(parameters, 0.5, across=axis_group(mesh, (0,)))
-    return norm, _full_gradients(parameters)
-
-
-def test_gradients_across_other_ranks_count(gloo: ProcessPool) -> None:
-    norm, gradients = _expected(0.5)
-    results = gloo.run(_two_halves)
-    for ours, _ in results:
-        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
-    for stage in (0, 2):
-        expected = [g for index, g in enumerate(gradients) if (index == 1) == (stage == 2)]
-        torch.testing.assert_close(results[stage][1], expected, rtol=1e-6, atol=0)
-
-
-class _Owned(Layout):
-    """Whole parameters by turns on the ranks of one axis."""
-
-    def __init__(self, parameters: list[Tensor], mesh: DeviceMesh) -> None:
-        super().__init__(mesh)
-        self._owners = {parameter: index % mesh.size() for index, parameter in enumerate(parameters)}
-
-    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        return super().mesh_and_placements(parameter)[0], (OwnedBy(self._owners[parameter]),)
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return super().gradient(parameter) if self._owners[parameter] == dist.get_rank() else None
-
-
-def _clip_owned() -> tuple[Tensor, list[Tensor]]:
-    parameters: list[Tensor] = [_with_gradient(gradient) for gradient in _whole()]
-    layout = _Owned(parameters, init_device_mesh("cpu", (dist.get_world_size(),)))
-    norm = clip_norm_(parameters, 0.5, layout=layout)
-    return norm, [_full(p.grad) for p in parameters if layout.gradient(p) is not None]
-
-
-def test_gradients_of_owners_are_found_through_the_layout(gloo: ProcessPool) -> None:
-    norm, gradients = _expected(0.5)
-    for rank, (ours, owned) in enumerate(gloo.run(_clip_owned, world_size=3)):
-        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
-        torch.testing.assert_close(owned, gradients[rank::3], rtol=1e-6, atol=0)
 
 
 def _clip_partial_sums() -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -244,14 +170,10 @@ def test_a_broken_gradient_stays_recognizable(bad: float) -> None:
 
 def test_a_norm_that_exceeds_float32_is_clipped() -> None:
     parameters = [_with_gradient(torch.tensor([3e38])) for _ in range(2)]
+    clip_norm_(parameters, float("inf"))
+    assert all(torch.equal(_full(p.grad), torch.tensor([3e38])) for p in parameters), "only measured"
     clip_norm_(parameters, 1.0)
     torch.testing.assert_close([_full(p.grad) for p in parameters], [torch.tensor([0.5**0.5])] * 2)
-
-
-def test_small_gradients_stay_as_they_are_to_the_bit() -> None:
-    parameters = [_with_gradient(gradient) for gradient in _whole()]
-    clip_norm_(parameters, float("inf"))
-    assert all(torch.equal(_full(p.grad), gradient) for p, gradient in zip(parameters, _whole(), strict=True))
 
 
 def test_dtypes_are_clipped_together() -> None:

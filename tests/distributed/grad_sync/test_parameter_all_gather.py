@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -154,6 +154,7 @@ def test_a_forward_waits_only_for_the_buckets_of_its_own_unit(gloo: ProcessPool)
 
 
 def _inner_modules() -> None:
+    """A module inside a unit waits for its own parameters only."""
     model = Model()
     _, _, all_gather = setup = _setup(model, list(model.blocks), num_in_bucket=1)
     expected = _step(setup)
@@ -166,11 +167,8 @@ def _inner_modules() -> None:
     assert len(all_gather.travelling) == 12
 
 
-def test_a_module_inside_a_unit_waits_for_its_parameters(gloo: ProcessPool) -> None:
-    gloo.run(_inner_modules, world_size=2)
-
-
 def _subsets() -> None:
+    """Only the buckets of participating parameters travel."""
     model = Model()
     parameters, _, all_gather = setup = _setup(model, list(model.blocks))
     every = range(len(parameters))
@@ -181,11 +179,8 @@ def _subsets() -> None:
         assert _all_equal(expected)
 
 
-def test_only_buckets_of_participating_parameters_travel(gloo: ProcessPool) -> None:
-    gloo.run(_subsets, world_size=3)
-
-
 def _state_dicts() -> None:
+    """A state dict has the new values, and loaded ones stay."""
     model = Model()
     _, _, all_gather = setup = _setup(model, list(model.blocks))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -205,11 +200,8 @@ def _state_dicts() -> None:
     assert torch.equal(inner["weight"], expected["blocks.2.first.weight"])
 
 
-def test_state_dict_has_new_values_and_loaded_ones_stay(gloo: ProcessPool) -> None:
-    gloo.run(_state_dicts, world_size=3)
-
-
 def _copies() -> None:
+    """Copies of the model, and hooks that were removed, wait for nothing."""
     model = Model()
     _, _, all_gather = setup = _setup(model, list(model.blocks))
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -228,11 +220,8 @@ def _copies() -> None:
     all_gather.wait_all()
 
 
-def test_copies_of_the_model_and_closed_hooks_wait_for_nothing(gloo: ProcessPool) -> None:
-    gloo.run(_copies, world_size=2)
-
-
 def _compiled() -> None:
+    """A compiled model waits in every step."""
     model = Model()
     _, _, all_gather = setup = _setup(model, list(model.blocks), num_in_bucket=1)
     num_graphs: list[int] = []
@@ -256,11 +245,13 @@ def _compiled() -> None:
     assert num_graphs[1:] == [0] * 5
 
 
-def test_a_compiled_model_waits_in_every_step(gloo: ProcessPool) -> None:
-    gloo.run(_compiled, world_size=2)
+def _old_backward() -> None:
+    """A backward pass of a forward before the step is refused; values that arrive in place or through a buffer."""
+    for num_in_bucket in (1, 2):
+        _refuse_old_backward(num_in_bucket)
 
 
-def _old_backward(num_in_bucket: int) -> None:
+def _refuse_old_backward(num_in_bucket: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
     _, shard_map, all_gather = setup = _setup(model, num_in_bucket=num_in_bucket)
     assert shard_map.placements(model[1].weight) == (OwnedBy(0),)
@@ -271,12 +262,8 @@ def _old_backward(num_in_bucket: int) -> None:
         old_loss.backward()
 
 
-@pytest.mark.parametrize("num_in_bucket", [1, 2])
-def test_a_backward_of_before_the_step_is_refused(gloo: ProcessPool, num_in_bucket: int) -> None:
-    gloo.run(_old_backward, num_in_bucket, world_size=3)
-
-
 def _large() -> None:
+    """Messages of megabytes arrive whole."""
     model = nn.Sequential(nn.Linear(1100, 1500), nn.Linear(1500, 700), nn.Linear(700, 1100))
     setup = _setup(model, list(model), num_in_bucket=2)
     for seed in range(2):
@@ -285,11 +272,8 @@ def _large() -> None:
         assert _all_equal(expected)
 
 
-def test_messages_of_megabytes_arrive_whole(gloo: ProcessPool) -> None:
-    gloo.run(_large, world_size=4)
-
-
 def _broken_off() -> None:
+    """A step that was broken off is an error."""
     model = Model()
     parameters, _, all_gather = _setup(model, list(model.blocks))
     all_gather.begin(parameters)
@@ -299,10 +283,6 @@ def _broken_off() -> None:
         model(torch.arange(3))
     with pytest.raises(RuntimeError, match="broken off"):
         all_gather.begin(parameters)
-
-
-def test_a_step_that_was_broken_off_is_an_error(gloo: ProcessPool) -> None:
-    gloo.run(_broken_off, world_size=2)
 
 
 def _wait_alone() -> None:
@@ -319,5 +299,21 @@ def _wait_alone() -> None:
     assert _all_equal(expected)
 
 
-def test_a_rank_that_reads_values_alone_waits_for_nobody(gloo: ProcessPool) -> None:
-    gloo.run(_wait_alone)
+@pytest.mark.parametrize(
+    ("steps", "world_size"),
+    [
+        (_inner_modules, 2),
+        (_subsets, 3),
+        (_state_dicts, 3),
+        (_copies, 2),
+        (_compiled, 2),
+        (_large, 4),
+        (_old_backward, 3),
+        (_broken_off, 2),
+        (_wait_alone, 4),
+    ],
+)
+def test_whoever_reads_parameters_gets_new_values(
+    gloo: ProcessPool, steps: Callable[[], None], world_size: int
+) -> None:
+    gloo.run(steps, world_size=world_size)

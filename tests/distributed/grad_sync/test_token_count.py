@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -53,54 +53,6 @@ def test_counts_that_differ_by_rank_and_micro_batch_are_summed(gloo: ProcessPool
     assert gloo.run(_totals, [full, last, nothing], world_size=3) == [expected] * 3
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
-
-
-def _losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    return model(tokens).square().sum()
-
-
-def _micro_batches(window: int, rank: int) -> list[Tensor]:
-    """Tokens of one rank; rank 1 has none in its second micro-batch, and the last window is short."""
-    generator = torch.Generator().manual_seed(100 * window + rank)
-    sizes = [[5, 2, 8, 1], [3, 0, 4, 6], [1, 1, 2, 9]][rank][: 4 if window == 0 else 2]
-    return [torch.randn(size, 7, generator=generator) for size in sizes]
-
-
-def _gradients_by_tokens(accumulate: int) -> list[list[Tensor]]:
-    """Gradients of two windows, each loss divided by ``accumulate`` as Lightning does, summed over the ranks."""
-    count = TokenCount(_everyone())
-    found: list[list[Tensor]] = []
-    for window in range(2):
-        model = _model()
-        for tokens in _micro_batches(window, dist.get_rank()):
-            count.begin_micro_batch()
-            count.report(torch.tensor(len(tokens)))
-            (_losses(model, tokens) / accumulate).backward()
-        divisor = count.divisor(accumulate)
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= divisor
-        found.append([parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
-        count.reset()
-    return found
-
-
-def test_the_divisor_gives_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
-    results = gloo.run(_gradients_by_tokens, 4, world_size=3)
-    for window in range(2):
-        tokens = torch.cat([batch for rank in range(3) for batch in _micro_batches(window, rank)])
-        model = _model()
-        (_losses(model, tokens) / len(tokens)).backward()
-        expected = [parameter.grad for parameter in model.parameters()]
-        for gradients in results:
-            # Summed in another order.
-            torch.testing.assert_close(gradients[window], expected, rtol=1e-6, atol=1e-6)
-
-
 def _one_rank_reports(bad: list[list[Any]], rank: int) -> None:
     good: list[list[Any]] = [[3], [torch.tensor(2)], [0], [1, 2]]
     _fill(TokenCount(_everyone()), bad if dist.get_rank() == rank else good).total()
@@ -126,35 +78,23 @@ def test_what_one_rank_reports_wrongly_is_one_error_on_all(gloo: ProcessPool, ba
     assert len({failure.message for failure in failures.values()}) == 1
 
 
-def _report_before_the_first_micro_batch() -> None:
+def _report_outside(when: str) -> None:
     count = TokenCount(_everyone())
-    if dist.get_rank() == 1:
-        count.report(1)
-    _fill(count, [[1]]).total()
-
-
-def test_a_report_outside_of_a_step_is_an_error_everywhere(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _report_before_the_first_micro_batch, match="^rank 1 reported tokens outside of a training step", world_size=2
-    )
-
-
-def _report_too_late(*, resets: bool) -> None:
-    count = _fill(TokenCount(_everyone()), [[1]])
-    assert count.total() == 2
+    if when != "before":
+        assert _fill(count, [[1]]).total() == 2
     if dist.get_rank() == 1:
         count.report(5)
-    assert count.total() == 2
-    if resets:
+    if when != "before":
+        assert count.total() == 2
+    if when == "after, then reset":
         count.reset()
     _fill(count, [[1]]).total()
 
 
-@pytest.mark.parametrize("resets", [True, False])
-def test_a_report_after_the_sum_is_an_error_of_the_next_window(gloo: ProcessPool, resets: bool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _report_too_late, resets=resets, match="^rank 1 reported tokens after they were summed", world_size=2
-    )
+@pytest.mark.parametrize("when", ["before", "after", "after, then reset"])
+def test_a_report_outside_of_a_step_is_an_error_everywhere(gloo: ProcessPool, when: str) -> None:
+    match = "^rank 1 reported tokens " + ("outside of a training step" if when == "before" else "after they were sum")
+    gloo.expect_error_on_all_ranks(_report_outside, when, match=match, world_size=2)
 
 
 def test_one_process_needs_no_group() -> None:
@@ -165,21 +105,14 @@ def test_one_process_needs_no_group() -> None:
         _fill(count, [[]]).total()
 
 
-def test_a_tensor_that_is_changed_later_counts_as_reported() -> None:
-    num_tokens = torch.tensor(3)
-    count = _fill(TokenCount(ALONE), [[num_tokens]])
-    num_tokens += 10
-    assert count.total() == 3
-
-
-def test_a_report_is_not_read_before_the_sum() -> None:
-    count = TokenCount(ALONE)
-    count.begin_micro_batch()
+def test_a_report_is_copied_and_not_read_before_the_sum() -> None:
+    num_tokens, count = torch.tensor(3), TokenCount(ALONE)
     with (
         mock.patch.object(Tensor, "item", side_effect=AssertionError),
         mock.patch.object(Tensor, "tolist", side_effect=AssertionError),
     ):
-        count.report(torch.tensor(3))
+        _fill(count, [[num_tokens]])
+    num_tokens += 10
     assert count.total() == 3
 
 

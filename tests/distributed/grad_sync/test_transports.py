@@ -1,4 +1,4 @@
-"""Sums of a bucket: reduce-scatter to owners, and all-reduce."""
+"""Sums of a bucket to owners: their order and rounding, and who waits; test_reducer.py has the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
-from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
+from lightning_muon.grad_sync.transports import ReduceScatterToOwners
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -31,39 +30,6 @@ def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     owned = dict.fromkeys(parameters[:NUM_OWNED], 10)
     return parameters, ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
-
-
-def _reduce(mesh_shape: tuple[int, ...]) -> list[int]:
-    """Two launches of everything, by different divisors; returns how much this rank holds of each parameter."""
-    parameters, shard_map = _setup(mesh_shape)
-    transport, size = ReduceScatterToOwners(shard_map), dist.get_world_size()
-    own = [_gradients(10 * number + dist.get_rank()) for number in range(2)]
-    pendings = [transport.start(dict(zip(parameters, gradients, strict=True))) for gradients in own]
-    for pending, divisor in zip(pendings, (2.0, 5.0), strict=True):
-        pending.advance(wait=True)
-        pending.finish(divisor, set(parameters))
-    held: list[int] = []
-    for index, parameter in enumerate(parameters):
-        sums = [sum(_gradients(10 * number + rank)[index] for rank in range(size)) for number in range(2)]
-        reduced = transport.reduced(parameter)
-        assert reduced is not None
-        expected = shard_map.local(parameter, sums[0] / 2 + sums[1] / 5)
-        # Sums in another order.
-        torch.testing.assert_close(reduced, expected, rtol=0, atol=1e-6)
-        held.append(reduced.numel())
-    return held
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2)], ids=str)
-def test_every_rank_gets_its_part_of_the_sums(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    world_size = int(torch.tensor(mesh_shape).prod())
-    held = gloo.run(_reduce, mesh_shape, world_size=world_size)
-    replicas = world_size // mesh_shape[-1]
-    for index, shape in enumerate(SHAPES):
-        parts = [own[index] for own in held]
-        assert sum(parts) == torch.Size(shape).numel() * (replicas if shape else world_size)
-        if index < NUM_OWNED:
-            assert sorted(parts) == [0] * (world_size - replicas) + [torch.Size(shape).numel()] * replicas
 
 
 def _reduce_halves() -> None:
@@ -92,7 +58,8 @@ def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
     parameters, shard_map = _setup((4,), dtype)
     transport = ReduceScatterToOwners(shard_map, NODES)
     own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
-    pendings = [transport.start(dict(zip(some, own[start:], strict=False))) for some, start in _halves(parameters)]
+    both = dict(zip(parameters, own, strict=True))
+    pendings = [transport.start({p: both[p] for p in some}) for some in (parameters[:3], parameters[3:])]
     for pending in pendings:
         pending.advance(wait=True)
     for pending in pendings:
@@ -107,10 +74,6 @@ def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
     scalar = transport.reduced(parameters[3])
     assert scalar is not None
     return [scalar]
-
-
-def _halves(parameters: list[nn.Parameter]) -> list[tuple[list[nn.Parameter], int]]:
-    return [(parameters[:3], 0), (parameters[3:], 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -170,41 +133,3 @@ def _advance_without_waiting() -> None:
 
 def test_the_sum_over_the_replicas_starts_early(gloo: ProcessPool) -> None:
     gloo.run(_advance_without_waiting, world_size=4)
-
-
-FLAT_SHAPES = [(13, 7), (), (5,), (0, 3)]
-
-
-def _flat_gradients(rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=generator) for shape in FLAT_SHAPES]
-
-
-def _transport() -> AllReduce:
-    return AllReduce(axis_group(init_device_mesh("cpu", (dist.get_world_size(),)), (0,)))
-
-
-def _sum() -> list[Tensor]:
-    """Rank 1 lacks the first gradient; the third counts for nobody; everything is divided by 10."""
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in FLAT_SHAPES]
-    gradients: list[Tensor | None] = [*_flat_gradients(dist.get_rank())]
-    if dist.get_rank() == 1:
-        gradients[0] = None
-    pending = _transport().start(dict(zip(parameters, gradients, strict=True)))
-    assert pending.advance()
-    pending.finish(10.0, {parameters[0], parameters[1], parameters[3]})
-    assert parameters[2].grad is None
-    reduced = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert [tensor.shape for tensor in reduced] == [(13, 7), (), (0, 3)]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in reduced}) == 1
-    return [tensor.clone() for tensor in reduced]
-
-
-def test_gradients_become_views_of_one_buffer(gloo: ProcessPool) -> None:
-    for world_size in (1, 2, 3):
-        by_rank = [_flat_gradients(rank) for rank in range(world_size)]
-        if world_size > 1:
-            by_rank[1][0].zero_()
-        expected = [sum(tensors) / 10 for tensors in zip(*by_rank, strict=True)]
-        for reduced in gloo.run(_sum, world_size=world_size):
-            torch.testing.assert_close(reduced, [expected[0], expected[1], expected[3]], rtol=0, atol=1e-6)

@@ -54,6 +54,7 @@ def test_every_op_is_recorded_after_what_it_depends_on(
         name for named in recording.matrices.values() for op, names in named.items() if "newton" in op for name in names
     ]
     assert sorted(owned) == sorted(["a", "b", "c"] * num_replicas)
+    starts: dict[tuple[str, tuple[int, ...]], set[float]] = {}
     for rank, spans in recording.timeline.spans.items():
         ends = {span.op.name: span.end for span in spans}
         assert {span.op.rank for span in spans} == {rank}
@@ -63,52 +64,41 @@ def test_every_op_is_recorded_after_what_it_depends_on(
             assert 0 <= start <= end <= recording.seconds
             # A communication ends in a thread that may say so later than its waiter goes on: see below.
             assert op.lane == TRANSFER or all(ends[name] <= end + 0.05 for name in op.deps)
-
-
-def test_a_communication_begins_at_once_on_all_its_ranks(gloo: ProcessPool) -> None:
-    recording = gloo.run(_record, 2, "step", "never", world_size=4)[0]
-    starts: dict[tuple[str, tuple[int, ...]], set[float]] = {}
-    for spans in recording.timeline.spans.values():
-        for op, start, end in spans:
             if op.group and start < end:
-                assert op.group in ((0, 1), (2, 3)), "ranks of the world, not of the exchange group"
                 starts.setdefault((op.name, op.group), set()).add(start)
-    assert starts and all(len(times) == 1 for times in starts.values())
+    assert all(len(times) == 1 for times in starts.values()), "a communication begins at once on all its ranks"
+    if num_replicas == 2:  # Ranks of the world, not of the exchange group.
+        assert {group for _, group in starts} == {(0, 1), (2, 3)}
 
 
-def _weights(is_recorded: bool) -> list[torch.Tensor]:
-    optimizer = make_optimizer(MODEL)
-    optimizer.step()
-    if is_recorded:
-        record_step(optimizer)
-    else:
+def _is_unchanged() -> bool:
+    """Whether a recorded step gives the weights of one that was not."""
+    results: list[list[torch.Tensor]] = []
+    for step in (record_step, ParallelMuon.step):
+        optimizer = make_optimizer(MODEL)
         optimizer.step()
-    optimizer.step()
-    return [parameter.to_local().detach() for group in optimizer.param_groups for parameter in group["params"]]
+        step(optimizer)
+        optimizer.step()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        results.append([parameter.to_local().detach() for parameter in parameters])
+    return all(map(torch.equal, *results))
 
 
 def test_recording_does_not_change_the_weights(gloo: ProcessPool) -> None:
-    recorded = gloo.run(_weights, True, world_size=2)
-    for one, other in zip(recorded, gloo.run(_weights, False, world_size=2), strict=True):
-        assert all(map(torch.equal, one, other))
+    assert gloo.run(_is_unchanged, world_size=2) == [True, True]
 
 
-def test_spans_wait_for_an_op_that_ends_in_another_thread() -> None:
+def test_spans_wait_for_an_op_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TimelineRecorder(torch.device("cpu"))
-    op = Op(kind="gather", key="0", rank=0, lane=TRANSFER)
+    op = Op(kind="gather", key="3", rank=0, lane=TRANSFER)
     recorder.started(op)
-    timer = threading.Timer(0.05, recorder.ended, [op])
-    timer.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(timeline, "_LATEST_END_SECONDS", 0.01)
+        with pytest.raises(RuntimeError, match=r"gather\[3\]"):
+            recorder.spans()
+    threading.Timer(0.05, recorder.ended, [op]).start()
     (span,) = recorder.spans()
     assert span.op is op and span.end - span.start >= 0.05
-
-
-def test_an_op_that_never_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "_LATEST_END_SECONDS", 0.01)
-    recorder = TimelineRecorder(torch.device("cpu"))
-    recorder.started(Op(kind="gather", key="3", rank=0))
-    with pytest.raises(RuntimeError, match=r"gather\[3\]"):
-        recorder.spans()
 
 
 def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
