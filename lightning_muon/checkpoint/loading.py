@@ -31,10 +31,7 @@ from lightning_muon.params.uses import clean_name
 
 
 class Checkpoint:
-    """A checkpoint that is being read: everything but tensors at once, tensors when the model is ready for them.
-
-    ``content`` is all that is in the single file, or what is beside the shards.
-    """
+    """A checkpoint that is being read; ``content`` is all that is in the single file, or what is beside the shards."""
 
     # What to do if weights do not fit, or the state of an optimizer.
     weights_advice = "strict=False loads what fits"
@@ -45,10 +42,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> Self:
-        """Read everything but shards; ``metadata_name`` is the file that marks a directory of them and has the rest.
-
-        Collective over all ranks; every rank must call it. All raise if any of them sees no checkpoint.
-        """
+        """Read all but shards, of which ``metadata_name`` marks a directory. Collective; every rank must call it."""
 
         def read() -> Self:
             if (path / metadata_name).is_file():
@@ -93,10 +87,7 @@ class Checkpoint:
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill an optimizer, which steps ``module``, from what was saved under ``key``.
-
-        Collective over all ranks; every rank must call it.
-        """
+        """Fill an optimizer, which steps ``module``, from ``key``. Collective; every rank must call it."""
         error: Exception | None = None
         try:
             if self.is_sharded:
@@ -115,9 +106,7 @@ class Checkpoint:
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names, and return what else is in the checkpoint, without shards.
 
-        ``target`` gets what is neither module nor optimizer, unless it can load it itself, as schedulers can. With
-        ``strict`` what is asked for must be there, and weights fit exactly.
-
+        ``target`` gets what is neither module nor optimizer, unless it can load it itself, as schedulers can.
         Collective over all ranks; every rank must call it.
         """
         absent = self._absent(state, strict=strict)
@@ -137,10 +126,7 @@ class Checkpoint:
         return {key: value for key, value in self.content.items() if key not in state.modules | state.optimizers}
 
     def load_alone(self, state: State, *, strict: bool) -> None:
-        """Fill the one module or optimizer of ``state`` from a file that is its state dict.
-
-        Collective over all ranks; every rank must call it.
-        """
+        """Fill all there is in ``state`` from a file that is its state dict. Collective; every rank must call it."""
         if self.is_sharded:
             raise ValueError(
                 f"{self.path} is a directory of shards, which are found by their keys only: "
@@ -230,10 +216,9 @@ def named_optimizer_state(
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` unless the saved state has the entries that the optimizer has, and no others.
+    """Refuse entries that are missing or too many, which torch leaves out or drops.
 
-    torch leaves out what is missing, and drops what is too much. Optimizers that create state at their first step are
-    not checked, nor is what a checkpoint has of parameters that are frozen now.
+    Not checked are optimizers that create state at their first step, and parameters that are frozen now.
     """
     for name, state in own.items():
         there = set(saved.get(name, ()))

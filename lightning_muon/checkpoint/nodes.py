@@ -91,10 +91,7 @@ class NodeWeights:
 
 @contextmanager
 def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
-    """Inside, parameters are those that all nodes have in common, as far as there are such; local.
-
-    Yields whether the nodes train by themselves, so that weights must be copied before this ends.
-    """
+    """Inside, parameters are those of all nodes, if there are such; yields whether they must be copied. Local."""
     alone = _training_alone(optimizers)
     with ExitStack() as stack:
         for optimizer in alone:
@@ -131,9 +128,8 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Copies of the shards of weights that the first node of a mesh (replicate, shard) has.
+    """Copies of the weights of the first node of a mesh (replicate, shard), since a checkpoint mixes those of several.
 
-    A checkpoint takes what several nodes hold from any of them, one part from this and the next from that node.
     Collective over the nodes; every rank must call it.
     """
     nodes = axis_group(mesh, (0,))

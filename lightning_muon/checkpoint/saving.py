@@ -25,7 +25,7 @@ from lightning_muon.comm.agreement import on_first_rank, together
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
-Filters = Mapping[str, Callable[[str, Any], bool]]
+Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
 @dataclass
@@ -40,10 +40,7 @@ class State:
 
 
 def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
-    """Write a checkpoint, as :func:`write_checkpoint` does. Collective over all ranks; every rank must call it.
-
-    ``mesh`` has the ranks with batches of their own; ``filters`` say by key and (name, value) what is written.
-    """
+    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective; every rank must call it."""
     whole = metadata_name is None
     content: dict[str, Any] = {}
     for key, (module, optimizers) in state.modules.items():

@@ -85,8 +85,7 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
 def last_written(path: Path) -> Path:
     """Where the checkpoint ``path`` is to be read: the last one that was written completely; local, changes nothing.
 
-    Ranks may see files at different times, so rank 0 decides for all. Nothing may be there: then ``path``, or a path
-    that is missing.
+    Ranks may see files at different times, so rank 0 decides for all. Nothing may be there.
     """
     target = path.resolve()
     return next((folder / target.name for folder in _finished_with(target)), path)

@@ -66,8 +66,7 @@ def clip_norm_(
 def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layout = _TENSORS) -> None:
     """Clamp every gradient in place to ``[-max_value, max_value]``; a NaN stays one, and an Inf becomes one.
 
-    No communication, but for gradients that are partial sums: they are reduced first, collectively over their mesh,
-    and every rank of it must call this with such a gradient.
+    Collective over the meshes of gradients that are partial sums, which are reduced first; every rank must call it.
     """
     if not max_value >= 0:
         raise ValueError(f"max_value of gradient clipping must be a number of at least 0, got {max_value}")
@@ -131,10 +130,7 @@ def part_of_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
 
 
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """2-norm of each tensor by itself, on its device, in its dtype but at least float32.
-
-    torch sums squares in float32, so that a norm over sqrt(3.4e38) = 1.8e19 is Inf.
-    """
+    """2-norm of each tensor, at least in float32, in which torch sums squares: over sqrt(3.4e38) = 1.8e19 it is Inf."""
     norms: dict[int, Tensor] = {}
     for same in _by_device_and_dtype(gradients):
         found = foreach.norm(same, 2, dtype=torch.float32 if same[0].dtype.itemsize < 4 else None)
@@ -149,10 +145,7 @@ def _square(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _reduce_partial_sums(parameters: Iterable[Tensor]) -> None:
-    """Lay out every gradient like its parameter, as torch's own optimizers do it.
-
-    Collective over the mesh of each gradient that is laid out otherwise; every rank of it must have such a one.
-    """
+    """Lay out gradients like their parameters. Collective over the mesh of each that is not; its ranks must have it."""
     for parameter in parameters:
         gradient = parameter.grad if isinstance(parameter, DTensor) and parameter.requires_grad else None
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]

@@ -26,11 +26,7 @@ class FiniteCheck:
         self.skipped_steps = 0
 
     def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Whether to skip the step whose gradients have a NaN or an Inf in the named parameters.
-
-        Local; every rank must call it with the same names. Raises if one more step in a row than ``max_skipped_steps``
-        had to be skipped.
-        """
+        """Whether to skip the step, or raise after too many. Local; every rank must call it with the same names."""
         if not nonfinite_names:
             self._in_a_row = 0
             return False

@@ -48,12 +48,8 @@ class ParameterAllGather:
     parameters in another way, such as a training step that uses a weight without a call of its module, or a copy of
     the model, calls :meth:`wait` or :meth:`wait_all` first.
 
-    Args:
-        shard_map: Which rank updates what.
-        buckets: Parameters of one dtype and device each, each parameter once; they leave in this order.
-        hops: Of ``shard_map.shard``, with process groups that nobody else communicates over; as the gradients travel,
-            values take the way back.
-        units: Modules, and the parameters that their forward may use; see :func:`units_of`.
+    ``buckets`` have one dtype and device each, and each parameter once; they leave in this order. ``hops`` are those of
+    the gradients, of which values take the way back; ``units`` is what :func:`units_of` returns.
 
     Attributes:
         buckets: What is sent: the parameters that are sharded.
@@ -79,10 +75,7 @@ class ParameterAllGather:
         self._handles = self._register_hooks(units)
 
     def begin(self, participating: Collection[Tensor]) -> None:
-        """Start a step in which just these parameters, the same on all ranks, will be updated.
-
-        Waits for all of the step before, and raises if that was broken off after its first update.
-        """
+        """Start a step that will update just these parameters, the same on all ranks; waits for the step before."""
         if self._is_broken_off:
             raise RuntimeError(
                 "the last step was broken off between its first update and finish_updates(), so parameters differ "
@@ -96,10 +89,7 @@ class ParameterAllGather:
         self.is_disturbed = False
 
     def send(self, index: int) -> None:
-        """Send the bucket of this index, if it takes part and has not left; all of it has its new values.
-
-        Collective over the shard axis; every rank must call it, in the same order of buckets.
-        """
+        """Send a bucket, if it takes part and has not left. Collective over the shard axis; every rank must call it."""
         members = self._to_leave.pop(index, None)
         if members is None or self._shard_map.shard.size == 1:
             return
@@ -113,10 +103,7 @@ class ParameterAllGather:
             travelling.go_on()
 
     def finish_updates(self) -> None:
-        """Send what has not left yet: all participating parameters have their new values.
-
-        Collective over the shard axis; every rank must call it once in a step.
-        """
+        """Send what has not left yet. Collective over the shard axis; every rank must call it once in a step."""
         for index in list(self._to_leave):
             self.send(index)
         # Whoever waits for values alone must not have to wait until other ranks do so too.
@@ -183,8 +170,7 @@ class ParameterAllGather:
 class _Hook:
     """Calls ``action`` before a module does something; a copied or pickled model gets a hook that does nothing.
 
-    With ``in_graph`` it is called under ``torch.compile`` too, where it breaks the graph. Hooks inside a unit need not:
-    the one of the unit itself has come before.
+    Under ``torch.compile`` only with ``in_graph``, which breaks the graph; a unit's own hook comes before those inside.
     """
 
     def __init__(self, action: Callable[[], None] | None = None, *, in_graph: bool = False) -> None:
@@ -230,10 +216,7 @@ class _Travelling:
         self._start()
 
     def go_on(self) -> None:
-        """Start the hops that follow the first one; waits for what arrives by it, on CUDA not the current stream.
-
-        Collective over the groups of these hops.
-        """
+        """Start the hops after the first one, for which it waits, on CUDA on the side. Collective over their groups."""
         while self._to_go:
             with self._side.use():
                 self._take()

@@ -127,12 +127,8 @@ class GradientReducer:
 
     Collective over ``group`` to construct; every rank must do so.
 
-    Args:
-        parameters: Plain tensors in the order of the modules; also frozen ones, which may be thawed later.
-        transport: Does the sums; used by this reducer only.
-        group: All data-parallel ranks.
-        names: Of the parameters, for messages.
-        bucket_bytes: Upper bound of the gradients that are launched together, in bytes.
+    Parameters are plain tensors in the order of the modules; also frozen ones, which may be thawed later. ``transport``
+    is used by this reducer only, ``group`` has all data-parallel ranks.
 
     Attributes:
         buckets: In the order of launches.
@@ -184,10 +180,7 @@ class GradientReducer:
             self._is_syncing = before
 
     def set_divisor(self, divisor: float) -> None:
-        """Divide the sums over the ranks by this, the same on all, from the next :meth:`finish` on.
-
-        At first it is the number of ranks.
-        """
+        """Divide the sums by this, the same on all ranks, from the next :meth:`finish` on; at first by their number."""
         if not (math.isfinite(divisor) and divisor > 0):
             raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
         self._divisor = float(divisor)
@@ -228,9 +221,8 @@ class GradientReducer:
         backward pass of a step, also a rank that had no backward pass. Calling it again, with no backward pass in
         between, changes nothing.
 
-        Returns:
-            The parameters that have a gradient on all ranks now; ``None`` if ranks differ, or if a plan of
-            :attr:`step` is out of date on any of them.
+        Returns the parameters that have a gradient on all ranks now; ``None`` if ranks differ, or if a plan of
+        :attr:`step` is out of date on any of them.
         """
         agreed = self._agree()
         most, fewest = agreed.num_given_up
@@ -305,7 +297,7 @@ class GradientReducer:
         for parameter in self.buckets[index]:
             if parameter in parameters:
                 gradients[parameter] = parameter.grad
-                self._resends |= self._transport.resends(parameter)
+                self._resends |= self._transport.results.holds(parameter)
                 # The transport has it now; what backward adds later is a remainder, which must be told apart.
                 parameter.grad = None
         if not gradients:
@@ -324,20 +316,20 @@ class GradientReducer:
 
     def _agree(self) -> _Agreed:
         """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
-        kept = [self._transport.is_untouched(parameter) for parameter in self._parameters]
+        results = self._transport.results
+        kept = [results.is_untouched(parameter) for parameter in self._parameters]
         lacks = [not own for own in kept]
-        has = [
-            parameter.grad is not None and parameter.requires_grad and not is_kept
+        has = {
+            parameter
             for parameter, is_kept in zip(self._parameters, kept, strict=True)
-        ]
-        computed = [own or parameter in self._sent for own, parameter in zip(has, self._parameters, strict=True)]
+            if parameter.grad is not None and parameter.requires_grad and not is_kept
+        }
+        computed = [parameter in has or parameter in self._sent for parameter in self._parameters]
         left_over = [
-            own and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
-            for own, parameter in zip(has, self._parameters, strict=True)
+            parameter in has and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
+            for parameter in self._parameters
         ]
-        resends = self._resends or any(
-            own and self._transport.resends(parameter) for own, parameter in zip(has, self._parameters, strict=True)
-        )
+        resends = self._resends or any(map(results.holds, has))
         given_up = [self._num_given_up, -self._num_given_up]
         most, fewest, num_launched, resends, *flags = self.step.ask(
             [*given_up, self._num_launched, resends, *computed, *left_over, *kept, *lacks]

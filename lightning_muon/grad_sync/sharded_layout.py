@@ -33,10 +33,7 @@ _BATCH_BYTES = 64 * 2**20
 
 
 class ShardedLayout(Layout):
-    """Tells an optimizer to update the calling rank's parts only, and sends them to the other ranks.
-
-    Gradients come from ``reducer`` through ``gradients``; ``all_gather`` sends new values.
-    """
+    """Tells an optimizer to update the calling rank's parts only, and sends them to the other ranks."""
 
     def __init__(
         self,
@@ -176,10 +173,7 @@ class ShardedLayout(Layout):
 
     @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """State of owners as DTensors that are sharded by rows, bit for bit; :meth:`loaded` is the way back.
-
-        Collective over the shard axis; every rank must call it. Raises on all ranks if they bring different tensors.
-        """
+        """State of owners as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
         result = [state for _, state in states]
         owned = {index: state for index, (parameter, state) in enumerate(states) if self._owner(parameter) is not None}
         for index, local in self._exchange(owned, states, to_owners=False):
@@ -188,10 +182,7 @@ class ShardedLayout(Layout):
 
     @override
     def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it.
-
-        Raises on all ranks if they bring different tensors, or one that is laid out in another way.
-        """
+        """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it."""
         result = [self._part_of_whole(parameter, state) for parameter, state in states]
         rows = {
             index: state

@@ -45,10 +45,7 @@ class TokenCount:
         self._total: float | None = None
 
     def begin_micro_batch(self) -> None:
-        """Expect a report from here on. Local; every rank must call it before each training step.
-
-        A window that was summed is over: the next micro-batch begins another one.
-        """
+        """Expect a report from here on, for a new window if one was summed. Local; before each training step."""
         if self._sum is not None:
             self.reset()
         self._reports.append([])
@@ -66,10 +63,9 @@ class TokenCount:
             self._reports[-1].append(_report(num_tokens))
 
     def start(self) -> None:
-        """Begin to sum the window over the ranks, without waiting for the others; does nothing the second time.
+        """Begin to sum the window over the ranks; waits for the device where tensors on it were reported.
 
-        Collective over the group; every rank of it must call it, after the last training step of the window. Waits for
-        the device where tensors on it were reported.
+        Collective over the group; every rank of it must call it, after the last training step of the window.
         """
         if self._sum is not None:
             return
@@ -78,11 +74,7 @@ class TokenCount:
         self._sum = values, start_all_reduce_sum(values, self._group) if self._group.group is not None else None
 
     def total(self) -> float:
-        """Tokens of the window on all ranks. Collective over the group; every rank of it must call it.
-
-        Raises ``ValueError`` on all ranks, with the same message, if a rank has not reported in each micro-batch, or
-        has reported something that is no count.
-        """
+        """Tokens of the window on all ranks, or on all the same error. Collective over the group; all must call it."""
         if self._total is None:
             self.start()
             assert self._sum is not None
@@ -99,10 +91,9 @@ class TokenCount:
         return self._total
 
     def divisor(self, accumulate: int) -> float:
-        """What gradients have to be divided by, after a sum over ranks: ``max(total, 1) / accumulate``.
+        """What to divide sums of gradients by, if each loss was divided by ``accumulate`` before backward.
 
-        ``accumulate`` is what each loss was divided by before backward (``accumulate_grad_batches``). Collective over
-        the group, as :meth:`total` is; every rank of it must call it.
+        Collective over the group; every rank of it must call it.
         """
         return max(self.total(), 1.0) / accumulate
 

@@ -23,40 +23,13 @@ class Pending(ABC):
     """Gradients on their way."""
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Start the communication that follows the first one, if any; whether all have been started.
-
-        Without ``wait`` it is left for another call if what it needs is not there yet.
-        """
+        """Start what follows the first communication, with ``wait`` also if it is not over; whether all has started."""
         del wait
         return True
 
     @abstractmethod
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
-
-
-class Transport(ABC):
-    """How gradients are summed over the ranks, and where the sums go."""
-
-    @abstractmethod
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
-        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
-
-        Collective over all ranks that hold the parameters, in the same order of calls.
-        """
-
-    def resends(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` holds a sum over the ranks, to which backward may have added."""
-        del parameter
-        return False
-
-    def is_untouched(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is just such a sum, with nothing added or changed since."""
-        del parameter
-        return False
-
-    def forget(self, parameters: Collection[Tensor]) -> None:  # noqa: B027 - zero_grad drops what is in p.grad
-        """Drop the sums of these parameters that are kept elsewhere than in ``p.grad``; local."""
 
 
 class Results:
@@ -82,30 +55,36 @@ class Results:
         return gradient is not None and self.holds(parameter) and self._kept[parameter][1] == version(gradient)
 
 
-class AllReduce(Transport):
-    """One all-reduce for each bucket; afterwards ``p.grad`` is a view of its buffer on every rank.
+class Transport(ABC):
+    """How gradients are summed over the ranks, and where the sums go."""
 
-    Collective over ``group``, all data-parallel ranks, to construct; every rank must do so.
-    """
+    def __init__(self) -> None:
+        self.results = Results()  # Sums that are in `p.grad`.
+
+    @abstractmethod
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
+        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
+
+        Collective over all ranks that hold the parameters, in the same order of calls.
+        """
+
+    def forget(self, parameters: Collection[Tensor]) -> None:  # noqa: B027 - zero_grad drops what is in p.grad
+        """Drop the sums of these parameters that are kept elsewhere than in ``p.grad``; local."""
+
+
+class AllReduce(Transport):
+    """One all-reduce for each bucket, whose views ``p.grad`` become. Collective over ``group`` to construct."""
 
     def __init__(self, group: AxisGroup) -> None:
+        super().__init__()
         (self._group,) = PrivateGroups().of([group])
-        self._results = Results()
 
     @override
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum. Collective over the private group; every rank must call it."""
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
-        return _AllReduced(self._results, tuple(gradients), buffer, work)
-
-    @override
-    def resends(self, parameter: Tensor) -> bool:
-        return self._results.holds(parameter)
-
-    @override
-    def is_untouched(self, parameter: Tensor) -> bool:
-        return self._results.is_untouched(parameter)
+        return _AllReduced(self.results, tuple(gradients), buffer, work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +123,7 @@ class ReduceScatterToOwners(Transport):
     """
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__()
         self._shard_map = shard_map
         self._hops = make_hops(shard_map.shard, grid)
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])

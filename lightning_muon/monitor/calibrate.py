@@ -20,6 +20,7 @@ from lightning_muon.comm.collectives import parts, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.config import MuonConfig
+from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.monitor.ranks import run_on_ranks, this_device
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -32,10 +33,7 @@ from lightning_muon.schedule.simulate import Span, Timeline
 
 
 def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any) -> ParallelMuon:
-    """ParallelMuon on weights and gradients of these shapes, without the frozen ones, sharded as FSDP2 does.
-
-    Collective over the default process group; every rank must call it.
-    """
+    """ParallelMuon on random weights of these shapes, sharded as by FSDP2. Collective; every rank must call it."""
     mesh = _mesh(num_replicas)
     # Replicas hold equal weights.
     torch.manual_seed(mesh.get_local_rank("shard"))
@@ -82,7 +80,7 @@ _CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
 _LEAST_STEPS, _MOST_STEPS, _STEP_BUDGET_SECONDS = 3, 10, 2.5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
-_FLOPS_PER_STEP = 5
+_NS_STEPS = 5
 
 
 def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
@@ -113,10 +111,10 @@ def sample_matrices(counts: dict[tuple[int, int], int], num_ranks: int, device_t
     cut: Counter[tuple[int, int]] = Counter()
     for (rows, cols), count in counts.items():
         cut[min(rows, side), min(cols, side)] += count
-    work = {shape: count * _work(shape) for shape, count in cut.items()}
+    work = {shape: count * newton_schulz_flops(*shape, _NS_STEPS) for shape, count in cut.items()}
     chosen = sorted(work, key=lambda shape: (-work[shape], shape))[:_MOST_SHAPES]
     total = sum(cut[shape] for shape in chosen)
-    mean_flops = _FLOPS_PER_STEP * sum(work[shape] for shape in chosen) / total
+    mean_flops = sum(work[shape] for shape in chosen) / total
     per_rank = min(_MOST_PER_RANK, max(1, int(_MOST_FLOPS_PER_RANK[device_type] / mean_flops)))
     parameters = [
         ParameterShape(name=f"{shape[0]}x{shape[1]}.{number}", shape=shape, kind="matrix")
@@ -178,11 +176,6 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return fmean(ys) / fmean(xs), 0.0
 
 
-def _work(shape: tuple[int, int]) -> float:
-    short, long = sorted(shape)
-    return 2.0 * short * short * (2 * long + short)
-
-
 def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> dict[str, Any]:
     """Collective over the default process group; every rank must call it."""
     device_type = this_device().type
@@ -219,10 +212,7 @@ def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]
 
 
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
-    """(Bytes that a rank sends, seconds) of an uneven all-to-all, which all groups of an axis do at the same time.
-
-    Collective over ``group``; every rank of it must call it.
-    """
+    """(Bytes sent by a rank, seconds) of an uneven all-to-all. Collective over ``group``; every rank must call it."""
     device = this_device()
     # What two ranks exchange depends on their distance, so that parts differ but every rank sends and gets the same.
     weights = [(peer - group.rank) % group.size for peer in range(group.size)]
@@ -276,10 +266,7 @@ class Comparison:
 def compare(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
-    """Calibrate, then record a few steps with each set of options of ParallelMuon, and predict the same.
-
-    Collective over the default process group; every rank must call it.
-    """
+    """Calibrate, record steps with each set of options, and predict the same. Collective; every rank must call it."""
     cost = calibrate(matrix_shapes(model), num_ranks=dist.get_world_size(), num_replicas=num_replicas)
     comparisons: list[Comparison] = []
     for each in options:

@@ -108,10 +108,7 @@ def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timel
 
 
 def record_step(optimizer: ParallelMuon) -> Recording:
-    """Take one step and say when everything happened; the optimizer has taken one before, so that its plan is made.
-
-    Collective over the default process group; every rank must call it.
-    """
+    """Take one step and say when everything happened. Collective over the default group; every rank must call it."""
     bound = optimizer._bound
     if bound is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
@@ -167,7 +164,7 @@ def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str
 
 
 def _clock_shift() -> float:
-    """Seconds to add to this rank's clock to get rank 0's; 0 on one machine. Collective over the default group.
+    """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective; every rank must call it.
 
     Ranks of several machines take the end of a barrier for one moment, which is off by less than the barrier takes.
     """
@@ -179,10 +176,7 @@ def _clock_shift() -> float:
 
 
 def trace_events(recording: Recording) -> dict[str, Any]:
-    """The recording in the format of Chrome's tracing: open the JSON at https://ui.perfetto.dev.
-
-    One process per rank with a thread for each lane; times in microseconds.
-    """
+    """The recording in the format of Chrome's tracing, for https://ui.perfetto.dev: a process per rank."""
     events: list[dict[str, Any]] = []
     for rank, spans in recording.timeline.spans.items():
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

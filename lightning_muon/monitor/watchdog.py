@@ -39,14 +39,14 @@ _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files 
 
 
 class Watchdog:
-    """A thread that compares where the ranks wait, once this rank has not got on for some seconds.
+    """A thread that compares where the ranks wait, once this rank has not got on for ``patience`` seconds.
 
     A rank that stands still publishes its position in the store of the default process group: the units it has run in
     this step, the collective it waits in, and how many it has launched. The lowest rank that still trains compares.
-    Ranks are stopped only on proof that they can never meet: their orders of units differ, or two of them wait for
-    each other in different collectives, or one has failed or died. A rank that loads data, compiles, writes a
-    checkpoint or stands in a debugger proves nothing, so the others wait for it: its thread still says every two
-    seconds that it is alive. While ranks get on, the thread only does that and looks at two integers twice a second.
+    Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they can never meet: their orders of
+    units differ, or two of them wait for each other in different collectives, or one has failed or died. A rank that
+    loads data, compiles, writes a checkpoint or stands in a debugger proves nothing, so the others wait for it: its
+    thread still says every two seconds that it is alive.
 
     A rank has died when another rank on its host sees that its process is gone (Linux only). A rank whose process
     exists, or cannot be seen, may be silent for a long time and healthy: a library that holds the interpreter lock,
@@ -59,9 +59,7 @@ class Watchdog:
     On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
     a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
 
-    Every rank must start it, the second one of a process group after the first one and so on. ``patience`` are seconds
-    without progress before a rank publishes its position, ``interval`` those between two looks; proof takes two equal
-    looks.
+    Every rank must start it, the second one of a process group after the first one and so on.
     """
 
     def __init__(
