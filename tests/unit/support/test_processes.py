@@ -62,10 +62,6 @@ def _pid() -> int:
     return os.getpid()
 
 
-def _unpicklable() -> object:
-    return lambda: None
-
-
 def _change_globals() -> None:
     torch.set_default_dtype(torch.float64)
     os.environ["LEFT_BEHIND"] = "1"
@@ -84,10 +80,6 @@ def _gather_over_mesh(extra_groups: int) -> torch.Tensor:
     return (tensor + tensor).full_tensor()
 
 
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -96,26 +88,21 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_rank_runs_in_one_group_and_results_come_in_rank_order(pool: ProcessPool, world_size: int) -> None:
-    total = 10 * sum(range(world_size)) + world_size
-    expected = [(rank, total) for rank in range(world_size)]
-    assert pool.run(_sum_of_ranks, 10, offset=1, world_size=world_size) == expected
+def test_results_come_in_the_order_of_the_ranks(pool: ProcessPool) -> None:
+    for world_size in (1, 3):
+        total = 10 * sum(range(world_size)) + world_size
+        expected = [(rank, total) for rank in range(world_size)]
+        assert pool.run(_sum_of_ranks, 10, offset=1, world_size=world_size) == expected
 
 
-def test_workers_are_kept_between_calls_and_run_one_thread(pool: ProcessPool) -> None:
-    assert pool.run(_pid, world_size=4) == pool.run(_pid, world_size=4)
-    assert pool.run(_threads, world_size=4) == [1, 1, 1, 1]
-
-
-def test_a_fresh_run_has_other_processes_that_end_with_it(pool: ProcessPool) -> None:
+def test_a_fresh_run_has_processes_of_its_own(pool: ProcessPool) -> None:
     kept = set(pool.run(_pid, world_size=2))
     fresh = pool.run_fresh(_pid, world_size=2)
     assert not kept & set(fresh)
     assert not any(_is_alive(pid) for pid in fresh)
 
 
-def test_an_error_on_one_rank_is_reported_with_its_traceback(pool: ProcessPool) -> None:
+def test_an_error_comes_with_the_traceback_of_its_rank(pool: ProcessPool) -> None:
     with pytest.raises(RanksFailedError, match=r"rank 2 raised builtins\.ValueError: bad value on rank 2") as caught:
         pool.run(_raise_on, (2,), world_size=3)
     assert "in _raise_on" in str(caught.value)
@@ -123,14 +110,7 @@ def test_an_error_on_one_rank_is_reported_with_its_traceback(pool: ProcessPool) 
     assert pool.run(_raise_on, (), world_size=3)[2] == "rank 2 is fine"
 
 
-def test_every_failed_rank_is_reported(pool: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        pool.run(_raise_on, (0, 2), world_size=3)
-    assert sorted(caught.value.failures) == [0, 2]
-    assert str(caught.value).count("Traceback (most recent call last)") == 2
-
-
-def test_ranks_that_wait_for_a_failed_rank_are_named_with_their_stacks(pool: ProcessPool) -> None:
+def test_ranks_that_wait_for_a_failed_one_show_their_stacks(pool: ProcessPool) -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailedError, match="rank 0 was still running") as caught:
         pool.run(_raise_while_others_wait, world_size=2, timeout=60.0, grace=1.0)
@@ -139,7 +119,7 @@ def test_ranks_that_wait_for_a_failed_rank_are_named_with_their_stacks(pool: Pro
     assert "in _raise_while_others_wait" in str(caught.value).split("rank 0 was still running")[1]
 
 
-def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(pool: ProcessPool) -> None:
+def test_a_call_that_takes_too_long_is_ended(pool: ProcessPool) -> None:
     old = pool.run(_pid, world_size=2)
     with pytest.raises(RanksFailedError, match="rank 1 was still running") as caught:
         pool.run(_sleep_on, 1, 600.0, world_size=2, timeout=3.0)
@@ -149,7 +129,7 @@ def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(pool: Proces
     assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
 
 
-def test_a_worker_that_dies_is_named_and_the_next_call_works(pool: ProcessPool) -> None:
+def test_a_worker_that_dies_is_named(pool: ProcessPool) -> None:
     with pytest.raises(RanksFailedError, match="rank 1 died") as caught:
         pool.run(_die_on, 1, world_size=3, grace=5.0)
     assert list(caught.value.exit_codes) == [1]
@@ -157,13 +137,7 @@ def test_a_worker_that_dies_is_named_and_the_next_call_works(pool: ProcessPool) 
     assert pool.run(_sum_of_ranks, 1, world_size=3) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_a_worker_that_dies_between_calls_is_replaced(pool: ProcessPool) -> None:
-    os.kill(pool.run(_pid, world_size=2)[0], signal.SIGKILL)
-    time.sleep(0.2)
-    assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
-
-
-def test_a_call_that_is_interrupted_leaves_no_answer_for_the_next_one(pool: ProcessPool) -> None:
+def test_an_interrupted_call_leaves_no_answer_behind(pool: ProcessPool) -> None:
     def interrupt(*_: object) -> None:
         raise TimeoutError("interrupted")
 
@@ -178,11 +152,6 @@ def test_a_call_that_is_interrupted_leaves_no_answer_for_the_next_one(pool: Proc
     assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank(pool: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match=r"[Pp]ickle"):
-        pool.run(_unpicklable, world_size=1)
-
-
 def test_a_call_does_not_see_globals_of_the_call_before(pool: ProcessPool) -> None:
     pool.run(_change_globals, world_size=2)
     assert pool.run(_globals, world_size=2) == [(torch.float32, None, "2")] * 2
@@ -195,22 +164,16 @@ def test_a_mesh_of_an_earlier_call_is_not_used_again(pool: ProcessPool) -> None:
             assert torch.equal(result, expected)
 
 
-def test_the_same_error_on_all_ranks_is_accepted(pool: ProcessPool) -> None:
-    failures = pool.expect_error_on_all_ranks(_raise_on, (0, 1, 2), world_size=3, match="bad value on rank [012]")
-    assert sorted(failures) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("ranks", "match", "kinds", "complaint"),
     [
         ((), "bad", (ValueError,), "all returned"),
         ((0,), "bad", (ValueError,), "rank 1 did not raise"),
         ((0, 1), "good", (ValueError,), "rank 0: expected ValueError that matches 'good'"),
-        ((0, 1), "bad", (ValueError, TypeError), "rank 1: expected ValueError"),
         ((0, 1), "bad", (ValueError, UnicodeError), "different types"),
     ],
 )
-def test_anything_less_than_the_same_error_on_all_ranks_is_refused(
+def test_less_than_the_same_error_on_all_ranks_is_refused(
     pool: ProcessPool, ranks: tuple[int, ...], match: str, kinds: tuple[type[Exception], ...], complaint: str
 ) -> None:
     with pytest.raises(AssertionError, match=complaint):
