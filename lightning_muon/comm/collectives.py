@@ -168,16 +168,16 @@ def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    pending = {
-        device: _start_reading([tensors[index] for index in indices], device) for device, indices in by_device.items()
-    }
+    pending = [
+        (indices, _start_reading([tensors[index] for index in indices], device))
+        for device, indices in by_device.items()
+    ]
 
     def read() -> list[list[Any]]:
-        found: list[list[Any]] = [[] for _ in tensors]
-        for device, indices in by_device.items():
-            for index, values in zip(indices, pending[device](), strict=True):
-                found[index] = values
-        return found
+        found: dict[int, list[Any]] = {}
+        for indices, read_device in pending:
+            found.update(zip(indices, read_device(), strict=True))
+        return [found[index] for index in range(len(tensors))]
 
     return read
 

@@ -131,16 +131,22 @@ class MadeGroups:
     def lease(self, base: dist.ProcessGroup) -> Lease:
         """A group of the same ranks and with the same backend as ``base`` that nobody else has now.
 
-        All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it.
+        All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it. A group is used
+        again if no rank has an owner for it. Where ranks have launched equally much over it, all of that arrives, and
+        is waited for; where they have not, nobody may use it again.
         """
         ranks, backend = tuple(dist.get_process_group_ranks(base)), str(dist.get_backend(base))
         made = self.private.setdefault((ranks, backend), [])
-        found = _unused(made, base) if made else None
-        if found is None:
-            found = PrivateGroup(self._make(ranks, backend))
-            made.append(found)
-            _connect(found.group)
-        return Lease(found)
+        free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
+        everyone = gather(free, base) if made else []
+        for number, count in free.items():
+            if all(other.get(number) == count for other in everyone):
+                if all(gather(made[number].settle(), base)):
+                    return Lease(made[number])
+                made[number].is_free = False
+        made.append(PrivateGroup(self._make(ranks, backend)))
+        _connect(made[-1].group)
+        return Lease(made[-1])
 
     def _make(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
         """A new group. Its members alone make it: ranks may own different parameters, and so belong to other meshes.
@@ -163,22 +169,6 @@ def _made() -> MadeGroups:
     if _CURRENT[0].world is not dist.group.WORLD:
         _CURRENT[0] = MadeGroups(dist.group.WORLD)
     return _CURRENT[0]
-
-
-def _unused(made: Sequence[PrivateGroup], base: dist.ProcessGroup) -> PrivateGroup | None:
-    """One of the groups that has no owner on any rank, and in which nothing is left over.
-
-    Collective over ``base``; every rank of it must call it, with the groups in the same order. Where ranks have
-    launched equally much, all of it arrives and is waited for. Where they have not, nobody may use the group again.
-    """
-    free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
-    everyone = gather(free, base)
-    for number, count in free.items():
-        if all(other.get(number) == count for other in everyone):
-            if all(gather(made[number].settle(), base)):
-                return made[number]
-            made[number].is_free = False
-    return None
 
 
 def _connect(group: dist.ProcessGroup) -> None:
@@ -225,25 +215,24 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     """
     # Found once: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
     found = _made().axis_groups
-    if (mesh, axes) not in found:
-        found[mesh, axes] = _find_axis_group(mesh, axes)
-    return found[mesh, axes]
-
-
-def _find_axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
+    if (mesh, axes) in found:
+        return found[mesh, axes]
     mine = mesh.get_coordinate()
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh} of its own parameters")
     index = tuple(slice(None) if axis in axes else mine[axis] for axis in range(mesh.ndim))
     ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
     if len(ranks) == 1:
-        return AxisGroup(None, 0, (tuple(mine),))
-    group = mesh.get_group(axes[0])
-    if len(axes) > 1:
-        group = _group_of(ranks, str(dist.get_backend(group)))
-    members = dist.get_process_group_ranks(group)
-    coordinates = tuple(tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in members)
-    return AxisGroup(group, members.index(dist.get_rank()), coordinates)
+        result = AxisGroup(None, 0, (tuple(mine),))
+    else:
+        group = mesh.get_group(axes[0])
+        if len(axes) > 1:
+            group = _group_of(ranks, str(dist.get_backend(group)))
+        members = dist.get_process_group_ranks(group)
+        coordinates = tuple(tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in members)
+        result = AxisGroup(group, members.index(dist.get_rank()), coordinates)
+    found[mesh, axes] = result
+    return result
 
 
 def _group_of(ranks: Ranks, backend: str) -> dist.ProcessGroup:

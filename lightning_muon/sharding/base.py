@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout
-from lightning_muon.params.routing import Route
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
 
@@ -169,24 +168,9 @@ class ShardingMode(ABC):
             self.call_log = None
 
 
-@runtime_checkable
-class Attachable(Protocol):
-    """An optimizer that can work on divided parameters: :class:`~lightning_muon.ParallelMuon`."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def routes(self) -> list[Route]:
-        """What each parameter is, in the order of the param groups."""
-        ...
-
-    def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
-        """Create the state, laid out like this."""
-        ...
-
-    def join(self, step: StepAgreement) -> None:
-        """Send the message of each step through this, or use what it has found out."""
-        ...
+def is_attachable(optimizer: Any) -> bool:
+    """Whether it can work on divided parameters: a :class:`~lightning_muon.ParallelMuon`."""
+    return hasattr(optimizer, "routes")
 
 
 def attach_optimizers(
@@ -217,7 +201,7 @@ def attach_optimizers(
             )
         if nodes is not None:
             optimizer.use_mesh(nodes)
-        if isinstance(optimizer, Attachable):
+        if is_attachable(optimizer):
             optimizer.attach(module, layout)
             if step is not None:
                 optimizer.join(step)

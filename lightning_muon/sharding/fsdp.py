@@ -33,7 +33,7 @@ from lightning_muon.compat.torch import (
     set_forward_resharding,
 )
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.fsdp_runtime import (
     fsdp_modules,
@@ -410,7 +410,7 @@ class Fsdp(ShardingMode):
         assert self._recovery is not None
         self._recovery.gradients_dropped = self._agreement.forget
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
-        self._is_deferred = all(isinstance(optimizer, Attachable) for optimizer in optimizers)
+        self._is_deferred = all(map(is_attachable, optimizers))
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
 
     @override

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -89,13 +88,9 @@ def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
         factor = divisor
         if shards_over_one_rank(unit):
             # FSDP2 would divide by its factor once before and once after the replicas' sum.
-            unit.set_all_reduce_hook(None if divisor is None else partial(_divide, divisor))  # type: ignore[arg-type]
+            unit.set_all_reduce_hook(None if divisor is None else lambda reduced: reduced.div_(divisor))  # type: ignore[arg-type]
             factor = None if divisor is None else 1.0
         unit.set_gradient_divide_factor(factor)  # type: ignore[arg-type]
-
-
-def _divide(divisor: float, reduced: Tensor) -> None:
-    reduced.div_(divisor)
 
 
 def free_unsharded(module: nn.Module) -> None:

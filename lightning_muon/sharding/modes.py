@@ -24,7 +24,7 @@ from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import Grid, ShardExchange, node_grid, shard_exchanges
-from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units
 from lightning_muon.sharding.weights import broadcast_initial_state, names_of
@@ -194,7 +194,7 @@ class Zero2(ReplicatedWeights):
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         used = [optimizer for optimizer in optimizers if any(group["params"] for group in optimizer.param_groups)]
         for optimizer in used:
-            if not isinstance(optimizer, Attachable):
+            if not is_attachable(optimizer):
                 raise ValueError(
                     f"sharding='zero2' divides the gradients that {type(optimizer).__name__} reads whole; use "
                     "ParallelMuon (with algorithm='adamw' for AdamW alone), or sharding='fsdp' or 'ddp'"
@@ -267,7 +267,7 @@ class Zero2(ReplicatedWeights):
             all_gather.close()
 
 
-def _flops_of_whole_matrices(optimizers: Sequence[Attachable]) -> dict[Tensor, int]:
+def _flops_of_whole_matrices(optimizers: Sequence[Any]) -> dict[Tensor, int]:
     """Parameters that one rank shall own, and the FLOPs of their step. The matrices of a stack are rows of it."""
     found: dict[Tensor, int] = {}
     for optimizer in optimizers:

@@ -264,27 +264,22 @@ def _automatic(module: nn.Module) -> list[nn.Module]:
     chosen: dict[nn.Module, None] = {}
 
     def visit(current: nn.Module) -> None:
-        declared = _declared_blocks(current)
-        blocks = _repeated_blocks(current)
-        if declared:
-            blocks = declared
-        elif sum(map(_num_elements, blocks)) < minimum:
+        # Classes that a transformers model declares as indivisible.
+        declared = getattr(current, "_no_split_modules", None)
+        inside: list[nn.Module] = []
+        if isinstance(declared, list | tuple | set) and declared:
+            found = (child for _, child in _unsharded(current) if child is not current)
+            inside = [child for child in found if type(child).__name__ in declared]
+        blocks = inside or _repeated_blocks(current)
+        if not inside and sum(map(_num_elements, blocks)) < minimum:
             blocks = []
         chosen.update(dict.fromkeys(blocks))
-        for child in () if declared else current.children():
+        for child in () if inside else current.children():
             if child not in blocks and not isinstance(child, FSDPModule):
                 visit(child)
 
     visit(module)
     return [block for block in chosen if block is not module]
-
-
-def _declared_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside a transformers model whose classes it declares as indivisible."""
-    declared = getattr(module, "_no_split_modules", None)
-    if not isinstance(declared, list | tuple | set) or not declared:
-        return []
-    return [child for _, child in _unsharded(module) if child is not module and type(child).__name__ in declared]
 
 
 def _repeated_blocks(container: nn.Module) -> list[nn.Module]:

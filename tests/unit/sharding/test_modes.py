@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon, ParallelMuonStrategy
 from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.base import Attachable, ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.modes import MODES, SingleProcess, make_mode
 from tests.support.processes import ProcessPool
 
@@ -44,7 +44,7 @@ def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
 def test_only_optimizers_that_can_be_attached_are() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     ours, theirs = ParallelMuon(net[0].parameters()), torch.optim.SGD(net[1].parameters(), momentum=0.9)
-    assert isinstance(ours, Attachable) and not isinstance(theirs, Attachable)
+    assert is_attachable(ours) and not is_attachable(theirs)
     attach_optimizers(net, [ours, theirs], Layout())
     assert [route.name for route in ours.routes] == ["0.weight", "0.bias"]
     assert len(ours.state) == 2 and not theirs.state
