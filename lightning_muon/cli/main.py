@@ -81,24 +81,19 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "config": config_command,
     "convert": _convert,
     "launch": _launch,
-    "plan": lambda words: plan_command(words, cli_class=_lightning_cli),
+    "plan": plan_command,
     "trace": trace_command,
 }
 
 
 def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name."""
-    return _lightning_cli()(
-        trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs
-    )
-
-
-def _lightning_cli() -> type[Any]:
     try:
         package = first_installed(TRAINERS, "lightning-muon needs Lightning")
     except ImportError as error:
         raise SystemExit(str(error)) from error
-    return importlib.import_module(f"{package}.cli").LightningCLI
+    cli_class = importlib.import_module(f"{package}.cli").LightningCLI
+    return cli_class(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from torch import nn
 from lightning_muon.config import MuonConfig, unknown_option
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
+from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.params.routing import route_module
@@ -51,20 +51,34 @@ class PlannedModel:
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
 
 
-def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
+def read_config(path: Path) -> PlannedModel:
     """Read what ``lightning-muon fit --config`` takes and build its model on the meta device, without a Trainer.
 
-    A model that needs real tensors in its constructor is built on the CPU. ``cli_class`` is the ``LightningCLI`` of the
-    installed package.
+    A model that needs real tensors in its constructor is built on the CPU. Needs jsonargparse.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no config file {path}")
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    content = read_yaml(path)
+    # As LightningCLI does it.
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
     try:
-        cli = _model_only(cli_class)(args=["fit", "--config", str(path)], save_config_callback=None)
-    except SystemExit as error:
-        # The parser has printed its usage and ends the process; what it says does not name the file.
-        raise ValueError(f"{path}: {error.__context__ or 'LightningCLI does not accept it, see above'}") from error
-    trainer = cli.config["fit"].as_dict().get("trainer") or {}
+        parsed = parser.parse_object({"model": content.get("model")})
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+    def build() -> Any:
+        model = parser.instantiate_classes(parsed)["model"]
+        model.configure_model()
+        return model
+
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:
+        # Whatever a constructor does with numbers fails on tensors that have none.
+        model = build()
+    trainer = content.get("trainer") or {}
     strategy = trainer.get("strategy")
     arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     known = ("optimizer", *(field.name for field in fields(MeshSizes)))
@@ -74,14 +88,14 @@ def read_config(path: Path, cli_class: type[Any]) -> PlannedModel:
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
     optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
     # As far as the file determines the mesh without looking at a machine.
-    asked, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes")
+    asked, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         replicate, shard = asked.resolve(num_nodes=nodes, num_processes=devices)
     else:
         replicate, shard = (
             size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size)
         )
-    shapes = shapes_of(cli.model, optimizer, name=f"{type(cli.model).__name__} ({path.name})", source=str(path))
+    shapes = shapes_of(model, optimizer, name=f"{type(model).__name__} ({path.name})", source=str(path))
     return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
 
 
@@ -102,52 +116,10 @@ def shapes_of(module: nn.Module, optimizer: MuonConfig, *, name: str, source: st
         fused=optimizer.fused,
     )
     parameters = tuple(
-        ParameterShape(
-            name=route.name,
-            shape=tuple(parameter.shape),
-            kind=route.kind,
-            reason=route.reason,
-            splits=route.splits,
-            split_dim=route.split_dim,
-            frozen=not parameter.requires_grad,
-        )
+        ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)
         for route, parameter in zip(routes.values(), module.parameters(), strict=True)
     )
     return ModelShapes(name=name, source=source, parameters=parameters)
-
-
-def _model_only(cli_class: type[Any]) -> type[Any]:
-    """A LightningCLI that parses everything, makes the model and nothing else."""
-
-    class ModelOnlyCLI(cli_class):
-        def parse_arguments(self, parser: Any, args: Any) -> None:
-            with warnings.catch_warnings():
-                # It suspects a mistake when a program with arguments of its own calls LightningCLI with others.
-                warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run")
-                super().parse_arguments(parser, args)
-
-        def _set_seed(self) -> None:
-            """No random numbers are needed."""
-
-        def instantiate_classes(self) -> None:
-            only_model = type(self.config)(model=self.config["fit"]["model"])
-
-            def build() -> nn.Module:
-                model = self._parser("fit").instantiate_classes(only_model)["model"]
-                model.configure_model()
-                return model
-
-            try:
-                with torch.device("meta"):
-                    self.model = build()
-            except Exception:
-                # Whatever a constructor does with numbers fails on tensors that have none.
-                self.model = build()
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            """Nothing is trained."""
-
-    return ModelOnlyCLI
 
 
 def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:

@@ -30,6 +30,7 @@ def plan_as_dict(
     *,
     choice: Mapping[str, Any] | None = None,
     slow_links: Mapping[str, Any] | None = None,
+    zero2: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Everything, for ``--json``: seconds, bytes, FLOPs and shares.
 
@@ -52,6 +53,7 @@ def plan_as_dict(
         "config": choice,
         "flexdemo": slow_links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
+        "zero2": zero2 or None,
     }
 
 
@@ -63,6 +65,7 @@ def plan_as_text(
     *,
     choice: Mapping[str, Any] | None = None,
     slow_links: str = "",
+    zero2: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The same as :func:`plan_as_dict`, in sections."""
     head = [f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)"]
@@ -85,6 +88,8 @@ def plan_as_text(
         notes = [fill(f"{each.name}: {each.numbers['note']}") for each in outcomes if each.numbers["note"]]
         if notes:
             sections.append(section("Notes", "\n".join(notes)))
+    if zero2:
+        sections.append(section("Gradients and values with sharding=zero2, one step", _zero2(zero2)))
     return "\n\n".join(["\n".join(map(fill, head)), *sections]) + "\n"
 
 
@@ -295,8 +300,7 @@ def zero2_ways(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: i
     ]
 
 
-def zero2_table(ways: Sequence[Mapping[str, Any]]) -> str:
-    """The same as text."""
+def _zero2(ways: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         (
             f"{way['way']} *" if way["is_chosen"] else way["way"],
