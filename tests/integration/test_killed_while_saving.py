@@ -29,14 +29,14 @@ from tests.support.processes import ProcessPool
 _NUM_EPOCHS, _NUM_STEPS = 3, 2
 
 
-def _fit(directory: str, *, resume: str | None = None, sharded: bool = True) -> tuple[list[float], Any]:
+def _fit(directory: str, *, resume: str | None = None) -> tuple[list[float], Any]:
     """Overwrite ``last.ckpt`` after each epoch; losses and weights."""
     pl = load(PACKAGES[0])
     model = language_model(pl, seed=1 if resume else 0)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="last", enable_version_counter=False)
     fitter = trainer(
         pl,
-        strategy=strategy_class(PACKAGES[0])(save_distributed_checkpoint=sharded),
+        strategy=strategy_class(PACKAGES[0])(),
         callbacks=[callback],
         enable_checkpointing=True,
         max_epochs=_NUM_EPOCHS,
@@ -46,7 +46,7 @@ def _fit(directory: str, *, resume: str | None = None, sharded: bool = True) -> 
     return model.losses, full_weights(model)
 
 
-def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int, sharded: bool = True) -> None:
+def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int) -> None:
     """As :func:`_fit`, until ``rank`` is about to do ``event`` to a path that matches ``name`` for the n-th time."""
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -64,7 +64,7 @@ def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int,
                 os.kill(pid, signal.SIGKILL)
 
     sys.addaudithook(observe)
-    _fit(directory, sharded=sharded)
+    _fit(directory)
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +74,26 @@ def reference(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize(
-    ("kill", "sharded", "num_epochs"),
+    ("place", "num_epochs"),
     [
         # The last rank is about to write its shard of the second epoch; the other one has.
-        ((1, "open", "__1_0.distcp", 2), True, 1),
+        ((1, "open", "__1_0.distcp"), 1),
         # The directory in the place of the checkpoint is empty.
-        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), True, 2),
-        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$", 2), False, 2),
+        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$"), 2),
     ],
 )
 def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(
     gloo: ProcessPool,
     tmp_path: Path,
     reference: tuple[list[float], Any],
-    kill: tuple[int, str, str, int],
-    sharded: bool,
+    place: tuple[int, str, str],
     num_epochs: int,
 ) -> None:
     losses, weights = reference
-    *place, count = kill
     with pytest.raises(RanksFailedError):
-        gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=count, sharded=sharded, world_size=2)
+        gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=2, world_size=2)
     # A Trainer finds the last one by looking into the directory, before it asks the strategy.
-    resumed = gloo.run(_fit, str(tmp_path / "run"), resume="last", sharded=sharded, world_size=2)
+    resumed = gloo.run(_fit, str(tmp_path / "run"), resume="last", world_size=2)
     assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :]
     assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
     assert max_difference(resumed[0][1], weights) == 0.0

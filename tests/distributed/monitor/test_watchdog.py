@@ -326,15 +326,13 @@ def test_ranks_that_wait_for_each_other_are_freed(gloo: ProcessPool) -> None:
         assert 0.2 < took < 5
 
 
-def test_without_process_groups_nothing_is_broken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
+def test_only_ports_that_are_not_kept_are_broken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         served, _ = server.accept()
-        break_communication({server.getsockname()[1]})
-        served.sendall(b"alive")
-        assert client.recv(5) == b"alive"
-        break_communication()
-        with pytest.raises(OSError):
-            served.sendall(b"x")
-        served.close()
-        client.close()
+        with served:
+            break_communication({server.getsockname()[1]})
+            served.sendall(b"alive")
+            assert client.recv(5) == b"alive"
+            break_communication()
+            with pytest.raises(OSError):
+                served.sendall(b"x")

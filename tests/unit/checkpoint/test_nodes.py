@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_muon.checkpoint.nodes import (
     NodeWeights,
     common_weights,
-    copied,
     expect_saved_nodes,
     of_first_node,
     share_whole,
@@ -26,27 +25,21 @@ from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication
 from tests.support.processes import ProcessPool
 
 
-def test_copies_are_apart_from_the_weights_and_tied_as_they_are() -> None:
-    weight = nn.Parameter(torch.randn(3))
-    state = copied({"a": weight, "b": weight, "extra": "text"})
-    assert state["a"] is state["b"] and state["extra"] == "text"
-    with torch.no_grad():
-        weight.add_(1)
-    assert torch.equal(state["a"] + 1, weight)
-
-
 def _first(shape: tuple[int, int]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()
     own = torch.full((2, 3), float(rank))
+    sharded = DTensor.from_local(own, mesh["shard"], [Shard(0)], run_check=False)
     state = {
-        "sharded": DTensor.from_local(own, mesh["shard"], [Shard(0)], run_check=False),
+        "sharded": sharded,
+        "tied": sharded,
         "flags": torch.tensor([rank % 2 == 0, True]),
         "count": torch.tensor(rank),
         "empty": torch.empty(0),
     }
     found = of_first_node(state, mesh)
     assert torch.equal(own, torch.full((2, 3), float(rank))), "the weights themselves stay"
+    assert found["tied"] is found["sharded"]
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in found.items()}
 
 

@@ -46,7 +46,7 @@ def call_log(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
         dist.destroy_process_group()
 
 
-def _position(
+def at(
     calls: list[int],
     group: str | None = None,
     counts: dict[str, int] | None = None,
@@ -62,23 +62,16 @@ def _position(
 @pytest.mark.parametrize(
     ("mine", "theirs", "words"),
     [
-        pytest.param(_position([A]), _position([B]), r"rank 0 runs '0'.*rank 1 runs '1'", id="units"),
-        pytest.param(_position([A, A_BACKWARD]), _position([A, B]), "backward pass of '0'", id="directions"),
-        pytest.param(_position([A, B]), _position([A, END]), "rank 1 ends the step", id="end"),
-        pytest.param(_position([A]), _position([LEFT]), "rank 1 ends the run", id="left"),
-        pytest.param(_position([B, A], skipped=1), _position([A, B, B]), "rank 0 runs '0'", id="skipped"),
+        pytest.param(at([A]), at([B]), r"rank 0 runs '0'.*rank 1 runs '1'", id="units"),
+        pytest.param(at([A, A_BACKWARD]), at([A, B]), "backward pass of '0'", id="directions"),
+        pytest.param(at([A, B]), at([A, END]), "rank 1 ends the step", id="end"),
+        pytest.param(at([A]), at([LEFT]), "rank 1 ends the run", id="left"),
+        pytest.param(at([B, A], skipped=1), at([A, B, B]), "rank 0 runs '0'", id="skipped"),
+        pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 5}), "different places", id="one collective"),
+        pytest.param(at([A], "x", {"x": 5, "y": 1}), at([], "y", {"x": 4, "y": 2}), "different places", id="crossed"),
         pytest.param(
-            _position([A], "x", {"x": 5}), _position([], "x", {"x": 5}), "different places", id="one collective"
-        ),
-        pytest.param(
-            _position([A], "x", {"x": 5, "y": 1}),
-            _position([], "y", {"x": 4, "y": 2}),
-            "different places",
-            id="crossed",
-        ),
-        pytest.param(
-            _position([B], crossing=[A_BACKWARD]),
-            _position([A], shard=1, crossing=[B_BACKWARD]),
+            at([B], crossing=[A_BACKWARD]),
+            at([A], shard=1, crossing=[B_BACKWARD]),
             "rank 0 enters the backward pass of '0'",
             id="replicas",
         ),
@@ -95,20 +88,16 @@ def test_ranks_that_can_never_meet_are_named(
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [
-        pytest.param(_position([A], "x", {"x": 5}), _position([]), id="the other computes"),
-        pytest.param(_position([A], "x", {"x": 5}), _position([], "x", {"x": 4}), id="the other is late"),
-        pytest.param(_position([A], "x", {"x": 5}), _position([A], "x", {"x": 5}), id="both wait for a third"),
-        pytest.param(_position([A]), _position([B], step=4), id="another step"),
-        pytest.param(_position([A], "x", {"x": 5}), _position([], "x", {"x": 5}, beat=1), id="just arrived"),
-        pytest.param(
-            _position([A], "x", {"x": 5, "y": 1}), _position([], "y", {"x": 5, "y": 2}), id="one has only to go on"
-        ),
-        pytest.param(_position([A], "x", {"x": 5}), _position([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
-        pytest.param(_position([A, B]), _position([B], shard=1), id="replicas that only gather"),
-        pytest.param(
-            _position([A, A], "x", {"x": 5}), _position([A], "x", {"x": 5}, shard=1), id="replicas in one collective"
-        ),
-        pytest.param(_position([B, A], skipped=9), _position([A, B, B]), id="too far apart"),
+        pytest.param(at([A], "x", {"x": 5}), at([]), id="the other computes"),
+        pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 4}), id="the other is late"),
+        pytest.param(at([A], "x", {"x": 5}), at([A], "x", {"x": 5}), id="both wait for a third"),
+        pytest.param(at([A]), at([B], step=4), id="another step"),
+        pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 5}, beat=1), id="just arrived"),
+        pytest.param(at([A], "x", {"x": 5, "y": 1}), at([], "y", {"x": 5, "y": 2}), id="one has only to go on"),
+        pytest.param(at([A], "x", {"x": 5}), at([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
+        pytest.param(at([A, B]), at([B], shard=1), id="replicas that only gather"),
+        pytest.param(at([A, A], "x", {"x": 5}), at([A], "x", {"x": 5}, shard=1), id="replicas in one collective"),
+        pytest.param(at([B, A], skipped=9), at([A, B, B]), id="too far apart"),
     ],
 )
 def test_slow_ranks_prove_nothing(call_log: FsdpCallLog, mine: Position, theirs: Position) -> None:
