@@ -19,7 +19,7 @@ from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
-from lightning_muon.flexdemo.replicators import ExchangeStep, Replicator, check_replicator
+from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
 from lightning_muon.optim.executor import Executor
 from lightning_muon.optim.parameters import Gradients, States
@@ -168,8 +168,6 @@ class MomentumSync(InterNodeSync):
         # Whether there may be residuals although there is one node only, and updates of before in the state.
         self._has_loaded = False
         self._has_late = False
-        # Shapes of blocks that the replicator is known to encode.
-        self._tried: set[tuple[Replicator, tuple[int, ...]]] = set()
 
     @property
     @override
@@ -202,11 +200,9 @@ class MomentumSync(InterNodeSync):
 
     @override
     def check(self, parameters: Sequence[Tensor]) -> None:
-        parts = [part for plan in plan_buckets(shapes_of(parameters), self.config) for part in plan.parts]
-        for replicator, block_shape in {(part.replicator, part.block_shape) for part in parts} - self._tried:
-            if block_shape:
-                check_replicator(replicator, block_shape)
-            self._tried.add((replicator, block_shape))
+        for plan in plan_buckets(shapes_of(parameters), self.config):
+            for part in plan.parts:
+                check_replicator(part.replicator, part.block_shape)
 
     @override
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:

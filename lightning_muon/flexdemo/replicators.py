@@ -7,6 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -113,6 +114,7 @@ class LocalSteps(ABC):
         """Bits that a node sends for each parameter, on average over the steps."""
 
 
+@cache
 def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) -> None:
     """Raise unless two blocks (``()``: of a small matrix) are encoded and decoded as :class:`Replicator` says."""
     rows, cols = 48, 40

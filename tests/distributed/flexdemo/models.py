@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import FlexDeMo
-from tests.distributed.flexdemo.setup import check_equal, full
+from tests.distributed.flexdemo.setup import Ranks
 from tests.reference.flexdemo import ReferenceFlexDeMo, Rules
 
 NUM_TOKENS = 11
@@ -79,11 +79,11 @@ def loss(model: nn.Module, plan: Plan, step: int, node: int, shard_rank: int, mi
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / plan.micro_batches
 
 
-class ShardedNet:
+class ShardedNet(Ranks):
     """The calling rank's part of the model, and its optimizer."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.case = self.plan = plan  # type: ignore[assignment]
         self.mesh = init_device_mesh("cpu", plan.mesh_shape, mesh_dim_names=("replicate", "shard"))
         self.node, self.shard_rank = self.mesh.get_local_rank("replicate"), self.mesh.get_local_rank("shard")
         self.model = make_net()
@@ -104,42 +104,12 @@ class ShardedNet:
         if self.plan.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
 
-    def train(self, steps: Sequence[int] | None = None) -> None:
-        """Steps; after each the weights are equal on all nodes, bit for bit."""
-        for step in range(self.plan.num_steps) if steps is None else steps:
-            self.backward(step)
-            self.optimizer.step()
-            self.check_nodes_agree()
+    set_gradients = backward
 
-    def check_nodes_agree(self) -> None:
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
         self.model.reshard()
-        check_equal({name: p.detach() for name, p in self.model.named_parameters()}, self.mesh)
-
-    def weights(self) -> dict[str, Tensor]:
-        self.model.reshard()
-        return {name: full(parameter.detach()) for name, parameter in self.model.named_parameters()}
-
-    def residuals(self) -> dict[str, Tensor]:
-        """All nodes' residuals, (R, *shape)."""
-        self.model.reshard()
-        states = self.optimizer.state
-        return {
-            name: full(states[parameter]["residual"])
-            for name, parameter in self.model.named_parameters()
-            if "residual" in states[parameter]
-        }
-
-
-def train(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and residuals after all steps."""
-    ranks = ShardedNet(plan)
-    ranks.train()
-    return ranks.weights(), ranks.residuals()
-
-
-def train_all(plans: Sequence[Plan]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights and residuals of several runs, one after the other."""
-    return [train(plan) for plan in plans]
+        return dict(self.model.named_parameters())
 
 
 def node_gradients(model: nn.Module, plan: Plan, step: int, node: int) -> dict[str, Tensor]:

@@ -141,16 +141,16 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def train(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train(case: Case, kind: type[Ranks] = Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and residuals after all steps."""
-    ranks = Ranks(case)
+    ranks = kind(case)
     ranks.train()
     return ranks.weights(), ranks.residuals()
 
 
-def train_all(cases: Sequence[Case]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def train_all(cases: Sequence[Case], kind: type[Ranks] = Ranks) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Weights and residuals of several runs, one after the other."""
-    return [train(case) for case in cases]
+    return [train(case, kind) for case in cases]
 
 
 def reference(case: Case, rules: Rules, **options: Any) -> ReferenceFlexDeMo:

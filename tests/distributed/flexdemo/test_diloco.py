@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import DiLoCo, NoReplication
-from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal, full, local
+from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal, full
 from tests.reference.diloco import ReferenceDiLoCo, Rules
 from tests.support.processes import ProcessPool
 
@@ -136,46 +136,6 @@ def test_without_replication_every_node_is_alone(gloo: ProcessPool, base: str) -
                 tensors[name].grad = gradient
             optimizer.step()
         assert_close(weights, {name: tensor.detach() for name, tensor in tensors.items()}, 1e-6)
-
-
-def _resume(case: Case, stop: int) -> tuple[dict[str, Tensor], ...]:
-    """Local weights of a run, of one that is stopped in between and looked at, and of one that goes on from there."""
-    whole, first, second = Ranks(case), Ranks(case), Ranks(case)
-    for step in range(case.num_steps):
-        whole.set_gradients(step)
-        whole.optimizer.step()
-    for step in range(stop):
-        first.set_gradients(step)
-        first.optimizer.step()
-    state = deepcopy(first.optimizer.state_dict())
-    with torch.no_grad():
-        for name, parameter in second.parameters.items():
-            # What a checkpoint of the model has: equal on all nodes, and not what each node had.
-            local(parameter).copy_(local(second.place(case.weights()[name])) + 1)
-    second.optimizer.load_state_dict(state)
-    for ranks in (first, second):
-        for step in range(stop, case.num_steps):
-            ranks.set_gradients(step)
-            ranks.optimizer.step()
-    return tuple(
-        {name: local(parameter.detach()).clone() for name, parameter in ranks.parameters.items()}
-        for ranks in (whole, first, second)
-    )
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "base", "overlap", "stop"),
-    [((2, 2), "adamw", True, 4), ((3, 1), "sgd", False, 4), ((2, 1), "sgd", True, 6), ((2, 2), "muon", False, 6)],
-    ids=str,
-)
-def test_a_run_resumed_within_a_period_has_equal_bits(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], overlap: bool, base: str, stop: int
-) -> None:
-    case = _case(mesh_shape, DiLoCo(period=3, overlap=overlap))
-    case = replace(case, options=case.options | {"base": base})
-    for whole, looked_at, resumed in gloo.run(_resume, case, stop, world_size=case.world_size):
-        assert_equal(looked_at, whole)
-        assert_equal(resumed, whole)
 
 
 def _saved_whole(case: Case) -> dict[str, Any]:

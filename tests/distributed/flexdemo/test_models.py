@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, DiLoCo, Random
-from tests.distributed.flexdemo.models import Plan, ShardedNet, reference, train, train_all
-from tests.distributed.flexdemo.setup import assert_close, assert_equal, local
+from tests.distributed.flexdemo.models import Plan, ShardedNet, reference
+from tests.distributed.flexdemo.setup import assert_close, assert_equal, local, train, train_all
 from tests.reference.flexdemo import Rules
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
@@ -37,7 +37,7 @@ def _check(gloo: ProcessPool, plan: Plan, **options: Any) -> None:
         **TOP_K,
     )
     expected = reference(plan, rules, **options)
-    for weights, residuals in gloo.run(train, plan, world_size=plan.world_size):
+    for weights, residuals in gloo.run(train, plan, ShardedNet, world_size=plan.world_size):
         assert_close(weights, expected.weights, EXACT)
         for node in range(num_nodes):
             found = {name: residual[node] for name, residual in residuals.items()}
@@ -77,7 +77,7 @@ def test_an_exchange_from_the_hooks_gives_the_same_bits(
 ) -> None:
     options = [OPTIONS | {"overlap": overlap, "replicator": replicator} for overlap in ("backward", "step")]
     plans = [Plan(mesh_shape=(3, 1), options=each, num_steps=5, **fields) for each in options]
-    for early, late in gloo.run(train_all, plans, world_size=plans[0].world_size):
+    for early, late in gloo.run(train_all, plans, ShardedNet, world_size=plans[0].world_size):
         assert_equal(early[0], late[0])
         assert_equal(early[1], late[1])
 

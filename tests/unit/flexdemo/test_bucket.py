@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Replicator
-from lightning_muon.flexdemo.bucket import MomentumBucket, merged, pack, paired_views, unpack
+from lightning_muon.flexdemo.bucket import MomentumBucket, merge, merged, pack, paired_views, unpack
 from lightning_muon.flexdemo.bucket_plan import Part, Place
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 from tests.reference.flexdemo import blocks_of, columns, dct
@@ -186,3 +186,38 @@ def test_every_element_has_its_place_and_comes_back(replicator: Replicator) -> N
         for in_batch, in_found in paired_views(part, place, batch, found):
             in_found.add_(in_batch)
         assert torch.equal(found, local)
+
+
+def test_a_zero_is_no_contribution() -> None:
+    nodes = [
+        Components(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[6, 3, 1]])),
+        Components(torch.tensor([[8.0, 16.0, 0.0]]), torch.tensor([[2, 6, 1]])),
+    ]
+    assert merge(nodes, "contributors", 7).values.tolist() == [[8.5, 0.0, 4.0, 8.0, 0.0, 0.0]]
+    assert merge(nodes, "mean", 7).values.tolist() == [[8.5, 0.0, 2.0, 4.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("rule", ["contributors", "mean"])
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+def test_sums_are_made_in_the_order_of_the_nodes_without_atomics(rule: str, num_nodes: int) -> None:
+    """Bit for bit, for more blocks than are summed at a time."""
+    torch.manual_seed(num_nodes)
+    num_blocks, num_sent, numel = 300, 40, 64 * 64
+    # Distinct indices in each block, as of a top-k, many of which several nodes send.
+    nodes = [
+        Components(torch.randn(num_blocks, num_sent), 67 * torch.rand(num_blocks, 60).argsort(1)[:, :num_sent])
+        for _ in range(num_nodes)
+    ]
+    with NoAtomics():
+        found = merge(nodes, rule, numel)
+    expected, counts, sums = (torch.zeros(num_blocks, numel) for _ in range(3))
+    for values, indices in nodes:
+        for column in range(num_sent):
+            place = indices[:, column : column + 1]
+            expected.scatter_(1, place, expected.gather(1, place) + values[:, column : column + 1])
+            counts.scatter_(1, place, counts.gather(1, place) + 1)
+    expected /= num_nodes if rule == "mean" else counts.clamp(min=1)
+    for column in torch.randperm(found.values.size(1)).tolist():
+        place = found.indices[:, column : column + 1]
+        sums.scatter_(1, place, sums.gather(1, place) + found.values[:, column : column + 1])
+    assert torch.equal(sums, expected)

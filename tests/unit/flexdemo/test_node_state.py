@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import FlexDeMoConfig, NoReplication
-from lightning_muon.comm.groups import ALONE
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync
 from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes
 from lightning_muon.params.layout import Decoupled
@@ -132,18 +131,6 @@ def test_parameters_come_in_the_order_of_their_updates(gloo: ProcessPool) -> Non
 
 def _sync(mesh: Any = None) -> InterNodeSync:
     return InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
-
-
-def test_a_process_without_a_mesh_is_the_only_node() -> None:
-    sync = _sync()
-    assert sync.layout is None and (sync.node, sync.num_nodes) == (0, 1)
-    assert (sync.groups.reduce_group, sync.groups.gather_group) == (ALONE, ALONE)
-    assert sync.groups is sync.groups, "exchanges that wait would be lost"
-    local = torch.zeros(3, 2)
-    of_all = sync.of_all_nodes(nn.Parameter(local), local)
-    assert of_all.shape == (1, 3, 2)
-    of_all.fill_(1)
-    assert (local == 1).all()
 
 
 def _on_a_mesh() -> None:
