@@ -335,13 +335,12 @@ class MomentumSync(InterNodeSync):
 
     def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
         """No other node has a part in the updates: all of the momentum, which is the gradient."""
-        gradients = dict(gradients)
-        for tensor in trained.trainable if self._has_loaded else ():
-            if tensor in gradients:
-                residual = local_tensor(trained.states[tensor]["residual"])[0]
-                gradients[tensor] = gradients[tensor] + (self.config.decay * residual).to(gradients[tensor].dtype)
-                residual.zero_()
-        updates = super().updates(trained, gradients)
+        momenta = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
+        for tensor, gradient in momenta.items() if self._has_loaded else ():
+            residual = local_tensor(trained.states[tensor]["residual"])[0]
+            momenta[tensor] = gradient + (self.config.decay * residual).to(gradient.dtype)
+            residual.zero_()
+        updates = super().updates(trained, momenta)
         for tensor, late in self._take_late(trained).items():
             updates[tensor] = updates[tensor] + late if tensor in updates else late
         return updates

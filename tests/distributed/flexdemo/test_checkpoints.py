@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
+from tests.distributed.flexdemo.models import Plan
 from tests.distributed.flexdemo.setup import assert_equal, full
 from tests.support.processes import ProcessPool
 
 STOP, END = 3, 5
 SPARSE: dict[str, Any] = {"dense_below": 16, "chunk_bytes": 700, "replicator": DCTTopK(chunk_size=8, top_k=5)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What all ranks do; see :class:`Run`."""
-
-    mesh_shape: tuple[int, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh_shape[0] * self.mesh_shape[1]
 
 
 class Run:

@@ -37,7 +37,7 @@ def _simulate(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
                 each.groups.send_sums_until(each)
             for bucket, each in zip(of_nodes, exchanges, strict=True):
                 merged = each.result(config.merge)
-                bucket.settle(each.own, exchange_step, tensors)
+                bucket.settle(each.own, exchange_step, set(tensors))
                 updates = bucket.decode(merged, exchange_step, set(bucket.parameters), sign=config.takes_sign)
             for tensor, update in updates.items():
                 tensor.add_(update, alpha=-0.01)
