@@ -18,8 +18,7 @@ from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_exchange import NodeGroups
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
-from lightning_muon.optim.parameters import BoundParameter, Gradients, States
-from lightning_muon.optim.state import StateCompletion, zero_state
+from lightning_muon.optim.parameters import BoundParameter, Gradients, StateCompletion, States, zero_state
 from lightning_muon.params.layout import StepPart, local_tensor
 
 if TYPE_CHECKING:

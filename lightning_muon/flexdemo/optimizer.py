@@ -33,9 +33,8 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import BoundParameter
+from lightning_muon.optim.parameters import BoundParameter, StateCompletion
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
-from lightning_muon.optim.state import StateCompletion
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.sharding.fsdp_runtime import free_unsharded

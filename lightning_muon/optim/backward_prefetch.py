@@ -100,10 +100,7 @@ class BackwardPrefetch(ABC):
         return self.is_sent(key) and any(tensor not in gradients for tensor in self._buckets[key])
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
-        """Whether the step would send other bits of a bucket than this rank has sent, if it has: a bool on the device.
-
-        ``gradients`` are the local ones now, all of the bucket.
-        """
+        """Whether a step with these gradients would send other bits than this rank has sent: a bool on the device."""
         if self.is_sent(key):
             return self._differs(key, gradients)
         return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
@@ -159,10 +156,7 @@ class BackwardPrefetch(ABC):
 
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
-        """A gradient has been accumulated; send the buckets that are complete now.
-
-        A bucket waits for all before it, so that the order is the same on all ranks.
-        """
+        """Send what a new gradient completes; a bucket waits for all before it, so that all ranks have one order."""
         if not self._arrivals[tensor].add():
             return
         for key in self._keys_of[tensor]:

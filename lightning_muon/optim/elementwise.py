@@ -17,7 +17,6 @@ from lightning_muon.params.layout import Layout, local_tensor
 Elementwise = Callable[
     [Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], Mapping[Tensor, float]], None
 ]
-_NOTHING_READ: Mapping[Tensor, float] = {}
 # A parameter, its gradient and its two moments.
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
@@ -62,7 +61,7 @@ def adamw_step_(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    numbers: Mapping[Tensor, float] = _NOTHING_READ,
+    numbers: Mapping[Tensor, float],
 ) -> None:
     """One AdamW step; an :data:`Elementwise`.
 
@@ -121,7 +120,7 @@ def sgd_step_(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    numbers: Mapping[Tensor, float] = _NOTHING_READ,
+    numbers: Mapping[Tensor, float],
 ) -> None:
     """Params <- (1 - lr * weight_decay) * params - lr * grads; an :data:`Elementwise`."""
     lr = number(group["lr"], numbers)

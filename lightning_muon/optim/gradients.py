@@ -174,10 +174,7 @@ def _agree_on_mesh(
     check: bool,
     looks: bool,
 ) -> None:
-    """Add the local gradients to ``found`` and what the mesh knows to ``findings``.
-
-    Collective over the mesh; every rank of it must call it.
-    """
+    """Add what the mesh knows to ``found`` and ``findings``. Collective over the mesh; every rank must call it."""
     tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
     have = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     unusable = [has and _is_unusable(tensor) for tensor, has in zip(tensors, have, strict=True)]
@@ -346,10 +343,7 @@ def _conclude(plan: StepPlan, keys_of: Mapping[MeshMembers, Sequence[str]], valu
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
-    """The other ranks that hold the same part of a parameter, ``None`` if there are none.
-
-    Collective over them the first time; every rank of the mesh must call it.
-    """
+    """The ranks with the same part of a parameter, if several; collective the first time, every rank must call it."""
     mesh, placements = layout.mesh_and_placements(tensor)
     replicated = tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
     if mesh is None or not replicated:
@@ -359,10 +353,7 @@ def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
-    """Zeros where this rank has no gradient; replicas then take their mean, so that they stay equal.
-
-    Collective over the replicas; every rank of the mesh must call it.
-    """
+    """Zeros for a missing gradient; then the mean over replicas. Collective over these; every rank must call it."""
     if tensor not in found:
         found[tensor] = torch.zeros_like(layout.local(tensor))
     replicas = _replicas(layout, tensor)

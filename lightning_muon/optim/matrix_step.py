@@ -132,10 +132,7 @@ class MatrixStep:
         self._pool.drop(_early_slot(key))
 
     def run(self, agreed: AgreedGradients, states: States) -> None:
-        """Update every parameter that has a gradient.
-
-        Collective over the axes of each exchange group; every rank of it must call it.
-        """
+        """Update all with gradients. Collective over the axes of each exchange group; every rank must call it."""
         self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()

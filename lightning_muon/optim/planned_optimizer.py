@@ -23,7 +23,6 @@ from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter
-from lightning_muon.optim.state import StateCompletion, check_shapes, convert_
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart
@@ -188,10 +187,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout.forget_unreduced(self._all_parameters())
 
     def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
-        """The plan, which is made anew if any rank needs that, and what all ranks know of the gradients.
-
-        Collective as :meth:`step` is; every rank must call it.
-        """
+        """Plan, anew if any rank needs that, and gradients. Collective as :meth:`step` is; every rank must call it."""
         bound = self._bound or self._bind()
         agreed = self._agree_on_gradients(bound, has_loss=has_loss)
         if agreed is None:
@@ -252,7 +248,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
         given = self._all_parameters()
-        convert_([(given[number], state) for number, state in states.items()], self._layout.saved)
+        parameters.convert_([(given[number], state) for number, state in states.items()], self._layout.saved)
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,12 +261,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 has changed then.
         """
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
-        check_shapes(state_dict, self.param_groups)
+        parameters.check_shapes(state_dict, self.param_groups)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
         states = self._existing_state
-        convert_([(each, states[each]) for each in self._all_parameters() if each in states], self._layout.loaded)
+        parameters.convert_(
+            [(each, states[each]) for each in self._all_parameters() if each in states], self._layout.loaded
+        )
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -298,9 +296,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _complete_state(self) -> None:
         self._completion.complete(self._bind_parameters(), self._existing_state)
 
-    def _own_completion(self) -> StateCompletion:
+    def _own_completion(self) -> parameters.StateCompletion:
         """How the state of a parameter is made."""
-        return StateCompletion()
+        return parameters.StateCompletion()
 
     @property
     def _elementwise(self) -> Elementwise:

@@ -138,11 +138,13 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     part = make_part(done, reads)
 
-    early = [op.key for op in matrices if op.kind == OpKind.GATHER and _is_early(buckets[op.key])]
+    # Gradients must be sharded by the time that a bucket is sent during backward.
+    gathered = [buckets[op.key] for op in matrices if op.kind == OpKind.GATHER]
+    sharded = [each for each in gathered if all(isinstance(tensor, DTensor) for tensor in each.tensors)]
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=0 if options.overlap == "off" else options.look_ahead,
-        early=early,
+        early=[each.key for each in sharded if each.group.sends_early],
         is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
@@ -153,11 +155,6 @@ def make_step_plan(
             lines = [("plan", group.plan.fingerprint()), ("program", fingerprint(own))]
             require_equal(lines, group.axes.group, "the plan of ParallelMuon")
     return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, done, part, tuple(ops))
-
-
-def _is_early(bucket: MatrixBucket) -> bool:
-    """Whether the bucket may be sent during backward: its gradients must be sharded by then."""
-    return bucket.group.sends_early and all(isinstance(tensor, DTensor) for tensor in bucket.tensors)
 
 
 def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
@@ -245,10 +242,7 @@ def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[in
 def require_equal_parameters(
     parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str
 ) -> None:
-    """Raise on all ranks if they differ in a parameter, a hyper-parameter, a mesh or a setting, such as a dtype.
-
-    Collective over ``meshes``; every rank of them must call it.
-    """
+    """Raise on all ranks if they differ in any of these. Collective over ``meshes``; every rank must call it."""
     lines: dict[Tensor, tuple[str, str]] = {}
     for each in parameters:
         tensor, route, (_, placements) = each.tensor, each.route, each.mesh_and_placements

@@ -62,10 +62,7 @@ def _packed(messages: _Messages, num_ranks: int) -> tuple[_Pieces, Parts]:
 
 
 class BucketPieces:
-    """Which pieces of a bucket the calling rank holds, sends and receives, of the plan alone; serves every step. Local.
-
-    ``taken`` are the jobs of the bucket that take part, equal on all ranks.
-    """
+    """Which pieces the calling rank holds, sends and receives if the jobs ``taken`` of a bucket take part; local."""
 
     def __init__(self, group: ExchangeGroup, taken: Sequence[int]) -> None:
         self.group, self.taken = group, tuple(taken)

@@ -14,22 +14,9 @@ from lightning_muon.params.uses import Use, inside_repeated_block, walk
 Kind = Literal["matrix", "convolution", "stack", "elementwise"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-_NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-# `Norm` in a class name, but neither a normal distribution nor a layer that norms and multiplies (LayerNormLinear).
+# `Norm` in the name of a class, or of one that it derives from; but neither a normal distribution nor a layer that
+# norms and multiplies (LayerNormLinear).
 _NORM_CLASS = re.compile(r"Norm(?!al(?!i[sz]))")
 _NOT_NORM_CLASS = re.compile(r"linear|mlp|conv|attention|block", re.IGNORECASE)
 _EMBEDDING_CLASS = re.compile(r"embedding|positional", re.IGNORECASE)
@@ -62,11 +49,7 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
         return "elementwise", f"{parameter.ndim}-D"
     if not parameter.is_floating_point():
         return "elementwise", f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-    # By type, or by a class name such as `T5LayerNorm`.
-    names = _class_names(owner)
-    if isinstance(owner, _NORMS) or any(
-        _NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in names
-    ):
+    if any(_NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in _class_names(owner)):
         return "elementwise", "norm"
     # One number per row or column of the weight (weight_norm).
     is_magnitude = isinstance(use.owner, ParametrizationList) and sum(size > 1 for size in parameter.shape) < 2
@@ -80,9 +63,7 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Whether ``module`` is a look-up table by type, or a layer without a known type whose class name says so."""
-    if isinstance(module, _EMBEDDINGS):
-        return True
+    """Whether ``module`` is a look-up table: no layer of a known other type, and a class name that says so."""
     if _direct_kind(module, 2) is not None or isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
         return False
     return _is_table_class(module) and hasattr(module, "weight")

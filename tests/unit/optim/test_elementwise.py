@@ -23,7 +23,7 @@ def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
         grads = [torch.randn_like(tensor) for tensor in mine]
         for parameter, grad in zip(theirs, grads, strict=True):
             parameter.grad = grad
-        adamw_step_(mine, grads, states, group)
+        adamw_step_(mine, grads, states, group, {})
         reference.step()
     for tensor, parameter, state in zip(mine, theirs, states, strict=True):
         assert torch.equal(tensor, parameter)
@@ -68,7 +68,7 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     for _ in range(3):
         grad = torch.randn_like(weight)
         theirs.grad = grad
-        adamw_step_([mine], [LAYOUTS[layout_of_gradient](grad)], [state], group)
+        adamw_step_([mine], [LAYOUTS[layout_of_gradient](grad)], [state], group, {})
         reference.step()
     torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-6)
     for key in ("exp_avg", "exp_avg_sq"):
@@ -85,6 +85,7 @@ def test_nothing_beside_the_elements_changes() -> None:
         [torch.ones(6, 10)],
         [state],
         {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.99), "adamw_eps": 1e-8},
+        {},
     )
     assert (wide[:, :3] == 1).all() and (wide[:, 13:] == 1).all()
     assert (weight < 0.9).all()

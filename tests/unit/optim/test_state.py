@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon import FlexDeMo, ParallelMuon
-from lightning_muon.optim.state import convert_
+from lightning_muon.optim.parameters import convert_
 
 
 def test_only_what_is_laid_out_like_its_parameter_is_converted() -> None:
