@@ -33,12 +33,9 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
-    """What to say of an option that does not exist: the nearest one, the place where it belongs, or all there are.
+    """What to say of an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
 
-    Args:
-        key: What was given.
-        names: All options at this place.
-        elsewhere: Another place, such as ``"under optimizer:"`` -> its options.
+    ``elsewhere`` maps another place, such as ``"under optimizer:"``, to its options.
     """
     places = {name: f"belongs {place}" for place, others in (elsewhere or {}).items() for name in others}
     found = nearest(str(key), [*names, *places])
@@ -52,10 +49,7 @@ def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Co
 
 
 def from_arguments(config: type[T], arguments: Mapping[str, Any]) -> T:
-    """The dataclass ``config`` with those of ``arguments``, the ``locals()`` of a constructor, that are its fields.
-
-    So a constructor has every option in its signature, and no second list in its body.
-    """
+    """The dataclass ``config`` with those of ``arguments``, the ``locals()`` of a constructor, that are its fields."""
     return config(**{field.name: arguments[field.name] for field in fields(config) if field.name in arguments})  # type: ignore[arg-type]
 
 
@@ -65,11 +59,8 @@ def takes_options(
     """Decorator of a class whose keyword arguments are options.
 
     An unknown keyword raises a ``TypeError`` with the text of :func:`unknown_option`. The signature stays as it is, for
-    readers and for LightningCLI; the docstring gets what that of ``config`` says of the same options.
-
-    Args:
-        config: The dataclass that declares the options, unless it is the class itself.
-        elsewhere: As in :func:`unknown_option`.
+    readers and for LightningCLI; the docstring gets what that of ``config``, the dataclass that declares the options
+    (by default the class itself), says of the same ones.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -230,15 +221,11 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
         ExchangeOptions.__post_init__(self)
 
 
-_ADJUST_LR = ("original", "match_rms_adamw")
-_ALGORITHMS = ("auto", "muon", "adamw")
-
-
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for the first hyper-parameter of a parameter group that is out of range."""
     for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
         check_number(key, group[key])
-        if not 0.0 <= float(group[key]) < float("inf"):
+        if not 0.0 <= float(group[key]) < math.inf:
             raise ValueError(f"{key} must be finite and >= 0, got {group[key]}")
     if float(group["momentum"]) >= 1.0:
         raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
@@ -251,8 +238,8 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     if not (type(group["ns_steps"]) is int and 1 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
     check_flag("nesterov", group.get("nesterov", True))
-    for key, allowed in (("adjust_lr_fn", _ADJUST_LR), ("algorithm", _ALGORITHMS)):
-        check_one_of(key, group.get(key, allowed[0]), allowed)
+    check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
+    check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
 
 
 def check_fused(fused: object) -> None:

@@ -42,17 +42,22 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     is built already. Errors begin with ``where``; a wrong key at any depth is an ``UnknownOptionError``, what ``kind``
     refuses is a ``ValueError``.
     """
+    from jsonargparse import ArgumentParser
+
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where}: must be a mapping of options, got {mapping!r}")
     check_keys(mapping, list(inspect.signature(kind).parameters), where=where)
-    built = {
-        key: build_class(value, where=f"{where}: {key}") if _names_class(value) else value
-        for key, value in mapping.items()
-        if _names_class(value) or not isinstance(value, _PLAIN)
-    }
-    plain = {key: value for key, value in mapping.items() if key not in built}
+    plain, built = dict[str, Any](), dict[str, Any]()
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and "class_path" in value:
+            built[key] = build_class(value, where=f"{where}: {key}")
+        else:
+            (plain if isinstance(value, _PLAIN) else built)[key] = value
+    parser = ArgumentParser(exit_on_error=False)
     try:
-        return kind(**_converted(kind, plain, skip=set(built)), **built)
+        parser.add_class_arguments(kind, skip=set[str | int](built), fail_untyped=False)
+        parsed = parser.instantiate(parser.parse_object(plain))
+        return kind(**{key: parsed[key] for key in plain}, **built)
     except (ArgumentError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -87,10 +92,6 @@ def check_keys(
             raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere)}")
 
 
-def _names_class(value: object) -> bool:
-    return isinstance(value, Mapping) and "class_path" in value
-
-
 def _import_class(path: object, where: str) -> type[Any]:
     module_name, _, name = str(path).rpartition(".")
     try:
@@ -105,13 +106,3 @@ def _import_class(path: object, where: str) -> type[Any]:
             f"{where}: class_path {path!r} names no class" + (f"; did you mean {meant!r}?" if meant else "")
         )
     return found
-
-
-def _converted(kind: type[Any], values: Mapping[str, Any], *, skip: set[str]) -> dict[str, Any]:
-    """``values`` as the types of the parameters of ``kind`` ask, for example ``"1e-3"`` as a number."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, skip=set[str | int](skip), fail_untyped=False)
-    parsed = parser.instantiate(parser.parse_object(dict(values)))
-    return {key: parsed[key] for key in values}

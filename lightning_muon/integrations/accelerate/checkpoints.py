@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +29,30 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
     Collective over all ranks; every rank must call it.
     """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    whole = whole or not accelerator.options.save_distributed_checkpoint
+
+    def write(path: Path, key: str, state: Any) -> None:
+        if whole:
+            on_first_rank(lambda: torch.save(state, path))
+        else:
+            write_shards({key: state}, path)
 
     def save(directory: str, with_model: bool) -> None:
         chosen = [with_model]
         dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
         prepare_for_reading(engine)
-        _save_parts(Path(directory), engine, whole=_saves_whole(accelerator), with_model=chosen[0])
+        places = [_paths(Path(directory), _OPTIMIZER, index) for index in range(len(engine.optimizers))]
+        places += [_paths(Path(directory), _MODEL, 0)] if chosen[0] else []
+        # What was saved in the other format goes in the same moment.
+        obsolete = [place[not whole] for place in places]
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+        with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
+            if chosen[0]:
+                write(drafts[-1], _MODEL_KEY, engine.weights_to_save(whole=whole))
+            for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
+                write(draft, _OPTIMIZER_KEY, get_optimizer_state_dict(engine.module, optimizer, options=options))
 
     def weights() -> Sequence[Any]:
         return () if engine.mode.shards_weights else [accelerator.get_state_dict(engine.module)]
@@ -108,31 +126,6 @@ def _among_hooks(
     return result
 
 
-def _saves_whole(accelerator: Any) -> bool:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    of_accelerate = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    return of_accelerate or not accelerator.options.save_distributed_checkpoint
-
-
-def _save_parts(directory: Path, engine: TrainingEngine, *, whole: bool, with_model: bool) -> None:
-    """Write states of optimizers, and weights if asked for, before anything that was there goes.
-
-    Collective over all ranks; every rank must call it, with the same arguments.
-    """
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
-    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(engine.optimizers))]
-    if with_model:
-        places.append(_paths(directory, _MODEL, 0))
-    # What was saved in the other format goes in the same moment.
-    obsolete = [place[not whole] for place in places]
-    with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
-        if with_model:
-            _write(drafts[-1], {_MODEL_KEY: engine.weights_to_save(whole=whole)}, whole=whole)
-        for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
-            state = get_optimizer_state_dict(engine.module, optimizer, options=options)
-            _write(draft, {_OPTIMIZER_KEY: state}, whole=whole)
-
-
 class _Part(Checkpoint):
     """The directory with the shards of one object, or the file with all of it."""
 
@@ -164,12 +157,3 @@ def _find(directory: Path, name: str, index: int, key: str) -> _Part:
 def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
     """The directory of shards, and the file."""
     return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
-
-
-def _write(path: Path, content: Mapping[str, Any], *, whole: bool) -> None:
-    """Write one object. Collective over all ranks; every rank must call it."""
-    if not whole:
-        write_shards(content, path)
-        return
-    (value,) = content.values()
-    on_first_rank(lambda: torch.save(value, path))
