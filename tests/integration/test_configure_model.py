@@ -114,7 +114,7 @@ def test_a_module_that_cannot_initialize_itself_is_named(gloo: ProcessPool) -> N
     )
 
 
-def _user_sharded(package: str) -> tuple[list[float], dict[str, Any], list[str]]:
+def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:
     pl = load(package)
     model = language_model(pl)
 
@@ -123,23 +123,17 @@ def _user_sharded(package: str) -> tuple[list[float], dict[str, Any], list[str]]
             for block in self.network.blocks:
                 fully_shard(block.up, mesh=self.device_mesh["shard"])
 
-    type(model).configure_model = configure_model
+    if shard:
+        type(model).configure_model = configure_model
     fitter = trainer(pl, strategy=strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3)
     fitter.fit(model, loader())
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return model.losses, full_weights(model), units
 
 
-def _not_sharded(package: str) -> tuple[list[float], dict[str, Any]]:
-    pl = load(package)
-    model = language_model(pl)
-    trainer(pl, strategy=strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3).fit(model, loader())
-    return model.losses, full_weights(model)
-
-
 def test_units_of_the_user_are_left_alone(gloo: ProcessPool) -> None:
-    losses, weights, units = gloo.run(_user_sharded, PACKAGES[0], world_size=2)[0]
-    single = gloo.run(_not_sharded, PACKAGES[0], world_size=1)[0]
+    losses, weights, units = gloo.run(_fit, PACKAGES[0], shard=True, world_size=2)[0]
+    single = gloo.run(_fit, PACKAGES[0], shard=False, world_size=1)[0]
     assert "network.blocks.0.up" in units
     assert losses == pytest.approx(single[0], abs=1e-4)
     assert max_difference(weights, single[1]) < 1e-4
@@ -164,27 +158,11 @@ def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float
     return model.losses, full_weights(model), names
 
 
-@pytest.mark.parametrize("where", ["network", "blocks", "in place"])
-def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any, where: str) -> None:
-    losses, weights, names = gloo.run(_compiled, PACKAGES[0], where, str(tmp_path), world_size=2)[0]
+def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any) -> None:
     plain = gloo.run(_compiled, PACKAGES[0], "", world_size=2)[0]
-    assert losses == pytest.approx(plain[0], abs=1e-5)
-    assert max_difference(weights, plain[1]) < 1e-5
-    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-    # The names of the module itself, so that load_state_dict takes them.
-    assert sorted(saved) == names
-
-
-def _compiled_module(package: str) -> None:
-    pl = load(package)
-    trainer(pl).fit(torch.compile(language_model(pl), backend="eager"), loader())
-
-
-def test_a_compiled_lightning_module_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _compiled_module,
-        PACKAGES[0],
-        world_size=1,
-        exception=RuntimeError,
-        match="incompatible with the current strategy",
-    )
+    for where in ("network", "blocks", "in place"):
+        losses, weights, names = gloo.run(_compiled, PACKAGES[0], where, str(tmp_path), world_size=2)[0]
+        assert losses == pytest.approx(plain[0], abs=1e-5)
+        assert max_difference(weights, plain[1]) < 1e-5
+        saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+        assert sorted(saved) == names, "those of the module itself, so that load_state_dict takes them"

@@ -26,11 +26,7 @@ def _fit(package: str, *, network: Any = Network, configure: Any = None, sizes: 
     ("sizes", "match"),
     [
         ({"replicate_size": 2, "shard_size": 4}, "2 replicas x 4 shards = 8 ranks, but there are 3"),
-        ({"replicate_size": 2}, "replicate_size=2 does not divide the number of ranks, 3"),
-        ({"data_parallel_size": 2}, "there are 3"),
         ({"tensor_parallel_size": 3}, "tensor_size=3, but no layer of LanguageModel is divided"),
-        ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1"),
-        ({"optimizer": "adam"}, "optimizer must be 'auto', 'keep', a MuonConfig or a FlexDeMoConfig"),
         ({"wrap_policy": ["Blok"]}, "wrap_policy: no module is a Blok"),
         ({"optimizer": MuonConfig(adamw_patterns=("*.hed.*",))}, "hed"),
     ],

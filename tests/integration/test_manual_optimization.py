@@ -160,7 +160,7 @@ def _muon_beside_adamw(package: str) -> tuple[list[str], int]:
     return [type(optimizer).__name__ for optimizer in fitter.optimizers], fitter.global_step
 
 
-def test_torch_muon_beside_adamw_becomes_parallel_and_adamw_stays(gloo: ProcessPool) -> None:
+def test_torch_muon_becomes_parallel_beside_adamw(gloo: ProcessPool) -> None:
     assert gloo.run(_muon_beside_adamw, PACKAGES[0], world_size=2)[0] == (["ParallelMuon", "AdamW"], 24)
 
 

@@ -64,10 +64,8 @@ def _train(
 @pytest.mark.parametrize(
     ("options", "num_data_ranks", "tokens"),
     [
-        ({"context_size": 2}, 2, True),
         ({"context_size": 2, "replicate_size": 2}, 2, False),
         ({"context_size": 2, "sharding": "zero2"}, 2, True),
-        ({"tensor_size": 2}, 2, False),
         ({"tensor_size": 2, "replicate_size": 2}, 2, True),
         ({"tensor_size": 2, "context_size": 2}, 1, True),
     ],
@@ -115,12 +113,3 @@ def test_a_tensor_parallel_model_starts_on_meta_and_resumes(gloo: ProcessPool, t
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
     resumed = gloo.run(_from_meta, PACKAGES[0], str(tmp_path / "second"), checkpoint, world_size=4)[0]
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
-
-
-def _needless(package: str) -> None:
-    pl = load(package)
-    trainer(pl, strategy=strategy_class(package)(sharding="zero2", tensor_size=2)).fit(language_model(pl), loader())
-
-
-def test_tensor_parallelism_needs_fsdp(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_needless, PACKAGES[0], world_size=2, match="tensor_size=2 needs sharding='fsdp'")

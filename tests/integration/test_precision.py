@@ -74,10 +74,10 @@ _FLOAT, _BFLOAT = torch.float32, torch.bfloat16
     ("precision", "expected"),
     [
         ("32-true", {"weight": _FLOAT, "output": _FLOAT, "loss": _FLOAT, "parameter": _FLOAT, "gradient": {_FLOAT}}),
-        ("bf16-mixed", {"weight": _BFLOAT, "input": _BFLOAT, "output": _FLOAT, "loss": _FLOAT}),
-        ("bf16-mixed", {"parameter": _FLOAT, "gradient": {_FLOAT}}),
-        ("bf16-true", {"weight": _BFLOAT, "input": _BFLOAT, "output": _BFLOAT, "parameter": _BFLOAT}),
-        ("bf16-true", {"gradient": {_BFLOAT}}),
+        ("bf16-mixed", {"weight": _BFLOAT, "input": _BFLOAT, "output": _FLOAT, "loss": _FLOAT, "parameter": _FLOAT,
+                        "gradient": {_FLOAT}}),
+        ("bf16-true", {"weight": _BFLOAT, "input": _BFLOAT, "output": _BFLOAT, "parameter": _BFLOAT,
+                       "gradient": {_BFLOAT}}),
     ],
 )  # fmt: skip
 def test_a_precision_computes_in_what_it_says(gloo: ProcessPool, precision: str, expected: Any) -> None:
@@ -170,9 +170,7 @@ def _fit_with(package: str, **kwargs: Any) -> None:
     ("kwargs", "match"),
     [
         ({"plugin": ("MixedPrecision", "16-mixed", "cpu")}, "16-mixed.*bf16-mixed"),
-        ({"plugin": ("MixedPrecision", "16-mixed", "cpu"), "as_class": True}, "16-mixed.*bf16-mixed"),
         ({"precision": "16-mixed", "as_class": True}, "16-mixed"),
-        ({"precision": "16-true"}, "16-true.*bf16-mixed"),
         ({"precision": "16-true", "as_class": True}, "16-true.*bf16-mixed"),
         ({"precision": "64-true"}, "32-true.*got DoublePrecision"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import lightning_muon.accelerate
-from tests.integration.integrations.fabric.loop import micro_batch
+from tests.integration.integrations.fabric.loop import adamw, micro_batch, network
 from tests.integration.training import EXACT, loss_of
 from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
 
@@ -37,6 +37,14 @@ def accelerator_on_cpu(
         )
         yield accelerator
         accelerator.free_memory()
+
+
+@contextmanager
+def training_on_cpu(**options: Any) -> Generator[tuple[Any, Any, Any]]:
+    """An Accelerator, a model and its optimizer."""
+    with accelerator_on_cpu(**options) as accelerator:
+        module = network()
+        yield accelerator, *accelerator.prepare(module, adamw(module))
 
 
 def run_steps(

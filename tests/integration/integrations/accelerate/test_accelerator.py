@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_muon.accelerate
 from lightning_muon import DCTTopK, FlexDeMo, FlexDeMoConfig, ParallelMuon
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
 from tests.integration.integrations.fabric.test_strategy import _flexdemo_loop as flexdemo_loop
 from tests.integration.training import loss_of, max_difference
@@ -157,9 +157,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(gloo: ProcessPool, 
 
 
 def _tokens() -> dict[str, Tensor]:
-    with accelerator_on_cpu(loss_scaling="tokens") as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(loss_scaling="tokens") as (accelerator, model, optimizer):
         for step in range(2):
             for index in range(2):
                 tokens, targets = _some_rows(accelerator, micro_batch(step, index))
@@ -208,9 +206,7 @@ def test_an_evaluation_sees_each_row_once_and_changes_nothing(gloo: ProcessPool)
 
 def _twice() -> dict[str, Tensor]:
     """As a Trainer does: everything is prepared once more, in between an evaluation without an optimizer."""
-    with accelerator_on_cpu() as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu() as (accelerator, model, optimizer):
         run_steps(accelerator, model, optimizer, steps=range(2))
         accelerator.free_memory()
         model = accelerator.prepare(model)
@@ -275,50 +271,38 @@ def test_what_cannot_work_is_an_error_on_all_ranks(
     gloo.expect_error_on_all_ranks(_wrong, what, exception=exception, match=match, world_size=2)
 
 
-def _clipped(what: str, *, several: bool, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    """The norm before clipping, and the gradients after it, on rank 0."""
-    with accelerator_on_cpu(accumulate=1, **options) as accelerator:
+def _clip(what: str, clip: Any, module: Any, parameters: Any) -> float:
+    """The norm before clipping, where there is one; ``clip`` has the functions of torch."""
+    if what == "value":
+        clip.clip_grad_value_(parameters, 1e-3)
+        return 0.0
+    return float(clip.clip_grad_norm_(module.head.weight if what == "one" else parameters, 0.1))
+
+
+def _clipped(what: str, clip_groups: str) -> tuple[float, dict[str, Tensor]]:
+    """The norm before clipping, and the gradients after it, on rank 0; matrices and the rest have own optimizers."""
+    with accelerator_on_cpu(accumulate=1, clip_groups=clip_groups) as accelerator:
         model: Any = network()
         named = dict(model.named_parameters())
-        rest = [value for name, value in named.items() if name not in MATRICES]
-        groups = [[named[name] for name in MATRICES], rest] if several else [list(named.values())]
-        optimizers = [torch.optim.AdamW(group, **HYPER) for group in groups]
-        model, *_ = accelerator.prepare(model, *optimizers)
+        groups = [[named[name] for name in MATRICES], [value for name, value in named.items() if name not in MATRICES]]
+        model, *_ = accelerator.prepare(model, *(torch.optim.AdamW(group, **HYPER) for group in groups))
         tokens, targets = own_rows(accelerator, micro_batch(0, 0))
         accelerator.backward(loss_of(model(tokens), targets))
-        norm = 0.0
-        if what == "norm":
-            norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.1))
-        elif what == "one":
-            norm = float(accelerator.clip_grad_norm_(model.head.weight, 0.1))
-        else:
-            accelerator.clip_grad_value_(model.parameters(), 1e-3)
-        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        return norm, gradients
-
-
-def _expected(what: str, *, without_matrices: bool) -> tuple[float, dict[str, Tensor]]:
-    module = network()
-    tokens, targets = micro_batch(0, 0)
-    loss_of(module(tokens), targets).backward()
-    clipped = [p for name, p in module.named_parameters() if not (without_matrices and name in MATRICES)]
-    norm = 0.0
-    if what == "norm":
-        norm = float(torch.nn.utils.clip_grad_norm_(clipped, 0.1))
-    elif what == "one":
-        norm = float(torch.nn.utils.clip_grad_norm_(module.head.weight, 0.1))
-    else:
-        torch.nn.utils.clip_grad_value_(clipped, 1e-3)
-    return norm, {name: p.grad for name, p in module.named_parameters()}  # type: ignore[misc]
+        norm = _clip(what, accelerator, model, list(model.parameters()))
+        return norm, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("what", "several", "clip_groups"),
-    [("norm", True, "all"), ("one", True, "all"), ("value", False, "elementwise"), ("norm", True, "elementwise")],
+    ("what", "clip_groups"), [("norm", "all"), ("one", "all"), ("value", "elementwise"), ("norm", "elementwise")]
 )
-def test_gradients_are_clipped_as_in_one_process(gloo: ProcessPool, what: str, several: bool, clip_groups: str) -> None:
-    norm, gradients = gloo.run(_clipped, what, several=several, clip_groups=clip_groups, world_size=2)[0]
-    expected_norm, expected = _expected(what, without_matrices=clip_groups == "elementwise")
+def test_gradients_are_clipped_as_in_one_process(gloo: ProcessPool, what: str, clip_groups: str) -> None:
+    module = network()
+    tokens, targets = micro_batch(0, 0)
+    loss_of(module(tokens), targets).backward()
+    left_out = MATRICES if clip_groups == "elementwise" else ()
+    clipped = [parameter for name, parameter in module.named_parameters() if name not in left_out]
+    expected_norm = _clip(what, torch.nn.utils, module, clipped)
+    norm, gradients = gloo.run(_clipped, what, clip_groups, world_size=2)[0]
     assert norm == pytest.approx(expected_norm, rel=1e-5)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-8)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.params.layout import local_tensor
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
 from tests.integration.training import loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
@@ -18,9 +18,7 @@ from tests.support.processes import ProcessPool
 
 
 def _with_closures() -> tuple[dict[str, Tensor], list[float]]:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(accumulate=1) as (accelerator, model, optimizer):
         losses: list[float] = []
         for step in range(3):
             tokens, targets = own_rows(accelerator, micro_batch(step, 0))
@@ -73,9 +71,7 @@ def test_gradients_are_whole_whoever_called_backward(gloo: ProcessPool) -> None:
 
 def _also_by_torch(sharding: str, *, beside: bool) -> dict[str, Tensor]:
     """``loss.backward()`` in the last micro-batch: after a backward of Accelerate in this one, or in the one before."""
-    with accelerator_on_cpu(is_fsdp=sharding == "fsdp", sharding=sharding) as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(is_fsdp=sharding == "fsdp", sharding=sharding) as (accelerator, model, optimizer):
         for step in range(2):
             for index in range(2):
                 tokens, targets = own_rows(accelerator, micro_batch(step, index))
@@ -96,39 +92,26 @@ def test_backward_passes_of_both_kinds_go_into_one_step(gloo: ProcessPool, shard
     assert max_difference(found, reference(steps=2)) <= 1e-6
 
 
-def _unreduced(*, raw: bool, inside: bool) -> None:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+def _unreduced(*, raw: bool) -> None:
+    with training_on_cpu(accumulate=1) as (accelerator, model, optimizer):
         for is_last in (False, True):  # A step that was reduced does not hide the next one.
             tokens, targets = own_rows(accelerator, micro_batch(0, 0))
             with accelerator.no_sync(model) if is_last else nullcontext():
                 loss = loss_of(model(tokens), targets)
                 loss.backward() if raw else accelerator.backward(loss)
-                if inside:
-                    optimizer.step()
-            if not inside:
                 optimizer.step()
             assert not is_last, "the step has used gradients of this rank alone"
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("raw", "inside"), [(False, True), (True, True)])
-def test_a_step_after_unreduced_gradients_is_an_error(gloo: ProcessPool, raw: bool, inside: bool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _unreduced,
-        raw=raw,
-        inside=inside,
-        exception=RuntimeError,
-        match="optimizer.step after micro-batches that were all inside",
-        world_size=2,
-    )
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_step_after_unreduced_gradients_is_an_error(gloo: ProcessPool, raw: bool) -> None:
+    match = "optimizer.step after micro-batches that were all inside"
+    gloo.expect_error_on_all_ranks(_unreduced, raw=raw, exception=RuntimeError, match=match, world_size=2)
 
 
 def _through_another_method() -> dict[str, Tensor]:
-    with accelerator_on_cpu(accumulate=1, is_fsdp=False, sharding="zero2") as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(accumulate=1, is_fsdp=False, sharding="zero2") as (accelerator, model, optimizer):
         for step in range(3):
             tokens, targets = own_rows(accelerator, micro_batch(step, 0))
             accelerator.backward(loss_of(model.forward(tokens), targets))
@@ -176,11 +159,8 @@ def test_a_skipped_step_is_told_and_schedulers_wait(gloo: ProcessPool, choice: s
 
 
 def _joined(*, even: bool) -> bool:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        model: Any = network()
-        model, _ = accelerator.prepare(model, adamw(model))
-        with accelerator.join_uneven_inputs([model], even_batches=even):
-            return True
+    with training_on_cpu(accumulate=1) as run, run[0].join_uneven_inputs([run[1]], even_batches=even):
+        return True
 
 
 def test_uneven_inputs_are_an_error(gloo: ProcessPool) -> None:

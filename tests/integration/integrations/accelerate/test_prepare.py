@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
 from lightning_muon.integrations.accelerate.accelerator import class_over
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
 from tests.integration.training import EXACT, Block, max_difference
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
@@ -138,9 +138,7 @@ def test_activations_may_be_dropped(gloo: ProcessPool) -> None:
 
 
 def _compiled() -> dict[str, Tensor]:
-    with accelerator_on_cpu(variables={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}) as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(variables={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}) as (accelerator, model, optimizer):
         assert hasattr(model, "_orig_mod")
         run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
         return accelerator.get_state_dict(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lightning_muon.accelerate
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, adamw, network, reference
 from tests.integration.training import full_weights, max_difference
 from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
@@ -166,9 +166,7 @@ def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tenso
         state = torch.load(f"{folder}/own.pt")
         taken[-1].load_state_dict({name: 2 * value for name, value in state.items()})
 
-    with accelerator_on_cpu(is_fsdp=False, sharding=sharding) as accelerator:
-        model: Any = network()
-        model, _ = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(is_fsdp=False, sharding=sharding) as (accelerator, model, _):
         own = accelerator.register_save_state_pre_hook(save)
         accelerator.save_state(directory)
         files = sorted(path.name for path in Path(directory).iterdir())
@@ -195,9 +193,7 @@ def _fails_in_a_hook(directory: str, when: str) -> None:
         if dist.get_rank() == 1:
             raise KeyError("a hook's own mistake")
 
-    with accelerator_on_cpu(is_fsdp=False, sharding="ddp") as accelerator:
-        model: Any = network()
-        model, _ = accelerator.prepare(model, adamw(model))
+    with training_on_cpu(is_fsdp=False, sharding="ddp") as (accelerator, _, _):
         if when == "load":
             accelerator.save_state(directory)
             accelerator.register_load_state_pre_hook(lambda models, _: models.pop() if dist.get_rank() else None)
@@ -224,9 +220,7 @@ class _FailsOnOneRank(_Counter):
 
 
 def _fails(directory: str, what: str) -> None:
-    with accelerator_on_cpu() as accelerator:
-        model: Any = network()
-        model, _ = accelerator.prepare(model, adamw(model))
+    with training_on_cpu() as (accelerator, _, _):
         if what == "custom":
             accelerator.register_for_checkpointing(_FailsOnOneRank())
             accelerator.save_state(directory)
