@@ -95,16 +95,12 @@ class MeshSizes:
         world_size = num_nodes * num_processes
         inner = self.context_size * self.num_tensor_ranks
         replicas, shards = self.replicate_size, self.shard_size
-        if self.data_parallel_size != "auto":
+        if self.has_lightning_names:
             replicas, shards = 1, self.data_parallel_size
-        elif self.has_lightning_names:
-            replicas, shards = 1, self._rest(world_size, inner)
-        elif replicas == "auto" and shards == "auto":
-            data_ranks = self._rest(world_size, inner)
+        elif replicas == shards == "auto":
             # Replicas between nodes only where whole shard groups lie inside of one.
             replicas = num_nodes if num_processes % inner == 0 else 1
-            shards = data_ranks // replicas
-        elif replicas == "auto":
+        if replicas == "auto":
             replicas = self._rest(world_size, int(shards) * inner)
         elif shards == "auto":
             shards = self._rest(world_size, int(replicas) * inner)

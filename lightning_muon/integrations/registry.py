@@ -69,14 +69,15 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
     if package in TRAINERS:
         from lightning_muon.integrations.lightning.strategy import TrainerStrategy as Ours
 
-        name, known = "ParallelMuonStrategy", TRAINERS[package]
+        name, known, user = "ParallelMuonStrategy", TRAINERS[package], f"Trainers of {package}"
     else:
         from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
 
-        name, known = "ParallelMuonFabricStrategy", FABRICS[package]
+        name, known, user = "ParallelMuonFabricStrategy", FABRICS[package], "Fabric"
     is_second_trainer = package == "pytorch_lightning"
     module = "lightning_muon.integrations.lightning.pytorch_lightning" if is_second_trainer else "lightning_muon"
-    return type(name, (Ours, base), {"__doc__": Ours.__doc__, "__module__": module, "package": known})
+    body = {"__doc__": Ours.__doc__, "__module__": module, "package": known, "user": user}
+    return type(name, (Ours, base), body)
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

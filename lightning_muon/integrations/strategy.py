@@ -26,6 +26,7 @@ class MuonStrategy:
     """A strategy for one package of Lightning, whose ``ModelParallelStrategy`` is the class beside it."""
 
     package: ClassVar[LightningPackage]
+    user: ClassVar[str]  # Who takes such a strategy.
     options: Options
     # Of the class beside it.
     root_device: torch.device
@@ -75,12 +76,7 @@ class MuonStrategy:
     def __repr__(self) -> str:
         """Also what a Trainer, or a Fabric of the other package, quotes when it refuses the strategy."""
         names = " and ".join(map(repr, STRATEGIES))
-        return f"<{type(self).__name__} for {self._user}; the names {names} find the right class for each package>"
-
-    @property
-    def _user(self) -> str:
-        """Who takes such a strategy."""
-        return f"Trainers of {self.package.name}"
+        return f"<{type(self).__name__} for {self.user}; the names {names} find the right class for each package>"
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,6 @@ class FabricStrategy(MuonStrategy):
         close_with(self, self._engines)
 
     @property
-    def _user(self) -> str:
-        return "Fabric"
-
-    @property
     def precision(self) -> Any:
         """Fabric's precision plugin."""
         return super().precision  # type: ignore[misc]
@@ -105,8 +100,7 @@ class FabricStrategy(MuonStrategy):
         for child in module.children():
             register_steps(child)
         self._engines.append(engine)
-        # Not this engine: the module may be set up again.
-        return Entry(module, partial(_around_forward, self._engines, module))
+        return Entry(module, self._engines)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return what becomes of it. Collective over all ranks; every rank must call it."""
@@ -299,28 +293,24 @@ def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> Traini
     return next((engine for engine in engines if engine.module is module), None)
 
 
-def _around_forward(engines: Sequence[TrainingEngine], module: nn.Module) -> AbstractContextManager[None]:
-    engine = _engine_with(engines, module)
-    return nullcontext() if engine is None else engine.around_forward()
-
-
 class Entry(nn.Module):
     """Calls ``module``, and nothing else of the model is different.
 
     Fabric sends ``fabric_model.method(...)``, for a method of a LightningModule or one given to
     ``mark_forward_method``, through the forward of whatever a strategy has put around the module, as DDP does. Calling
-    such a method on the module itself would find shards where FSDP2 has not gathered the weights. ``around`` is entered
-    around each call.
+    such a method on the module itself would find shards where FSDP2 has not gathered the weights. The engine of the
+    module is looked up among ``engines`` in each call, since the module may be set up again.
     """
 
-    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, module: nn.Module, engines: Sequence[TrainingEngine]) -> None:
         super().__init__()
         self.module = module
-        self._around = around
+        self._engines = engines
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. After a call that no backward pass can follow, as in an evaluation, weights are shards."""
-        with self._around(), _without_inference_mode():
+        engine = _engine_with(self._engines, self.module)
+        with nullcontext() if engine is None else engine.around_forward(), _without_inference_mode():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not _may_require_grad(output):
             free_unsharded(self.module)

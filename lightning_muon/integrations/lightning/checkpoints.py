@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint, count_optimizers
-from lightning_muon.checkpoint.saving import write_checkpoint
-from lightning_muon.compat.lightning import LightningPackage, is_placeholder_optimizer, metadata_filename
 from lightning_muon.compat.torch import default_store
 from lightning_muon.engine.training import TrainingEngine
 
@@ -47,23 +44,6 @@ class TrainerCheckpoint(Checkpoint):
             self.load_weights("state_dict", engine.module, strict=strict)
             self.pending = None
 
-    def load_optimizers(
-        self,
-        engine: TrainingEngine,
-        optimizers: Sequence[torch.optim.Optimizer],
-        num_saved: int,
-        package: LightningPackage,
-    ) -> None:
-        """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
-        if num_saved != len(optimizers):
-            raise ValueError(
-                f"{self.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
-                f"{len(optimizers)}"
-            )
-        for index, optimizer in enumerate(optimizers):
-            if not is_placeholder_optimizer(package, optimizer):
-                self.load_optimizer(f"optimizer_{index}", engine.module, optimizer)
-
     @override
     def whole(self, key: str) -> Any:
         if key == "state_dict":
@@ -71,19 +51,6 @@ class TrainerCheckpoint(Checkpoint):
             return self.pending[0]
         states: Any = self.content["optimizer_states"]
         return states[int(key.removeprefix("optimizer_"))]
-
-
-def write_trainer_checkpoint(
-    path: Path, checkpoint: Mapping[str, Any], package: LightningPackage, *, whole: bool
-) -> None:
-    """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it."""
-    if whole:
-        write_checkpoint(path, {}, checkpoint, metadata_name=None)
-        return
-    rest = dict(checkpoint)
-    states = enumerate(rest.pop("optimizer_states", []))
-    content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
-    write_checkpoint(path, content, rest, metadata_name=metadata_filename(package))
 
 
 def require_all_ranks(trainer: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -24,7 +25,6 @@ from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import (
     TrainerCheckpoint,
     require_all_ranks,
-    write_trainer_checkpoint,
 )
 from lightning_muon.integrations.lightning.trainer import (
     SigtermHandler,
@@ -300,7 +300,13 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        write_trainer_checkpoint(Path(self.broadcast(filepath)), checkpoint, self.package, whole=whole)
+        place, rest = Path(self.broadcast(filepath)), dict(checkpoint)
+        if whole:
+            write_checkpoint(place, {}, rest, metadata_name=None)
+            return
+        states = enumerate(rest.pop("optimizer_states", []))
+        content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
+        write_checkpoint(place, content, rest, metadata_name=metadata_filename(self.package))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
@@ -324,8 +330,15 @@ class TrainerStrategy(MuonStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
         assert self._checkpoint is not None
-        num_saved = len(checkpoint["optimizer_states"])
-        self._checkpoint.load_optimizers(self._running_engine, self.optimizers, num_saved, self.package)
+        opened, num_saved = self._checkpoint, len(checkpoint["optimizer_states"])
+        if num_saved != len(self.optimizers):
+            raise ValueError(
+                f"{opened.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
+                f"{len(self.optimizers)}"
+            )
+        for index, optimizer in enumerate(self.optimizers):
+            if not is_placeholder_optimizer(self.package, optimizer):
+                opened.load_optimizer(f"optimizer_{index}", self._running_engine.module, optimizer)
         self._checkpoint = None
 
     @property
