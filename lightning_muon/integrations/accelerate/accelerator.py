@@ -328,15 +328,6 @@ class TrainerAccelerator(Accelerator):
         super().use_options(options, error)
 
 
-def class_over(base: type[Any]) -> type[Any]:
-    """A class that does what ours does on top of ``base``, an Accelerator or a subclass of it."""
-    if issubclass(base, MuonAccelerator):
-        return base
-    if base is accelerate.Accelerator:
-        return Accelerator
-    return type(base.__name__, (MuonAccelerator, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-
-
 def prepare(
     accelerator: Any, *args: Any, options: OptionsLike = None, device_placement: list[bool | None] | None = None
 ) -> Any:
@@ -358,18 +349,15 @@ def prepare(
     Raises:
         ValueError: If the Accelerator has prepared a model in its own way, or has options already.
     """
-    if not isinstance(accelerator, MuonAccelerator):
-        _convert(accelerator, options)
-    elif options is not None:
-        raise ValueError("options were given to prepare, but the Accelerator has its own already; give them to one")
-    return accelerator.prepare(*args, device_placement=device_placement)
-
-
-def _convert(accelerator: Any, options: OptionsLike) -> None:
+    if isinstance(accelerator, MuonAccelerator):
+        if options is not None:
+            raise ValueError("options were given to prepare, but the Accelerator has its own already; give them to one")
+        return accelerator.prepare(*args, device_placement=device_placement)
+    kind = type(accelerator)
     if prepared_models(accelerator):
         raise ValueError(
-            f"this {type(accelerator).__name__} has prepared a model already; call lightning_muon.accelerate.prepare "
-            "in place of accelerator.prepare"
+            f"this {kind.__name__} has prepared a model already; call lightning_muon.accelerate.prepare in place of "
+            "accelerator.prepare"
         )
     read, error = _read(options)
     if read.process_group_backend is not None or read.timeout != Options.timeout:
@@ -377,8 +365,12 @@ def _convert(accelerator: Any, options: OptionsLike) -> None:
             "process_group_backend and timeout come too late for an Accelerator that has its process group; give an "
             "InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
         )
-    accelerator.__class__ = class_over(type(accelerator))
+    ours: type[Any] = Accelerator
+    if kind is not accelerate.Accelerator:  # A class of the user.
+        ours = type(kind.__name__, (MuonAccelerator, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    accelerator.__class__ = ours
     accelerator.use_options(read, error)
+    return accelerator.prepare(*args, device_placement=device_placement)
 
 
 def _read(options: OptionsLike) -> tuple[Options, Exception | None]:

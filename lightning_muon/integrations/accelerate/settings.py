@@ -75,7 +75,9 @@ def check_state(state: Any, options: Options) -> None:
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
         if plugin.ignored_modules is not None:
-            raise ValueError("fsdp_ignored_modules is not supported; freeze these modules, or keep them elsewhere")
+            raise ValueError(
+                "fsdp_ignored_modules is not supported; freeze these modules, or take them out of the model"
+            )
         if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
             raise ValueError(
                 "fsdp_activation_checkpointing: true needs an fsdp_auto_wrap_policy, which says where activations are "

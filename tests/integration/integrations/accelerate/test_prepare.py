@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
-from lightning_muon.integrations.accelerate.accelerator import class_over
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
 from tests.integration.training import EXACT, Block, max_difference
@@ -61,13 +60,6 @@ def _converted(*, own: bool) -> dict[str, Tensor]:
 def test_weights_are_those_of_one_process(gloo: ProcessPool, own: bool) -> None:
     found = gloo.run(_converted, own=own, world_size=4)[0]
     assert max_difference(found, reference(max_norm=0.1)) <= 1e-6
-
-
-def test_the_class_over_ours_is_ours() -> None:
-    ours = lightning_muon.accelerate.Accelerator
-    assert class_over(ours) is ours
-    assert class_over(Accelerator) is ours
-    assert class_over(_Own).__name__ == "_Own" and issubclass(class_over(_Own), _Own)
 
 
 def _wrong(what: str) -> None:
