@@ -132,6 +132,8 @@ class ParameterAllGather:
         return bool(self._to_leave) and self.is_disturbed
 
     def _wait(self, indices: Collection[int]) -> None:
+        if not self.travelling and not self._to_leave:
+            return
         if self._is_broken_off and not self._to_leave.keys().isdisjoint(indices):
             raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
         chosen = sorted(self.travelling.keys() & set(indices))
@@ -148,11 +150,9 @@ class ParameterAllGather:
             for module in unit.modules():
                 if module not in units:
                     indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
-        wait_all = _Hook(partial(self._wait_if_any, range(len(self.buckets))))
+        wait_all = _Hook(self.wait_all)
         handles = [
-            module.register_forward_pre_hook(
-                _Hook(partial(self._wait_if_any, mine), in_graph=module in units), prepend=True
-            )
+            module.register_forward_pre_hook(_Hook(partial(self._wait, mine), in_graph=module in units), prepend=True)
             for module, mine in indices.items()
             if mine
         ]
@@ -161,10 +161,6 @@ class ParameterAllGather:
 
     def _indices(self, parameters: Iterable[Tensor]) -> set[int]:
         return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}
-
-    def _wait_if_any(self, indices: Collection[int]) -> None:
-        if self.travelling or self._to_leave:
-            self._wait(indices)
 
 
 class _Hook:

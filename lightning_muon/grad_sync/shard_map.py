@@ -48,6 +48,8 @@ class ShardMap:
     Attributes:
         shard: The ranks that hold the parts of one replica.
         replicate: The ranks that hold the same parts.
+        boxes: Of each parameter, the part of each rank of the shard axis as a box.
+        ranges: Of each parameter, (start, stop) of the part of each rank of the shard axis in the flattened one.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
@@ -55,24 +57,16 @@ class ShardMap:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
-        self._boxes = {
+        self.boxes = {
             parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
             for parameter, placement in placements.items()
         }
-        self._ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self._boxes.items()}
+        self.ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self.boxes.items()}
         self._views: dict[Tensor, tuple[int, Tensor]] = {}
 
     def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
         """One placement per axis of the mesh."""
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), self._placements[parameter])
-
-    def ranges(self, parameter: Tensor) -> list[tuple[int, int]]:
-        """For each rank of the shard axis ``(start, stop)`` of its part in the flattened parameter."""
-        return self._ranges[parameter]
-
-    def boxes(self, parameter: Tensor) -> tuple[Box, ...]:
-        """For each rank of the shard axis its part as a box."""
-        return self._boxes[parameter]
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether each element is updated by one rank of the shard axis only."""
@@ -89,8 +83,8 @@ class ShardMap:
         return view
 
     def _part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        start, stop = self._ranges[parameter][self.shard.rank]
-        return tensor.detach().view(-1)[start:stop].view(self._boxes[parameter][self.shard.rank].shape)
+        start, stop = self.ranges[parameter][self.shard.rank]
+        return tensor.detach().view(-1)[start:stop].view(self.boxes[parameter][self.shard.rank].shape)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -120,7 +114,7 @@ class BucketParts:
         self.sizes: list[int] = []
         self._splits: list[list[int]] = []
         for parameter in parameters:
-            ranges = shard_map.ranges(parameter)
+            ranges = shard_map.ranges[parameter]
             # They follow each other in the order of the ranks, or are one that all ranks hold.
             different = list(dict.fromkeys((start, stop) for start, stop in ranges if stop > start))
             for rank, (start, stop) in enumerate(ranges):

@@ -245,7 +245,7 @@ class ShardedLayout(Layout):
             for piece, received in zip(coming, source.views(receive), strict=True):
                 arrived[piece.index].append(received)
             for index in batch:
-                empty = like.new_empty(self._shard_map.boxes(states[index][0])[group.rank].shape)
+                empty = like.new_empty(self._shard_map.boxes[states[index][0]][group.rank].shape)
                 # Copied, so that no state keeps the buffer of the exchange.
                 yield index, torch.cat(arrived[index]) if arrived[index] else empty
 

@@ -173,7 +173,7 @@ class _Packing:
         self._own = pieces.pop(first.group.rank)
         self._others = [piece for each in pieces for piece in each]
         # Of the calling rank's part of each parameter.
-        boxes = [shard_map.boxes(parameter)[shard_map.shard.rank] for parameter in parameters]
+        boxes = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
         self.shapes, self.sizes = [box.shape for box in boxes], [box.numel for box in boxes]
 
     def pack(self, flattened: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

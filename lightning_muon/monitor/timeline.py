@@ -34,10 +34,6 @@ class TimelineRecorder:
         self._ops: list[Op] = []
         self._starts: list[Any] = []
         self._ends: dict[str, Any] = {}
-        self._origin: Any = None
-
-    def begin(self) -> None:
-        """Note times from here on; waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
             self._origin = (time.monotonic(), self._now())
@@ -114,7 +110,6 @@ def record_step(optimizer: ParallelMuon) -> Recording:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
     executor = bound.matrix_step.executor
     recorder = executor.recorder = TimelineRecorder(bound.plan.device)
-    recorder.begin()
     dist.barrier()
     begun = time.monotonic()
     try:

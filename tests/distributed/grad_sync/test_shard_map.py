@@ -28,7 +28,7 @@ def _parts(mesh_shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
     parameters, shard_map = _make(mesh_shape)
     assert (shard_map.shard.size, shard_map.replicate is None) == (mesh_shape[-1], len(mesh_shape) == 1)
     for parameter in parameters:
-        local, ranges = shard_map.local(parameter), shard_map.ranges(parameter)
+        local, ranges = shard_map.local(parameter), shard_map.ranges[parameter]
         start, stop = ranges[shard_map.shard.rank]
         assert torch.equal(local.reshape(-1), parameter.reshape(-1)[start:stop])
         assert torch.equal(shard_map.local(parameter, parameter + 1), local + 1)
