@@ -20,11 +20,10 @@ from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 @dataclass(frozen=True)
 class Parts:
-    """Sizes and peers of the parts of one buffer, in buffer order (all parts of peer 0, then of peer 1, ...)."""
+    """The parts of one buffer, in its order: all parts of peer 0, then of peer 1, ..."""
 
-    peers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    splits: tuple[int, ...]
+    splits: tuple[int, ...]  # Elements for each peer.
 
     @property
     def numel(self) -> int:
@@ -48,7 +47,7 @@ def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: in
     splits = [0] * num_ranks
     for peer, shape in zip(peers, shapes, strict=True):
         splits[peer] += torch.Size(shape).numel()
-    return Parts(tuple(peers), tuple(shapes), tuple(splits))
+    return Parts(tuple(shapes), tuple(splits))
 
 
 class BufferPool:

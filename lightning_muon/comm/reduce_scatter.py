@@ -47,11 +47,6 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
-        """Let the current stream wait for everything that was put on the side stream so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
     def record(self) -> torch.cuda.Event | None:
         """A mark after everything that was put on the side stream so far."""
         if self._stream is None:

@@ -151,11 +151,13 @@ def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly(gloo: ProcessPool, reset
 
 
 def _steps_without_gradients() -> list[str]:
-    """What each of these steps raises: before training, after it, with one of two optimizers, without a loss."""
+    """What steps raise: before training, with one of two optimizers, without a loss, after zero_grad, at last."""
     net = backward_passes.sharded((2,))
-    names = dict(net.named_parameters())
-    half = [(name, p) for name, p in names.items() if name.startswith("second")]
-    rest = [(name, p) for name, p in names.items() if not name.startswith("second")]
+    halves: list[list[Any]] = [[], []]
+    for name, parameter in net.named_parameters():
+        halves[name.startswith("second")].append((name, parameter))
+    whole = backward_passes.make_optimizer(net, overlap="step", muon_patterns=["second.weight"])
+    parts = [backward_passes.make_optimizer(half, overlap="step", algorithm="adamw") for half in halves]
     problems: list[str] = []
 
     def step(optimizer: Any, *closure: Any) -> None:
@@ -166,15 +168,12 @@ def _steps_without_gradients() -> list[str]:
             problems.append(str(problem)[:50])
         optimizer.zero_grad()
 
-    whole = backward_passes.make_optimizer(net, overlap="step", muon_patterns=["second.weight"])
     step(whole)
     step(whole)
-    parts = [backward_passes.make_optimizer(part, overlap="step", algorithm="adamw") for part in (half, rest)]
     for number in range(3):
         backward_passes.plain(net, whole, number)
-        whole.step()
-        for part in parts:
-            part.step()
+        for optimizer in (whole, *parts):
+            optimizer.step()
         whole.zero_grad()
     for part in parts:
         step(part)
