@@ -177,9 +177,9 @@ class InterNodeSync:
 class NodeStateCompletion(StateCompletion):
     """State that the synchronization of nodes needs, and that of the base optimizer."""
 
-    def __init__(self, sync: InterNodeSync, *, has_moments: bool, has_momentum: bool) -> None:
+    def __init__(self, sync: InterNodeSync) -> None:
         super().__init__()
-        self._sync, self._has_moments, self._has_momentum = sync, has_moments, has_momentum
+        self._sync = sync
 
     @override
     def keys(self, parameter: BoundParameter) -> frozenset[str]:
@@ -201,5 +201,6 @@ class NodeStateCompletion(StateCompletion):
         return super().is_complete(states) and self._sync.is_current(states)
 
     def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
-        has_state = self._has_moments if parameter.route.algorithm == "adamw" else self._has_momentum
+        config = self._sync.config
+        has_state = config.base != "sgd" if parameter.route.algorithm == "adamw" else config.has_inner_momentum
         return super().keys(parameter) if has_state else frozenset()

@@ -134,14 +134,6 @@ def _early_exchange(key: str) -> Op:
     return Op(kind=OpKind.EARLY_EXCHANGE, key=key, rank=0, phase=IN_BACKWARD, when=(Condition.SENT,))
 
 
-def _ops_of_bucket(key: str, *, is_early: bool) -> list[Op]:
-    """The ops of a bucket in a step. What was sent during backward, and is valid, is not sent again."""
-    unless = (Condition.VALID,) if is_early else ()
-    exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
-    sent = (exchange.name, _early_exchange(key).name) if is_early else (exchange.name,)
-    return [exchange, Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,))]
-
-
 class MomentumSync(InterNodeSync):
     """DeMo and its relatives.
 
@@ -222,8 +214,14 @@ class MomentumSync(InterNodeSync):
 
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        early = [] if self.early is None else [_early_exchange(key) for key in self.buckets]
-        ops = [op for key in self.buckets for op in _ops_of_bucket(key, is_early=self.early is not None)]
+        early = {} if self.early is None else {key: _early_exchange(key) for key in self.buckets}
+        ops: list[Op] = []
+        for key in self.buckets:
+            # What was sent during backward, and is valid, is not sent again.
+            unless = (Condition.VALID,) if early else ()
+            exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
+            sent = (exchange.name, early[key].name) if early else (exchange.name,)
+            ops += [exchange, Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,))]
         users: dict[Tensor, set[str]] = {}
         for name, tensors in reads.items():
             for tensor in tensors:
@@ -236,7 +234,7 @@ class MomentumSync(InterNodeSync):
         if self.early is not None:
             actions[OpKind.EARLY_EXCHANGE] = self.early.run
         return StepPart(
-            ops=AddedOps(first=[*early, *ops], needed=decode),
+            ops=AddedOps(first=[*early.values(), *ops], needed=decode),
             actions=actions,
             facts=lambda _: {Condition.GRADIENTS: {key for key in self.buckets if self._taking_part(key)}},
         )

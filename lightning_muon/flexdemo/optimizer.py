@@ -266,8 +266,7 @@ class FlexDeMo(PlannedOptimizer):
         return Trained(self._all_parameters(), self._existing_state)
 
     def _own_completion(self) -> StateCompletion:
-        has_moments = self.config.base != "sgd"
-        return NodeStateCompletion(self._sync, has_moments=has_moments, has_momentum=self.has_momentum)
+        return NodeStateCompletion(self._sync)
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1

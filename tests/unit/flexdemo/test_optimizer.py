@@ -167,35 +167,25 @@ def test_the_summary_says_what_runs_and_what_travels() -> None:
     assert FlexDeMo(model).summary().count("\n") == 0
 
 
-def test_one_process_needs_no_mesh_but_several_do(gloo: ProcessPool) -> None:
-    gloo.run(_first_call, "step", world_size=1)
-    for call in ("step", "attach", "state_dict"):
-        gloo.expect_error_on_all_ranks(
-            _first_call, call, match=r"FlexDeMo\(\.\.\., mesh=init_device_mesh", world_size=2
-        )
-
-
-def _first_call(call: str) -> None:
+def _first_call(call: str, replicates: bool = False) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicates else None
     model = nn.Linear(4, 3)
-    optimizer = FlexDeMo(model)
-    _set_grads(list(model.parameters()), 0)
-    {"step": optimizer.step, "state_dict": optimizer.state_dict, "attach": lambda: optimizer.attach(model)}[call]()
-
-
-def _on_two_axes(call: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Linear(4, 3)
-    fully_shard(model, mesh=mesh)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
     optimizer = FlexDeMo(model, mesh=mesh)
     model(torch.randn(2, 4)).sum().backward()
     {"step": optimizer.step, "state_dict": optimizer.state_dict, "attach": lambda: optimizer.attach(model)}[call]()
 
 
+def test_one_process_needs_no_mesh(gloo: ProcessPool) -> None:
+    gloo.run(_first_call, "step", world_size=1)
+
+
 @pytest.mark.parametrize("call", ["step", "attach", "state_dict"])
-def test_a_model_that_is_replicated_by_fsdp_is_refused(gloo: ProcessPool, call: str) -> None:
-    gloo.expect_error_on_all_ranks(
-        _on_two_axes, call, match=r"averages between the nodes .*fully_shard\(module, mesh=mesh\['shard'\]\)"
-    )
+def test_nodes_without_a_mesh_or_averaged_by_fsdp_are_refused(gloo: ProcessPool, call: str) -> None:
+    gloo.expect_error_on_all_ranks(_first_call, call, match=r"FlexDeMo\(\.\.\., mesh=init_device_mesh", world_size=2)
+    between = r"averages between the nodes .*fully_shard\(module, mesh=mesh\['shard'\]\)"
+    gloo.expect_error_on_all_ranks(_first_call, call, True, match=between)
 
 
 def _with_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -125,9 +125,3 @@ def test_the_rule_is_that_of_torch(shape: tuple[int, int], adjust_lr_fn: str) ->
         moved.append(float(weight.detach().norm()))
     base = lr_scale(*shape, "original")
     assert moved[1] / moved[0] == pytest.approx(lr_scale(*shape, adjust_lr_fn) / base, rel=1e-6)
-
-
-def test_match_rms_adamw_is_written_out_for_one_shape() -> None:
-    assert lr_scale(100, 25, "match_rms_adamw") == pytest.approx(2.0)
-    assert lr_scale(100, 25, "original") == pytest.approx(2.0)
-    assert lr_scale(25, 100, "original") == 1.0
