@@ -76,11 +76,6 @@ def scaled_behind_autograd(model: Net, optimizer: ParallelMuon, step: int) -> No
             parameter.grad.data.to_local().data.mul_(0.5)  # type: ignore[attr-defined]
 
 
-def clipped_by_value(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    plain(model, optimizer, step)
-    nn.utils.clip_grad_value_(model.parameters(), 0.001)
-
-
 def clipped_without_effect(model: Net, optimizer: ParallelMuon, step: int) -> None:
     plain(model, optimizer, step)
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -167,7 +162,6 @@ def unfrozen_later(model: Net, optimizer: ParallelMuon, step: int) -> None:
 BACKWARDS = [
     plain,
     clipped,
-    clipped_by_value,
     flipped,
     hooked_later,
     reduced_again,

@@ -14,10 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon import FlexDeMo, ParallelMuon
-from lightning_muon.sharding.base import ModeOptions, ShardingMode
-from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import mesh_of
+from lightning_muon.sharding.base import ShardingMode
+from tests.distributed.test_step_program import Net, start
 from tests.support.processes import ProcessPool
 
 _OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
@@ -73,29 +71,6 @@ def _counting() -> Iterator[_Count]:
         yield count
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(3))
-        self.unused = nn.Linear(3, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _start(name: str, shape: tuple[int, ...]) -> tuple[ShardingMode, nn.Module, ParallelMuon | FlexDeMo]:
-    torch.manual_seed(3)
-    net = _Net()
-    is_flexdemo = name == "flexdemo"
-    mode = make_mode("fsdp" if is_flexdemo else name, mesh_of(shape), ModeOptions(decoupled_nodes=is_flexdemo))
-    mode.prepare(net)
-    optimizer = FlexDeMo(net, lr=0.02) if is_flexdemo else ParallelMuon(net, lr=0.02, compute_dtype="float32")
-    mode.attach(net, [optimizer])
-    return mode, net, optimizer
-
-
 def _backward(mode: ShardingMode, net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
     inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -104,7 +79,7 @@ def _backward(mode: ShardingMode, net: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _count_of_fourth_step(name: str, shape: tuple[int, ...]) -> int:
-    mode, net, optimizer = _start(name, shape)
+    mode, net, optimizer = start(name, shape, {})
     for step in range(4):
         with _counting() as count:
             _backward(mode, net, optimizer, step)
@@ -142,7 +117,7 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()  # type: ignore[operator]
 
 
-def _change(kind: str, net: _Net, optimizer: torch.optim.Optimizer) -> None:
+def _change(kind: str, net: Net, optimizer: torch.optim.Optimizer) -> None:
     """What a callback on one rank may do between the end of backward and the step."""
     weight = net.layers[0][0].weight
     if kind == "gradient is gone":
@@ -165,7 +140,7 @@ def _change(kind: str, net: _Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
-    mode, net, optimizer = _start(name, (2,))
+    mode, net, optimizer = start(name, (2,), {})
     error = ""
     for step in range(3):
         _backward(mode, net, optimizer, step)

@@ -22,22 +22,21 @@ from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(8))
+        self.unused = nn.Linear(3, 5)
 
-    def forward(self, x: Tensor, num_layers: int) -> Tensor:
+    def forward(self, x: Tensor, num_layers: int = 8) -> Tensor:
         for layer in self.layers[:num_layers]:
             x = layer(x)
         return x
 
 
-def _start(
-    name: str, shape: tuple[int, ...], options: dict[str, Any]
-) -> tuple[ShardingMode, nn.Module, PlannedOptimizer]:
+def start(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[ShardingMode, Net, PlannedOptimizer]:
     torch.manual_seed(3)
-    net, is_flexdemo = _Net(), name == "flexdemo"
+    net, is_flexdemo = Net(), name == "flexdemo"
     made = ModeOptions(decoupled_nodes=is_flexdemo, bucket_bytes=300)
     mode = make_mode("fsdp" if is_flexdemo else name, mesh_of(shape), made)
     mode.prepare(net)
@@ -49,7 +48,7 @@ def _start(
 
 def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bool) -> list[list[str]]:
     """What each step has run; the third one uses half of the layers."""
-    mode, net, optimizer = _start(name, shape, options)
+    mode, net, optimizer = start(name, shape, options)
     ran: list[list[str]] = []
     with recorded_ops() as recorded:
         for step in range(4):
@@ -117,7 +116,7 @@ def test_updates_are_decoded_when_they_are_needed(gloo: ProcessPool) -> None:
 
 
 def _frames() -> int:
-    mode, net, optimizer = _start("fsdp", (dist.get_world_size(),), {})
+    mode, net, optimizer = start("fsdp", (dist.get_world_size(),), {})
     depths: list[int] = []
 
     def count(*arguments: Any, original: Any = dist.all_to_all_single, **options: Any) -> Any:
