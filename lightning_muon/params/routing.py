@@ -51,13 +51,7 @@ def route_module(
     Found by the type of the layer, by ties and by use. A parameter that an embedding or an output head uses anywhere
     is elementwise. The last linear layer counts as output head if nothing better is known, unless it is all that Muon
     would get: a model of one linear layer is a matrix, not a head. Only shapes are read, so parameters may lie on the
-    meta device or be DTensors; frozen parameters are routed too.
-
-    Args:
-        module: The model; a LightningModule, compiled or sharded module as well.
-        adamw_patterns: Shell patterns (``fnmatch``) of qualified names for AdamW.
-        muon_patterns: Shell patterns of qualified names for Muon.
-        fused: Pattern -> number of equal parts or sizes of the parts (Q, K, V) of a fused weight.
+    meta device or be DTensors; frozen parameters are routed too. Options as in :class:`~lightning_muon.MuonConfig`.
     """
     places = parameter_uses(module)
     known, guessed = find_output_heads(module)

@@ -125,7 +125,7 @@ def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) ->
         assert all(torch.equal(result[name], single[name]) for name in single)
 
 
-def test_a_bfloat16_wire_with_float32_compute_stays_within_rounding(gloo: ProcessPool) -> None:
+def test_a_bfloat16_wire_stays_within_rounding(gloo: ProcessPool) -> None:
     # Input and update of Newton-Schulz are rounded to 8 bits (relative 2^-9); an update has entries of about 0.2 after
     # the scale of match_rms_adamw, so a step of lr 0.02 is off by about 0.02 * 0.2 * 2^-9 = 8e-6 for each rounding of
     # the update, more for the input, where small singular values are amplified. Ten steps measured: 2.3e-4.

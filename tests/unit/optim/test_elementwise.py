@@ -12,7 +12,7 @@ from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
 from lightning_muon.params.layout import Layout
 
 
-def test_steps_equal_those_of_torch_also_for_empty_and_scalar_tensors() -> None:
+def test_steps_equal_torch_also_for_empty_and_scalar_tensors() -> None:
     torch.manual_seed(0)
     mine = [torch.randn(shape) for shape in ((5,), (3, 4), (), (0, 4))]
     theirs = [nn.Parameter(tensor.clone()) for tensor in mine]

@@ -125,7 +125,7 @@ def test_matrices_of_equal_shape_give_the_same_bits_in_a_batch(shape: tuple[int,
 
 
 @torch.no_grad()
-def test_weight_decay_of_bfloat16_weights_is_not_rounded_to_bfloat16() -> None:
+def test_weight_decay_is_not_rounded_to_bfloat16() -> None:
     # 1 - 0.02 * 0.1 is 0.998; as a bfloat16 it would be 0.9961, and the decay twice as strong.
     weight = nn.Parameter(torch.full((4, 4), 256.0, dtype=torch.bfloat16))
     optimizer = ParallelMuon([weight], lr=0.02, weight_decay=0.1)

@@ -81,7 +81,7 @@ def test_without_a_check_nothing_is_waited_for() -> None:
     assert not simulation.syncs and not simulation.found
 
 
-def test_flexdemo_encodes_on_a_stream_of_its_own_and_looks_at_a_buffer_at_once() -> None:
+def test_flexdemo_looks_at_a_buffer_at_once() -> None:
     simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward")
 
     # The gradients themselves, one for each unit.
@@ -96,7 +96,7 @@ def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
     assert not [name for name in simulation.ops if "one by one" in name]
 
 
-def test_panels_of_a_symmetric_product_are_mirrored_by_one_launch_each(device: Simulation) -> None:
+def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
     with mock.patch.dict(newton_schulz._PANEL_ROWS, cuda=32), mock.patch.dict(newton_schulz._LEAST_PANELED, cuda=64):
         newton_schulz.orthogonalize(
             torch.zeros(128, 256, device="cuda"),
@@ -111,7 +111,7 @@ def test_panels_of_a_symmetric_product_are_mirrored_by_one_launch_each(device: S
     assert device.ops["clone"] == 0
 
 
-def test_gradients_of_an_optimizer_of_the_users_are_looked_at_once(device: Simulation) -> None:
+def test_gradients_of_another_optimizer_are_looked_at_once(device: Simulation) -> None:
     parameters = [nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(3)]
     for parameter in parameters[1:]:
         parameter.grad = torch.zeros_like(parameter)

@@ -188,7 +188,7 @@ def test_a_saved_state_is_no_part_and_may_lack_hyper_parameters(kind: Any) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_a_framework_has_swapped_keep_their_place(kind: Any) -> None:
+def test_parameters_that_were_swapped_keep_their_place(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, model)
     new = nn.Parameter(torch.zeros(7, 13))
@@ -306,7 +306,7 @@ def test_parameters_between_other_elements_are_trained_alone(options: Any) -> No
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_auto_computes_in_bfloat16_where_the_cpu_has_instructions() -> None:
+def test_auto_computes_in_bfloat16_where_the_cpu_can() -> None:
     expected = torch.bfloat16 if cpu_multiplies_bfloat16_fast() else torch.float32
     assert resolve_compute_dtype("auto", torch.device("cpu")) is expected
     assert resolve_compute_dtype("auto", torch.device("meta")) is torch.float32

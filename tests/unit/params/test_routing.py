@@ -75,7 +75,7 @@ def test_the_last_linear_layer_is_the_head_unless_it_is_all() -> None:
     assert _muon(nn.Sequential(nn.Embedding(5, 32), nn.LayerNorm(32), nn.Linear(32, 2))) == {"2.weight"}
 
 
-def test_a_language_model_of_tables_and_head_has_nothing_for_muon() -> None:
+def test_a_model_of_tables_and_head_has_nothing_for_muon() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9))
     routes = route_module(model)
     with pytest.raises(ValueError, match=r"None of the 5 parameters is routed to Muon") as error:
