@@ -157,7 +157,7 @@ def test_what_was_not_sent_keeps_its_sum_and_weights_their_mean(num_nodes: int) 
     assert saved["layer"]["residual"] is residual, "what was read is not changed"
 
 
-def test_shares_add_up_in_float32_and_as_many_nodes_get_their_own() -> None:
+def test_shares_add_up_in_float32_and_equal_nodes_keep_theirs() -> None:
     weights = torch.full((256, 2), 1.0, dtype=torch.bfloat16)  # A sum in bfloat16 would stop at 256.
     weights[0] = 9.0
     for num_nodes, expected in ((1, torch.full((1, 2), 264.0, dtype=torch.bfloat16)), (256, weights)):
