@@ -94,6 +94,8 @@ def build_graph(program: Program) -> Graph:
         if place == len(nodes):
             nodes.append(Node([], len(op.group) or 1, []))
         members = nodes[place].ops
+        if op.kind in (OpKind.SEND, OpKind.RECV) and len(op.group) > 2:
+            raise ValueError(f"{where(op)} has the ranks {op.group[:NAMED]}; a message has two")
         if members and op.kind in (OpKind.SEND, OpKind.RECV):
             first = ops[members[0]]
             if len(members) > 1 or first.rank == op.rank or first.kind == op.kind:

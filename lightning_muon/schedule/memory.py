@@ -18,12 +18,7 @@ class Peak:
 
 
 def peak_memory(program: Program) -> Peak:
-    """The largest of :func:`rank_peaks`."""
-    return max(rank_peaks(program).values(), key=lambda peak: peak.bytes, default=Peak(0, 0, ""))
-
-
-def rank_peaks(program: Program) -> dict[int, Peak]:
-    """Upper bound for each rank of the bytes of results that are alive at one time.
+    """Upper bound, on the rank that needs most, of the bytes of results that are alive at one time.
 
     A result lives from the start of its op to the end of its last user (to the end of the program without one). It
     counts at the start of another op unless it must come later, or all of its users must have ended before. Lanes run
@@ -32,17 +27,16 @@ def rank_peaks(program: Program) -> dict[int, Peak]:
     with_result = {op.name for ops in program.values() for op in ops if op.memory}
     # Ranks run the same ops with different sizes, so what may be alive together is found once for all of them.
     known: dict[object, list[tuple[int, list[int]]]] = {}
-    peaks: dict[int, Peak] = {}
+    most = Peak(0, 0, "")
     for rank, ops in program.items():
         structure = tuple((op.name, op.lane, op.deps) for op in ops)
         if structure not in known:
             known[structure] = list(_alive_together(ops, with_result))
-        peaks[rank] = Peak(0, rank, "")
         for index, alive in known[structure]:
             total = sum(ops[other].memory for other in alive)
-            if total > peaks[rank].bytes:
-                peaks[rank] = Peak(total, rank, ops[index].name)
-    return peaks
+            if total > most.bytes:
+                most = Peak(total, rank, ops[index].name)
+    return most
 
 
 def _alive_together(ops: Sequence[Op], with_result: set[str]) -> Iterator[tuple[int, list[int]]]:

@@ -21,8 +21,9 @@ from lightning_muon.schedule.estimates import (
 from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
-from lightning_muon.schedule.program import Op, OpKind, Program
+from lightning_muon.schedule.program import IN_STEP, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
+from lightning_muon.schedule.step import ALL_EARLY, step_program
 from tests.unit.schedule.specs import plan_of, replicated
 
 H100 = PRESETS["h100"]
@@ -69,25 +70,11 @@ def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
     return plan_of(specs, chunk_bytes=4 * 2**20)
 
 
-def _without_early(program: Program) -> Program:
-    """The step after a backward pass in which everything was gathered but the last bucket, which goes first now."""
-    last = [op.key for op in program[0] if op.kind == OpKind.GATHER][-1]
-
-    def left(op: Op) -> Op:
-        op = replace(op, bytes=0) if op.kind == OpKind.MOMENTUM else op
-        return replace(op, bytes=0, group=()) if op.kind == OpKind.GATHER and op.key != last else op
-
-    issued = prefetch(program, 3)
-    found: Program = {}
-    for rank, ops in issued.items():
-        is_first = [op.key == last and op.kind in (OpKind.MOMENTUM, OpKind.GATHER) for op in ops]
-        first = [
-            replace(op, deps=op.deps[:1] if op.kind == OpKind.GATHER else ())
-            for op, yes in zip(ops, is_first, strict=True)
-            if yes
-        ]
-        found[rank] = first + [left(op) for op, yes in zip(ops, is_first, strict=True) if not yes]
-    return found
+def _after_early(program: Program) -> Program:
+    """The step after a backward pass in which everything was gathered but the last bucket."""
+    keys = [op.key for op in program[0] if op.kind == OpKind.GATHER]
+    chosen = branch(step_program(program, look_ahead=3, early=keys[:-1]), ALL_EARLY)
+    return without_absent({rank: [op for op in ops if op.phase == IN_STEP] for rank, ops in chosen.items()})
 
 
 def _estimate(program: Program, machine: CostModel) -> PrefetchEstimate | None:
@@ -107,7 +94,7 @@ def test_both_steps_take_as_long_as_in_the_simulator(
     found = _estimate(program, machine)
     assert found is not None
     in_step = simulate(prefetch(program, 3), machine).makespan
-    in_backward = simulate(_without_early(program), machine).makespan + found.check_seconds
+    in_backward = simulate(_after_early(program), machine).makespan + found.check_seconds
     # The estimate takes all buckets for equally large, and leaves out how many may be on their way.
     assert found.in_step_seconds == pytest.approx(in_step, rel=0.25)
     assert found.in_backward_seconds == pytest.approx(in_backward, rel=0.25)

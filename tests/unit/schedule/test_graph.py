@@ -72,6 +72,7 @@ def test_a_deadlock_names_who_waits_for_what(program: Program, message: str) -> 
         ([compute("a", 1, "gone[0]")], r"a\[0\] of rank 0 depends on gone\[0\], which this rank does not have"),
         ([collective("all", 1, group=(1, 2))], r"all\[0\] of rank 0 is a communication of ranks \(1, 2\), to which"),
         ([collective("all", 1, group=(0, 0))], r"all\[0\] of rank 0 has a rank twice in its group \(0, 0\)"),
+        ([collective("send", 1, group=(0, 1, 2))], r"send\[0\] of rank 0 has the ranks \(0, 1, 2\); a message has two"),
         ([send("x", 0, 1), recv("x", 1, 0)], r"recv\[x\] of rank 0 is no message with send\[x\] of rank 0"),
     ],
 )
