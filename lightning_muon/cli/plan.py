@@ -84,11 +84,11 @@ def _plan(arguments: argparse.Namespace) -> str:
     for path in arguments.draw:
         timelines = {outcome.name: outcome.timeline for outcome in outcomes}
         draw_timelines(timelines, path, title=f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
+    plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=links, zero2=zero2)
     if arguments.json:
-        plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=links, zero2=zero2)
         return json.dumps(plan) + "\n"
     shown = slow_links_as_text(links, flexdemo) if links and flexdemo else ""
-    return plan_as_text(model, mesh, options, outcomes, choice=choice, slow_links=shown, zero2=zero2)
+    return plan_as_text(plan, model, outcomes, slow_links=shown)
 
 
 def _mesh(arguments: argparse.Namespace, planned: PlannedModel, *, fewest_replicas: int) -> Mesh:

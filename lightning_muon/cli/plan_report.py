@@ -58,17 +58,11 @@ def plan_as_dict(
 
 
 def plan_as_text(
-    model: ModelShapes,
-    mesh: Mesh,
-    options: CompareOptions,
-    outcomes: Sequence[Outcome],
-    *,
-    choice: Mapping[str, Any] | None = None,
-    slow_links: str = "",
-    zero2: Sequence[Mapping[str, Any]] = (),
+    plan: Mapping[str, Any], model: ModelShapes, outcomes: Sequence[Outcome], *, slow_links: str = ""
 ) -> str:
-    """The same as :func:`plan_as_dict`, in sections."""
-    head = [f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)"]
+    """What :func:`plan_as_dict` has of a model, in sections; ``slow_links`` as text."""
+    options, mesh = plan["options"], plan["mesh"]
+    head = [f"{model.name} on {mesh['replicate']} x {mesh['shard']} = {mesh['ranks']} ranks (replicate x shard)"]
     if model.source:
         head.append(f"shapes from {model.source}")
     sections: list[str] = []
@@ -82,14 +76,14 @@ def plan_as_text(
             section("Load of Newton-Schulz", _balance(outcomes)),
             section(f"Owners ({PIPELINE})", _owners(_pipeline(outcomes))),
             section("Bytes on the wire, one step", _bytes(outcomes)),
-            section("Predicted timeline, without backward", _timelines(outcomes, choice)),
-            *_too_many_ranks(outcomes, options),
+            section("Predicted timeline, without backward", _timelines(outcomes, plan["config"])),
+            *_too_many_ranks(outcomes, options["cost"]["flops_per_second"]),
         ]
         notes = [fill(f"{each.name}: {each.numbers['note']}") for each in outcomes if each.numbers["note"]]
         if notes:
             sections.append(section("Notes", "\n".join(notes)))
-    if zero2:
-        sections.append(section("Gradients and values with sharding=zero2, one step", _zero2(zero2)))
+    if plan["zero2"]:
+        sections.append(section("Gradients and values with sharding=zero2, one step", _zero2(plan["zero2"])))
     return "\n\n".join(["\n".join(map(fill, head)), *sections]) + "\n"
 
 
@@ -141,15 +135,15 @@ def _pipeline(outcomes: Sequence[Outcome]) -> Outcome:
     return next(outcome for outcome in outcomes if outcome.name == PIPELINE)
 
 
-def _settings(options: CompareOptions, outcomes: Sequence[Outcome]) -> list[str]:
-    cost, bucket_bytes = options.cost, _pipeline(outcomes).numbers["bucket_bytes"]
-    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
-    latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
+def _settings(options: Mapping[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
+    cost, bucket_bytes = options["cost"], _pipeline(outcomes).numbers["bucket_bytes"]
+    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost["bandwidth"])
+    latencies = ", ".join(f"{1e6 * each:g}" for each in cost["latency_seconds"])
     return [
-        f"machine: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), memory "
-        f"{cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
-        f"{options.ns_steps} Newton-Schulz steps, {options.wire_itemsize} bytes per element on the wire, buckets of "
-        f"{options.chunk_bytes / _MIB:g} MiB per rank, look-ahead {options.look_ahead}",
+        f"machine: {cost['flops_per_second'] / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), memory "
+        f"{cost['memory_bytes_per_second'] / 1e9:g} GB/s, {1e6 * cost['op_seconds']:g} us per op",
+        f"{options['ns_steps']} Newton-Schulz steps, {options['wire_itemsize']} bytes per element on the wire, buckets "
+        f"of {options['chunk_bytes'] / _MIB:g} MiB per rank, look-ahead {options['look_ahead']}",
         f"buckets of {PIPELINE}, which have at least one matrix per rank: {bucket_bytes['mean'] / _MIB:,.1f} MiB per "
         f"owner on average, {bucket_bytes['max'] / _MIB:,.1f} MiB at most",
     ]
@@ -258,7 +252,7 @@ def _choice(choice: Mapping[str, Any]) -> str:
     )
 
 
-def _too_many_ranks(outcomes: Sequence[Outcome], options: CompareOptions) -> list[str]:
+def _too_many_ranks(outcomes: Sequence[Outcome], flops_per_second: float) -> list[str]:
     pipeline, last = _pipeline(outcomes), outcomes[-1]
     specs = pipeline.matrices.specs
     if pipeline.matrices.num_ranks <= len(specs):
@@ -269,7 +263,7 @@ def _too_many_ranks(outcomes: Sequence[Outcome], options: CompareOptions) -> lis
         f"{len(specs)} matrices on {last.matrices.num_ranks} ranks: {idle} ranks own nothing, and no step is shorter "
         "than the",
         f"Newton-Schulz of the dearest matrix, {dearest.name} ({dearest.rows}, {dearest.cols}): "
-        f"{1e3 * dearest.flops / options.cost.flops_per_second:.2f} ms.",
+        f"{1e3 * dearest.flops / flops_per_second:.2f} ms.",
         "Divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own.",
     ]
     return [section("More ranks than matrices", "\n".join(lines))]

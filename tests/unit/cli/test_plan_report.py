@@ -23,7 +23,8 @@ _OPTIONS = CompareOptions(
 
 def _text(name: str, replicate: int, shard: int, options: CompareOptions = _OPTIONS) -> str:
     model, mesh = read_shapes(name), Mesh(replicate=replicate, shard=shard)
-    return plan_as_text(model, mesh, options, compare_strategies(model, mesh, options))
+    outcomes = compare_strategies(model, mesh, options)
+    return plan_as_text(plan_as_dict(model, mesh, options, outcomes), model, outcomes)
 
 
 @pytest.mark.parametrize(("name", "replicate", "shard"), [("t5-base", 1, 1), ("10b", 2, 4), ("t5-base", 2, 128)])

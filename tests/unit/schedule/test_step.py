@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -120,43 +121,36 @@ def test_an_op_comes_in_front_of_the_first_that_needs_it(plan: MuonPlan, is_late
         step_program(canonical, look_ahead=2, added={0: AddedOps(needed=[(needed[0][0], {"momentum[9]"})])})
 
 
-def test_a_change_before_the_check_is_refused(plan: MuonPlan) -> None:
-    program = _program(plan)
-    for ops in program.values():
-        check = next(op for op in ops if op.name == "check[]")
-        ops.remove(check)
-        ops.append(check)
-    with pytest.raises(ValueError, match="changes parameters before the step has waited for check"):
-        check_step(program, [plan])
+def _check_late(ops: list[Op]) -> list[Op]:
+    return [op for op in ops if op.name != "check[]"] + [op for op in ops if op.name == "check[]"]
 
 
-def test_adamw_that_runs_twice_is_refused(plan: MuonPlan) -> None:
-    program = {
-        rank: [replace(op, when=()) if op.name == "adamw[0 after check]" else op for op in ops]
-        for rank, ops in _program(plan).items()
-    }
-    with pytest.raises(ValueError, match="each must run once"):
-        check_step(program, [plan])
+def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[list[Op]], list[Op]]:
+    return lambda ops: [change(op) if op.name == name and op.rank in ranks else op for op in ops]
 
 
-def test_conditions_that_differ_between_ranks_are_refused(plan: MuonPlan) -> None:
-    program = _program(plan)
-    program[1] = [replace(op, when=()) if op.name == "gather[1]" else op for op in program[1]]
-    with pytest.raises(ValueError, match=r"gather\[1\] unless valid where rank 0 has gather\[1\] when gradients"):
-        check_step(program, [plan])
-    assert fingerprint(program[0]) != fingerprint(program[1])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_check_late, "changes parameters before the step has waited for check"),
+        (_changed("adamw[0 after check]", lambda op: replace(op, when=()), 0, 1), "each must run once"),
+        (
+            _changed("gather[1]", lambda op: replace(op, when=()), 1),
+            r"gather\[1\] unless valid where rank 0 has gather\[1\] when gradients",
+        ),
+        (lambda ops: [*ops[1:], ops[0]], "phases follow each other"),
+        (
+            _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[:-1]), 0, 1),
+            r"early_gather\[1\] of rank 0 has a result|does not depend on early_gather",
+        ),
+    ],
+    ids=["check", "adamw", "conditions", "phases", "early gather"],
+)
+def test_a_broken_step_is_refused(plan: MuonPlan, change: Callable[[list[Op]], list[Op]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_step({rank: change(ops) for rank, ops in _program(plan).items()}, [plan])
 
 
-def test_backward_behind_the_step_is_refused(plan: MuonPlan) -> None:
-    program = {rank: [*ops[1:], ops[0]] for rank, ops in _program(plan).items()}
-    with pytest.raises(ValueError, match="phases follow each other"):
-        check_step(program, [plan])
-
-
-def test_an_early_gather_that_nobody_waits_for_is_refused(plan: MuonPlan) -> None:
-    program = {
-        rank: [replace(op, deps=op.deps[:-1]) if op.name == "newton_schulz[1]" else op for op in ops]
-        for rank, ops in _program(plan).items()
-    }
-    with pytest.raises(ValueError, match=r"early_gather\[1\] of rank 0 has a result|does not depend on early_gather"):
-        check_step(program, [plan])
+def test_conditions_are_part_of_the_fingerprint(plan: MuonPlan) -> None:
+    ops = _program(plan)[0]
+    assert fingerprint(ops) != fingerprint(_changed("gather[1]", lambda op: replace(op, when=()), 0)(ops))
