@@ -44,7 +44,7 @@ _MACHINES = {
     ),
 }
 # The comparison computes the look-ahead again, rounds it, and reads what was sent: 36 bytes for an element of 2 bytes
-# on the wire, 34 for one of 4, where the op that sends it counts 14 and 16 (schedule/communication.py).
+# on the wire, 34 for one of 4, where the op that sends it counts 14 and 16 (schedule/muon.py).
 _BYTES_OF_CHECK = 2.5
 
 

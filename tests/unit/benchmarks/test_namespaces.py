@@ -42,7 +42,7 @@ def _names() -> str:
 
 
 @pytest.mark.parametrize("how", ["return", "error", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_a_program_ends_its_nodes_and_what_runs_in_them_are_gone(namespaces, how) -> None:
+def test_nodes_are_gone_however_the_program_ends(namespaces, how) -> None:
     command = [sys.executable, "-c", PROGRAM, str(how)]
     program = subprocess.Popen(command, cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     *names, inner = program.stdout.readline().decode().split()
@@ -118,7 +118,7 @@ def _send(namespaces, *, to: int, num_bytes: int, rate: float) -> tuple[int, flo
     return int(sent), float(seconds)
 
 
-def test_what_crosses_the_line_is_counted_and_takes_as_long_as_the_rate_says(namespaces) -> None:
+def test_traffic_between_nodes_is_counted_and_slowed(namespaces) -> None:
     num_bytes, rate = 200_000, 4e6
     sent, seconds = _send(namespaces, to=1, num_bytes=num_bytes, rate=rate)
     # Headers are 66 of each 1514 bytes; more than a tenth would be bytes that were dropped and sent again.
@@ -136,6 +136,6 @@ def test_without_root_it_says_so(namespaces, monkeypatch) -> None:
     assert namespaces.why_not() == "network namespaces need root"
 
 
-def test_the_bucket_holds_two_milliseconds_but_ten_packets_at_least(namespaces) -> None:
+def test_the_bucket_holds_two_milliseconds_or_ten_packets(namespaces) -> None:
     assert " ".join(namespaces.tbf(1e9)).endswith("rate 1000000000bit burst 250000 limit 16000000")
     assert " ".join(namespaces.tbf(1e7)).endswith("rate 10000000bit burst 16000 limit 16000000")

@@ -67,7 +67,7 @@ def test_a_step_looks_at_the_pieces_of_the_calling_rank_only(overlap: str) -> No
     assert calls.total() <= 5 * held
 
 
-def test_chunks_that_are_sent_early_use_the_layout_of_the_first_step() -> None:
+def test_early_buckets_use_the_layout_of_the_first_step() -> None:
     with rank_of(NUM_RANKS):
         found = _found()
         optimizer = optimizer_of(found, "backward")

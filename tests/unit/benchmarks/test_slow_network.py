@@ -32,7 +32,7 @@ def test_rates_are_bits_per_second(slow_network) -> None:
             slow_network.parse_rate(text)
 
 
-def test_the_table_says_how_many_times_faster_than_hsdp_and_what_failed(slow_network) -> None:
+def test_the_table_compares_with_hsdp_and_says_what_failed(slow_network) -> None:
     def row(*seconds: float, sent: float, loss: float) -> dict:
         return {"lr": 0.003, "loss": loss, "rates": [{"seconds": each, "sent": sent + each} for each in seconds]}
 
@@ -56,7 +56,7 @@ def test_without_hsdp_and_without_a_loss_the_table_has_neither(slow_network) -> 
     assert lines == ["| contender | s per step, 1gbit | MB sent |", "| --- | --- | --- |", "| mine | 0.250 | 1.00 |"]
 
 
-def test_contenders_are_chosen_by_words_and_the_peer_only_with_a_folder(slow_network, capsys) -> None:
+def test_contenders_are_chosen_by_words(slow_network, capsys) -> None:
     assert slow_network.chosen(["k=4", "HSDP + AdamW"], with_peer=False) == [
         "HSDP + AdamW",
         "HSDP + AdamW, gradients reduced in bf16",
@@ -70,7 +70,7 @@ def test_contenders_are_chosen_by_words_and_the_peer_only_with_a_folder(slow_net
         slow_network.chosen(["nothing like it"], with_peer=True)
 
 
-def test_the_target_goes_on_where_the_source_ends_as_often_as_it_says(contenders) -> None:
+def test_the_target_goes_on_where_the_source_ends(contenders) -> None:
     batch = contenders.make_batch(torch.Generator().manual_seed(torch.seed() % 2**31), 500, source=7, target=13)
     walk = torch.cat([batch["input_ids"], batch["labels"]], 1) - 2
     assert walk.shape == (500, 20) and walk.min() >= 0 and walk.max() < contenders.NUM_WORDS
@@ -85,7 +85,7 @@ def test_the_model_has_about_10_million_parameters(contenders) -> None:
     assert sum(parameter.numel() for parameter in net.parameters()) == 9_967_616
 
 
-def test_where_there_can_be_no_namespaces_it_says_so_and_measures_nothing(slow_network, monkeypatch, capsys) -> None:
+def test_without_namespaces_nothing_is_measured(slow_network, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["slow_network.py", "--quick"])
     monkeypatch.setattr(slow_network, "why_not", lambda: "network namespaces need root")
     monkeypatch.setattr(slow_network, "run", lambda *_: pytest.fail("it measured"))
@@ -93,7 +93,7 @@ def test_where_there_can_be_no_namespaces_it_says_so_and_measures_nothing(slow_n
     assert capsys.readouterr().out == "skipped: network namespaces need root\n"
 
 
-def test_waiting_ends_when_all_are_done_when_one_fails_and_when_the_time_is_over(slow_network) -> None:
+def test_waiting_ends_with_the_last_a_failure_or_the_time(slow_network) -> None:
     def start(script: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", script])
 

@@ -50,7 +50,7 @@ def _moved(outcome: Outcome) -> dict[tuple[str, str], tuple[int, int]]:
     }
 
 
-def test_equal_matrices_are_divided_evenly_or_computed_everywhere() -> None:
+def test_equal_matrices_are_divided_or_computed_everywhere() -> None:
     outcomes = _compare(16, 1, 4)
     assert list(outcomes) == ["redundant", "round_robin", "lpt", PIPELINE]
     assert outcomes["lpt"].plan.flops == (4 * _FLOPS,) * 4
@@ -107,7 +107,7 @@ def test_too_many_buckets_become_larger_ones(monkeypatch: pytest.MonkeyPatch) ->
         assert "smaller ones are too many to simulate" in numbers["note"]
 
 
-def test_experts_that_lie_on_one_rank_stay_there_and_bound_the_load() -> None:
+def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
     outcome = _compare(3, 1, 2, kind="stack")["lpt"]
     assert outcome.plan.owners == ((0,), (0,), (1,), (1,)) * 3
     assert not _moved(outcome)

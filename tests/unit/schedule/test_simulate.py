@@ -17,7 +17,7 @@ from tests.unit.schedule.programs import UNIT, collective, compute, programs, re
 from tests.unit.schedule.specs import plan_of, sharded
 
 
-def test_a_rank_that_does_one_thing_after_the_other_takes_the_sum() -> None:
+def test_a_serial_rank_takes_the_sum() -> None:
     timeline = simulate({0: [compute("a", 2), collective("b", 3, "a[0]"), compute("c", 5, "b[0]")]}, UNIT)
     assert [(span.start, span.end) for span in timeline.spans[0]] == [(0, 2), (2, 5), (5, 10)]
     assert timeline.makespan == 10
