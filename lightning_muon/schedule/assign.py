@@ -58,16 +58,9 @@ def longest_first(
 ) -> dict[int, int]:
     """Give each job, dearest first, to the rank with the least load so far; a rank is within 4/3 of the optimum.
 
-    Takes ``O(n log n)`` for n jobs and ranks. Source: Graham 1969, Bounds on multiprocessing timing anomalies.
-
-    Args:
-        costs: FLOPs of every job.
-        sizes: Bytes of every job; they break ties between equal loads.
-        loads: Of every rank. Updated in place, so that the next bucket evens this one out.
-        taken: Indices of the jobs to assign.
-
-    Returns:
-        Job index -> rank, the same on every rank.
+    Job index -> rank, the same on every rank, for the jobs ``taken``. Bytes (``sizes``) break ties between equal loads;
+    ``loads`` are updated in place, so that the next bucket evens this one out. Takes ``O(n log n)`` for n jobs and
+    ranks. Source: Graham 1969, Bounds on multiprocessing timing anomalies.
     """
     heap = [(*load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)

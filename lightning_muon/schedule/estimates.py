@@ -181,14 +181,9 @@ def shard_exchanges(
 ) -> list[ShardExchange]:
     """The direct way, and the hierarchical one where there is one, each with its best size of buckets.
 
+    ``nodes`` has for each replica the number of the node of each rank of its shard axis; the second link of ``cost`` is
+    between nodes. ``may_grow``: buckets may be larger, where the shard axis of any replica spans several nodes.
     Pure, so equal on all ranks that know the same nodes.
-
-    Args:
-        nodes: For each replica the number of the node of each rank of its shard axis.
-        num_bytes: Of all gradients.
-        cost: The machine; its second link is between nodes.
-        bucket_bytes: Size of buckets.
-        may_grow: Whether buckets may be larger, where the shard axis of any replica spans several nodes.
     """
     grids = {node_grid(replica) for replica in nodes}
     spans = any(len(set(replica)) > 1 for replica in nodes)

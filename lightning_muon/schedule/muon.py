@@ -50,14 +50,9 @@ def plan_step(
 
     The program is serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
 
-    Args:
-        matrices: In the order of the forward pass; buckets are filled from the last one.
-        itemsize: Bytes of an element on the wire.
-        chunk_bytes: Bound of what an average owner holds of a bucket, see :func:`fill_buckets`.
-        strategy: Who owns what, see :func:`~.assign.assign_owners`.
-        loads: FLOPs and bytes that each rank has to do already, for example for other exchange groups.
-        key_prefix: In front of the bucket number in the keys of the ops.
-        ranks: Whose ops to list, at least one; all by default. A rank that runs the plan needs only its own.
+    ``chunk_bytes`` bounds what an average owner holds of a bucket (:func:`fill_buckets`), at ``itemsize`` bytes for an
+    element on the wire; ``loads`` are what each rank has to do already, for example for other exchange groups.
+    ``ranks`` are those whose ops to list, at least one, all by default: a rank that runs the plan needs only its own.
     """
     num_ranks = matrices.num_ranks
     costs = [spec.flops for spec in matrices.specs]

@@ -65,13 +65,9 @@ def step_program(
     - AdamW runs while the first gathers are on their way. If the check is deferred, or gradients are late, it follows
       the check instead.
 
-    Args:
-        program: For each rank the ops of its buckets in canonical order, and any number of ``adamw`` ops.
-        look_ahead: Buckets whose gathers may be on their way; 0 for none beside arithmetic.
-        early: Keys of the buckets that may be sent during backward.
-        is_late: Whether gradients may still be arriving when the step begins.
-        memory_bytes: Upper bound of the buffers of each rank, see :func:`~.passes.prefetch`.
-        added: Rank -> other ops. Those that follow ``adamw`` ops need ``is_late``.
+    ``program``, ``look_ahead`` and ``memory_bytes`` are those of :func:`~.passes.prefetch`. ``early`` has the keys
+    of the buckets that may be sent during backward; ``is_late``: gradients may still be arriving when the step begins;
+    ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
     issued = prefetch(program, look_ahead, memory_bytes)
     added = added or {}
