@@ -84,7 +84,7 @@ def _finetune(
     *,
     unfreeze_at: int = 1,
     resume: str | None = None,
-    sizes: dict[str, int] | None = None,
+    sizes: dict[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
     pl = load(package)
 
@@ -123,6 +123,8 @@ def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_
     assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)] and moved
     assert losses == pytest.approx(single[0], abs=1e-4)
     assert max_difference(weights, single[1]) < 1e-4
+    zero2 = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "z"), sizes={"sharding": "zero2"}, world_size=2)[0]
+    assert max_difference(zero2[1], single[1]) < 1e-4
     checkpoint = f"{tmp_path}/4/epoch=1.ckpt"
     resumed = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
     assert resumed[2] == groups

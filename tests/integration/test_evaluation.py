@@ -58,33 +58,6 @@ def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path,
     assert outcomes[0]["predictions"].shape == (4, 6)
 
 
-def _hooks_see_shards(package: str) -> list[str]:
-    pl = load(package)
-    seen: list[str] = []
-
-    class Spy(pl.Callback):
-        def _look(self, name: str, module: Any) -> None:
-            seen.append(f"{name} {all(isinstance(p, DTensor) for p in module.parameters())}")
-
-        def on_validation_epoch_end(self, _: Any, module: Any) -> None:
-            self._look("validation", module)
-
-        def on_train_epoch_start(self, _: Any, module: Any) -> None:
-            self._look("train", module)
-
-        def on_before_optimizer_step(self, _: Any, module: Any, optimizer: Any) -> None:
-            self._look("step", module)
-
-    trainer(pl, callbacks=[Spy()], max_epochs=1, limit_train_batches=1).fit(language_model(pl), loader(), loader())
-    return seen
-
-
-def test_hooks_outside_of_a_step_see_shards(gloo: ProcessPool) -> None:
-    assert gloo.run(_hooks_see_shards, PACKAGES[0], world_size=2)[0] == [
-        "validation True", "train True", "step True", "validation True",
-    ]  # fmt: skip
-
-
 def _options(package: str, **kwargs: Any) -> tuple[int, float]:
     pl = load(package)
     model = language_model(pl)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon import MuonConfig
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     Network,
     adamw,
@@ -31,16 +31,14 @@ from tests.support.processes import ProcessPool
 TOLERANCE = 5e-5
 
 
-def _fit(package: str, sizes: dict[str, Any] | None = None, **kwargs: Any) -> tuple[list[float], dict[str, Any], float]:
-    pl = load(package)
-    model = language_model(pl, network=lambda: Network(tied=kwargs.pop("tied", False)))
-    # In bfloat16 the order of sums shows in the third digit.
-    strategy = strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
-    fitter = trainer(pl, strategy=strategy, **kwargs)
+def _fit(
+    sizes: dict[str, Any], *, tied: bool = False, **kwargs: Any
+) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    pl = load(PACKAGES[0])
+    model = language_model(pl, network=lambda: Network(tied=tied))
+    fitter = trainer(pl, strategy=strategy_class(PACKAGES[0])(optimizer=EXACT, **sizes), **kwargs)
     fitter.fit(model, loader())
-    weights = full_weights(model)
-    val = fitter.validate(model, loader(), verbose=False)[0]["val"]
-    return model.losses, weights, val
+    return model.losses, full_weights(model), fitter.validate(model, loader(), verbose=False)[0]["val"]
 
 
 def _muon(network: nn.Module) -> MuonAndAdamW:
@@ -49,60 +47,63 @@ def _muon(network: nn.Module) -> MuonAndAdamW:
 
 
 def _plain_loop(
-    make_optimizer: Callable[[nn.Module], Any] = _muon, *, accumulate: int = 1, **clip: float
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loop that a user would write."""
+    make_optimizer: Callable[[nn.Module], Any] = _muon,
+    *,
+    tied: bool = False,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str = "norm",
+) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """The loop that a user would write, with the names of a Trainer; losses, weights, mean loss of the last weights."""
     torch.manual_seed(0)
-    network = Network()
+    network = Network(tied=tied)
     optimizer, losses = make_optimizer(network), []
     for epoch in range(2):
-        for index, (tokens, targets) in enumerate(plain_loader(epoch)):
+        batches = list(plain_loader(epoch))
+        for index, (tokens, targets) in enumerate(batches, start=1):
             loss = loss_of(network(tokens), targets)
-            (loss / accumulate).backward()
+            (loss / accumulate_grad_batches).backward()
             losses.append(loss.item())
-            if (index + 1) % accumulate == 0:
-                if "norm" in clip:
-                    nn.utils.clip_grad_norm_(network.parameters(), clip["norm"])
-                if "value" in clip:
-                    nn.utils.clip_grad_value_(network.parameters(), clip["value"])
+            if index % accumulate_grad_batches == 0 or index == len(batches):
+                if gradient_clip_val is not None:
+                    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
+                    clip[gradient_clip_algorithm](network.parameters(), gradient_clip_val)
                 optimizer.step()
                 network.zero_grad()
-    return losses, {f"network.{name}": value for name, value in network.state_dict().items()}
+    with torch.no_grad():
+        score = torch.stack([loss_of(network(tokens), targets) for tokens, targets in plain_loader(0)]).mean()
+    return losses, {f"network.{name}": value for name, value in network.state_dict().items()}, float(score)
 
 
-def test_every_mesh_follows_the_plain_loop(gloo: ProcessPool) -> None:
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-    plain_losses, plain_weights = _plain_loop(accumulate=3, norm=0.3)
-    losses, weights, score = gloo.run(_fit, PACKAGES[0], world_size=1, **options)[0]
-    assert losses == pytest.approx(plain_losses, abs=TOLERANCE)
-    assert max_difference(weights, plain_weights) < TOLERANCE
-    for sizes in ({"shard_size": 1}, {"replicate_size": 2}, {"data_parallel_size": 4}):
-        losses, weights, val = gloo.run(_fit, PACKAGES[0], sizes, world_size=4, **options)[0]
-        assert losses == pytest.approx(plain_losses, abs=TOLERANCE), sizes
-        assert max_difference(weights, plain_weights) < TOLERANCE, sizes
-        assert val == pytest.approx(score, abs=TOLERANCE), sizes
+_NORM, _VALUE = {"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 
 
-def test_clipping_by_value_follows_the_plain_loop(gloo: ProcessPool) -> None:
-    options = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
-    losses, weights, _ = gloo.run(_fit, PACKAGES[0], {"replicate_size": 2}, world_size=4, **options)[0]
-    plain_losses, plain_weights = _plain_loop(value=0.002)
-    assert losses == pytest.approx(plain_losses, abs=TOLERANCE)
-    assert max_difference(weights, plain_weights) < TOLERANCE
-
-
-def test_the_clipping_of_these_tests_changes_the_result() -> None:
-    unclipped = _plain_loop()[1]
-    assert max_difference(_plain_loop(norm=0.3)[1], unclipped) > 100 * TOLERANCE
-    assert max_difference(_plain_loop(value=0.002)[1], unclipped) > 100 * TOLERANCE
-
-
-def test_tied_weights_stay_tied_and_follow_the_single_rank(gloo: ProcessPool) -> None:
-    losses, weights, _ = gloo.run(_fit, PACKAGES[0], {"replicate_size": 2}, world_size=4, tied=True)[0]
-    single = gloo.run(_fit, PACKAGES[0], world_size=1, tied=True)[0]
-    assert torch.equal(weights["network.embedding.weight"], weights["network.head.weight"])
-    assert losses == pytest.approx(single[0], abs=TOLERANCE)
-    assert max_difference(weights, single[1]) < TOLERANCE
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "options"),
+    [
+        (1, {}, _NORM | {"accumulate_grad_batches": 3}),
+        (4, {"shard_size": 1}, _NORM | {"accumulate_grad_batches": 3}),
+        (4, {"data_parallel_size": 4}, _NORM | {"accumulate_grad_batches": 3}),
+        (4, {"replicate_size": 2}, _NORM | {"tied": True}),
+        (4, {"replicate_size": 2}, _VALUE),
+        (2, {"reshard_after_backward": False}, {"accumulate_grad_batches": 2}),
+        (4, {"sharding": "zero2", "replicate_size": 2}, _NORM | {"tied": True}),
+        (2, {"sharding": "zero2"}, _VALUE),
+        (4, {"sharding": "ddp"}, _NORM | {"accumulate_grad_batches": 4}),
+    ],
+    ids=str,
+)
+def test_every_sharding_follows_the_plain_loop(
+    gloo: ProcessPool, world_size: int, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    expected_losses, expected_weights, expected_score = _plain_loop(**options)
+    if "gradient_clip_val" in options:
+        unclipped = _plain_loop(**options | {"gradient_clip_val": None})[1]
+        assert max_difference(expected_weights, unclipped) > 5 * TOLERANCE, "this clipping changes something"
+    losses, weights, score = gloo.run(_fit, sizes, world_size=world_size, **options)[0]
+    assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
+    assert max_difference(weights, expected_weights) < TOLERANCE
+    assert score == pytest.approx(expected_score, abs=TOLERANCE)
 
 
 def _kept(package: str) -> tuple[list[float], dict[str, Any]]:
@@ -114,6 +115,6 @@ def _kept(package: str) -> tuple[list[float], dict[str, Any]]:
 
 def test_a_kept_adamw_follows_adamw(gloo: ProcessPool) -> None:
     losses, weights = gloo.run(_kept, PACKAGES[0], world_size=2)[0]
-    expected_losses, expected_weights = _plain_loop(adamw)
+    expected_losses, expected_weights, _ = _plain_loop(adamw)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert max_difference(weights, expected_weights) < 1e-5

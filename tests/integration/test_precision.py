@@ -41,18 +41,13 @@ def _dtypes(package: str, precision: str, manual: bool = False) -> dict[str, Any
             return self.blocks(x)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            targets = batch[1].float() + 1000.001
             output = self(batch[0].to(self.dtype if precision == "bf16-true" else torch.float32))
-            seen["targets"] = self._targets(batch_idx, targets).dtype
-            loss = nn.functional.mse_loss(output, targets.to(output.dtype))
+            loss = nn.functional.mse_loss(output, batch[1].to(output.dtype))
             seen["output"], seen["loss"] = output.dtype, loss.dtype
             if manual:
                 self.manual_backward(loss)
                 self.optimizers().step()
             return loss
-
-        def _targets(self, _: int, targets: Tensor) -> Tensor:
-            return targets
 
         def on_after_backward(self) -> None:
             self.reduced = {p.grad.dtype for p in self.parameters() if p.grad is not None}
@@ -110,21 +105,6 @@ def _regression_targets(package: str) -> list[float]:
 
 def test_mixed_precision_does_not_round_the_batch(gloo: ProcessPool) -> None:
     assert gloo.run(_regression_targets, PACKAGES[0], world_size=2)[0] == [1000.125]
-
-
-def _mixed_curve(package: str, strategy: str) -> list[float]:
-    pl = load(package)
-    model = language_model(pl)
-    strategy = strategy_class(package)(optimizer="keep") if strategy == "ours" else strategy
-    trainer(pl, precision="bf16-mixed", strategy=strategy).fit(model, loader())
-    return model.losses
-
-
-def test_mixed_precision_follows_ddp(gloo: ProcessPool) -> None:
-    ours = gloo.run(_mixed_curve, PACKAGES[0], "ours", world_size=2)[0]
-    ddp = gloo.run(_mixed_curve, PACKAGES[0], "ddp", world_size=2)[0]
-    # bfloat16 has 8 bits; the loss is about 3.
-    assert ours == pytest.approx(ddp, abs=0.03)
 
 
 class _Convolutions(nn.Module):

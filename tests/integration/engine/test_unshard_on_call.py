@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.engine.forward_methods import unshard_on_call
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from tests.integration.training import PACKAGES, VOCABULARY, language_model, load, loader, trainer
 from tests.support.processes import ProcessPool
@@ -84,12 +83,6 @@ def test_generate_works_from_a_hook_and_after_the_training(gloo: ProcessPool) ->
     for lengths in gloo.run(_generate_after_fit, world_size=2):
         assert len(lengths) > 1
         assert set(lengths) == {6}
-
-
-def test_an_unsharded_module_is_left_alone() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    unshard_on_call(module)
-    assert not module[0]._forward_pre_hooks
 
 
 def _different_optimizers() -> None:

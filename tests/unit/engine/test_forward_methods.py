@@ -30,12 +30,6 @@ class _Module(nn.Module):
         return self.layer(x)
 
 
-def test_a_module_that_is_not_sharded_stays_as_it_is() -> None:
-    module = _Module()
-    register_steps(module)
-    assert not set(vars(module)) & {*STEPS, "generate"}
-
-
 def _facts() -> dict[str, Any]:
     module = _Module()
     fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

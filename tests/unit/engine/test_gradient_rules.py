@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon import NonFiniteGradientError
 from lightning_muon.engine import gradient_rules
 from lightning_muon.engine.gradient_rules import GradientRules
 from lightning_muon.engine.options import ClipGroups
@@ -22,29 +22,6 @@ class _Module(nn.Sequential):
 def _rules(module: _Module, optimizer: torch.optim.Optimizer, clip_groups: ClipGroups = "all") -> GradientRules:
     mode = SingleProcess(mock.Mock(), ModeOptions())
     return GradientRules(module, mode, [optimizer], clip_groups=clip_groups, max_skipped_steps=1)
-
-
-def test_all_gradients_share_one_norm() -> None:
-    module = _Module()
-    norm = _rules(module, ParallelMuon(module)).clip_by_norm(list(module.parameters()), 1.5)
-    assert norm == pytest.approx(15**0.5)
-    assert all(torch.allclose(p.grad, torch.tensor(1.5 / 15**0.5)) for p in module.parameters())  # type: ignore[arg-type]
-
-
-def test_the_gradients_of_matrices_are_left_out_if_asked_for() -> None:
-    module = _Module()
-    optimizer = ParallelMuon(module)
-    norm = _rules(module, optimizer, "elementwise").clip_by_norm(list(module.parameters()), 1.0)
-    assert norm == pytest.approx(7**0.5), "three biases and the last layer, which is the head"
-    for (name, parameter), route in zip(module.named_parameters(), optimizer.routes, strict=True):
-        expected = 1.0 if route.algorithm == "muon" else 1 / 7**0.5
-        assert torch.allclose(parameter.grad, torch.tensor(expected)), name  # type: ignore[arg-type]
-
-
-def test_values_are_clamped() -> None:
-    module = _Module()
-    _rules(module, torch.optim.SGD(module.parameters())).clip_by_value(list(module.parameters()), 0.25)
-    assert all((parameter.grad == 0.25).all() for parameter in module.parameters())  # type: ignore[union-attr]
 
 
 def test_other_optimizers_get_no_gradients_when_one_is_nan() -> None:

@@ -17,29 +17,21 @@ from tests.support.processes import ProcessPool
 @pytest.mark.parametrize(
     ("sizes", "nodes", "devices", "expected"),
     [
-        ({}, 1, 1, (1, 1)),
-        ({}, 1, 4, (1, 4)),
         ({}, 3, 8, (3, 8)),
         ({"replicate_size": 2}, 1, 4, (2, 2)),
         ({"replicate_size": 1}, 2, 4, (1, 8)),
         ({"shard_size": 2}, 2, 4, (4, 2)),
         ({"shard_size": 1}, 1, 4, (4, 1)),
-        ({"replicate_size": 4, "shard_size": 2}, 2, 4, (4, 2)),
         ({"data_parallel_size": 8}, 2, 4, (1, 8)),
-        ({"data_parallel_size": 4, "shard_size": 4, "replicate_size": 1}, 1, 4, (1, 4)),
-        ({"tensor_parallel_size": 1}, 1, 2, (1, 2)),
         ({"tensor_parallel_size": 1}, 3, 2, (3, 2)),
         ({"context_size": 2}, 1, 4, (1, 2)),
         ({"context_size": 2, "tensor_size": 2}, 3, 8, (3, 2)),
-        ({"context_size": 8}, 4, 4, (1, 2)),
         ({"tensor_size": 3}, 3, 4, (1, 4)),
         ({"shard_size": 2, "context_size": 2}, 1, 12, (3, 2)),
         ({"replicate_size": 3, "tensor_size": 2}, 1, 12, (3, 2)),
         ({"data_parallel_size": 2, "tensor_parallel_size": 4}, 2, 4, (1, 2)),
-        ({"data_parallel_size": 2, "tensor_size": 4}, 2, 4, (1, 2)),
         ({"tensor_parallel_size": 2}, 2, 4, (1, 4)),
         ({"tensor_parallel_size": 2, "replicate_size": 2}, 2, 4, (2, 2)),
-        ({"tensor_parallel_size": 2, "tensor_size": 2}, 2, 4, (2, 2)),
     ],
 )
 def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expected: Any) -> None:
@@ -96,62 +88,56 @@ def _meshes(**sizes: int) -> dict[str, Any]:
     return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
 
 
-FOUR, TWO_BY_TWO = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
 _PLAIN, _LIGHTNING = ("replicate", "shard"), ("data_parallel", "tensor_parallel")
+_TWO = [[0, 1], [2, 3]]
+# The ranks of an axis, as each of four ranks sees them; and the one mesh that all of them see.
+_ALL, _PAIRS, _CROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3]] * 2
 
 
 @pytest.mark.parametrize(
-    ("sizes", "user", "data"),
+    ("sizes", "user", "nodes", "data", "context", "tensor", "data_ranks"),
     [
-        ({}, (_PLAIN, FOUR), (("shard",), [0, 1, 2, 3])),
-        ({"replicate_size": 2}, (_PLAIN, TWO_BY_TWO), (_PLAIN, TWO_BY_TWO)),
-        ({"shard_size": 1}, *[(_PLAIN, [[0], [1], [2], [3]])] * 2),
-        ({"data_parallel_size": 4}, (_LIGHTNING, [[0], [1], [2], [3]]), (("data_parallel",), [0, 1, 2, 3])),
+        # Nodes have two axes also if there is one; the axes of Lightning have none.
+        ({}, (_PLAIN, [_ALL[0]]), "user", (("shard",), _ALL), None, None, [0, 1, 2, 3]),
+        ({"replicate_size": 2}, (_PLAIN, _TWO), "user", (_PLAIN, [_TWO] * 4), None, None, [0, 1, 2, 3]),
+        (
+            {"shard_size": 1},
+            (_PLAIN, [[0], [1], [2], [3]]), "user", (_PLAIN, [[[0], [1], [2], [3]]] * 4), None, None, [0, 1, 2, 3],
+        ),
+        (
+            {"data_parallel_size": 4},
+            (_LIGHTNING, [[0], [1], [2], [3]]), None, (("data_parallel",), _ALL), None, None, [0, 1, 2, 3],
+        ),
+        # Ranks of a tensor or of a sequence are neighbours and share samples.
+        ({"tensor_size": 2}, ((*_PLAIN, "tensor"), [_TWO]), "any", (("shard",), _CROSS), None, _PAIRS, [0, 0, 1, 1]),
+        (
+            {"tensor_parallel_size": 2},
+            (_LIGHTNING, _TWO), "any", (("data_parallel",), _CROSS), None, _PAIRS, [0, 0, 1, 1],
+        ),
+        (
+            {"tensor_parallel_size": 2, "shard_size": 2},
+            ((*_PLAIN, "tensor"), [_TWO]), "any", (("shard",), _CROSS), None, _PAIRS, [0, 0, 1, 1],
+        ),
+        ({"context_size": 2}, ((*_PLAIN, "context"), [_TWO]), "any", (("shard",), _ALL), _PAIRS, None, [0, 0, 1, 1]),
+        (
+            {"context_size": 2, "replicate_size": 2},
+            ((*_PLAIN, "context"), [[[0, 1]], [[2, 3]]]), "data", (_PLAIN, [_TWO] * 4), _PAIRS, None, [0, 0, 1, 1],
+        ),
+        (
+            {"context_size": 2, "tensor_size": 2},
+            ((*_PLAIN, "context", "tensor"), [[_TWO]]), "any", (("shard",), _CROSS), _CROSS, _PAIRS, [0] * 4,
+        ),
     ],
-)
-def test_the_mesh_has_the_axes_that_its_users_expect(gloo: ProcessPool, sizes: Any, user: Any, data: Any) -> None:
-    # Nodes have two axes also if there is one; the axes of Lightning have none.
-    nodes = None if user[0] == _LIGHTNING else user
+)  # fmt: skip
+def test_each_rank_finds_the_axes_that_it_expects(
+    gloo: ProcessPool, sizes: Any, user: Any, nodes: Any, data: Any, context: Any, tensor: Any, data_ranks: list[int]
+) -> None:
     for rank, found in enumerate(gloo.run(_meshes, **sizes)):
-        alone = {"context": None, "tensor": None, "nodes": nodes}
-        assert found == {"user": user, "data": data, **alone, "data_rank": rank, "num_data_ranks": 4}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ({"tensor_size": 2}, (*_PLAIN, "tensor")),
-        ({"tensor_parallel_size": 2}, _LIGHTNING),
-        ({"tensor_parallel_size": 2, "shard_size": 2}, (*_PLAIN, "tensor")),
-    ],
-)
-def test_tensor_ranks_are_neighbours_and_share_samples(gloo: ProcessPool, sizes: Any, names: tuple[str, ...]) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
-        assert found["user"] == (names, [TWO_BY_TWO] if len(names) == 3 else TWO_BY_TWO)
-        assert found["data"] == (names[-2:-1], [rank % 2, rank % 2 + 2])
-        assert found["tensor"] == (names[-1:], TWO_BY_TWO[rank // 2]) and found["context"] is None
-        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_context_ranks_shard_weights_and_share_samples(gloo: ProcessPool, replicas: int) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, context_size=2, replicate_size=replicas)):
-        if replicas == 1:
-            assert found["user"] == ((*_PLAIN, "context"), [TWO_BY_TWO])
-            assert found["data"] == (("shard",), [0, 1, 2, 3])
-        else:
-            assert found["data"] == found["nodes"] == (_PLAIN, TWO_BY_TWO)
-        assert found["context"] == (("context",), TWO_BY_TWO[rank // 2]) and found["tensor"] is None
-        assert (found["data_rank"], found["num_data_ranks"]) == (rank // 2, 2)
-
-
-def test_context_and_tensor_ranks_go_together(gloo: ProcessPool) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, context_size=2, tensor_size=2)):
-        assert found["user"] == ((*_PLAIN, "context", "tensor"), [[TWO_BY_TWO]])
-        assert found["data"] == (("shard",), [rank % 2, rank % 2 + 2])
-        assert found["context"] == (("context",), [rank % 2, rank % 2 + 2])
-        assert found["tensor"] == (("tensor",), TWO_BY_TWO[rank // 2])
-        assert (found["data_rank"], found["num_data_ranks"]) == (0, 1)
+        assert found["user"] == user and found["data"] == (data[0], data[1][rank])
+        assert nodes == "any" or found["nodes"] == (found[nodes] if nodes else None)
+        assert found["context"] == (context and (("context",), context[rank]))
+        assert found["tensor"] == (tensor and (user[0][-1:], tensor[rank]))
+        assert (found["data_rank"], found["num_data_ranks"]) == (data_ranks[rank], max(data_ranks) + 1)
 
 
 def _timeouts(**sizes: int) -> set[datetime.timedelta]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta, mixed_precision_policy
+from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta
 
 
 class _Net(nn.Module):
@@ -47,19 +47,3 @@ def test_ties_between_calls_survive() -> None:
     assert has_meta_tensors(module)
     initialize_meta(module, torch.device("cpu"), replaced)
     assert module.head.weight is module.embedding.weight
-
-
-def test_precision_says_what_is_gathered_and_reduced() -> None:
-    linear, manual = nn.Linear(2, 2), nn.Linear(2, 2)
-    manual.automatic_optimization = False  # type: ignore[assignment]
-    cases = [
-        ("bf16-mixed", linear, (torch.bfloat16, torch.float32, torch.float32)),
-        ("bf16-mixed", nn.Sequential(nn.BatchNorm2d(3)), (None, torch.float32, torch.float32)),
-        # Children that are roots of their own.
-        ("bf16-mixed", manual, (torch.bfloat16, torch.float32, None)),
-        ("32-true", linear, (None, None, None)),
-        ("bf16-true", linear, (None, None, None)),
-    ]
-    for precision, module, expected in cases:
-        policy = mixed_precision_policy(precision, module)
-        assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == expected

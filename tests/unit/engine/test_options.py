@@ -143,11 +143,6 @@ def test_keys_of_a_config_need_no_class_path() -> None:
     assert Options.from_mapping({"optimizer": "keep"}).optimizer == "keep"
 
 
-def test_python_takes_the_forms_of_a_file() -> None:
-    from_keys = Options(optimizer={"momentum": 0.5, "betas": [0.5, 0.25]})  # type: ignore[arg-type]
-    assert from_keys == Options(optimizer=MuonConfig(momentum=0.5, betas=(0.5, 0.25)))
-
-
 def test_a_wrong_keyword_names_the_nearest_one() -> None:
     fabric = importlib.import_module("lightning_muon.integrations.fabric")
     for call in (Options, ParallelMuonStrategy, fabric.ParallelMuonFabricStrategy):

@@ -8,16 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_muon.accelerate
-from lightning_muon import DCTTopK, FlexDeMo, FlexDeMoConfig, ParallelMuon
+from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
-from tests.integration.integrations.fabric.test_strategy import _flexdemo_loop as flexdemo_loop
 from tests.integration.training import loss_of, max_difference
-from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -85,55 +82,6 @@ def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
 
 
-def _tied() -> dict[str, Tensor]:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        model: Any = network(tied=True)
-        given = ParallelMuon(
-            model, compute_dtype="float32", wire_dtype="float32", lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9)
-        )
-        model, optimizer = accelerator.prepare(model, given)
-        assert optimizer.optimizer is given
-        run_steps(accelerator, model, optimizer)
-        state = accelerator.get_state_dict(model)
-        assert not state or state["head.weight"] is state["embedding.weight"]
-        return state
-
-
-def test_tied_weights_stay_tied(gloo: ProcessPool) -> None:
-    module = network(tied=True)
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
-    for step in range(4):
-        module.zero_grad()
-        tokens, targets = micro_batch(step, 0)
-        loss_of(module(tokens), targets).backward()
-        optimizer.step()
-    assert max_difference(gloo.run(_tied, world_size=2)[0], dict(module.state_dict())) <= _TOLERANCE
-
-
-_SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "check_every": 1, "base": "adamw"}
-
-
-def _flexdemo(**options: Any) -> dict[str, Tensor]:
-    with accelerator_on_cpu(optimizer=FlexDeMoConfig(**_SPARSE), **options) as accelerator:
-        model: Any = network(seed=dist.get_rank())
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        assert isinstance(optimizer.optimizer, FlexDeMo)
-        run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 1e6))
-        for parameter in model.parameters():
-            mine = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-            first = mine.clone()
-            dist.broadcast(first, src=0)
-            assert torch.equal(first, mine), "nodes have equal weights"
-        return accelerator.get_state_dict(model)
-
-
-def test_flexdemo_is_that_of_a_plain_loop(gloo: ProcessPool) -> None:
-    expected = gloo.run(flexdemo_loop, _SPARSE, world_size=4)[0]
-    found = gloo.run(_flexdemo, replicate_size=2, shard_size=2, world_size=4)[0]
-    assert max_difference(found, expected) <= _TOLERANCE
-    assert max_difference(found, reference()) > 1e-3, "nodes exchange less than everything"
-
-
 def _precision(**options: Any) -> tuple[dict[str, Tensor], list[torch.dtype]]:
     with accelerator_on_cpu(mixed_precision="bf16", **options) as accelerator:
         model: Any = network()
@@ -154,29 +102,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(gloo: ProcessPool, 
     distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
     way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
     assert 1e-4 < distance / way < 0.3
-
-
-def _tokens() -> dict[str, Tensor]:
-    with training_on_cpu(loss_scaling="tokens") as (accelerator, model, optimizer):
-        for step in range(2):
-            for index in range(2):
-                tokens, targets = _some_rows(accelerator, micro_batch(step, index))
-                with accelerator.accumulate(model):
-                    accelerator.report_tokens(targets.numel())
-                    accelerator.backward(loss_of(model(tokens), targets) * targets.numel())
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return accelerator.get_state_dict(model)
-
-
-def _some_rows(accelerator: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Other numbers of rows for each rank, of which all together see all rows once."""
-    rows = slice(None, 2) if accelerator.is_main_process else slice(2, None)
-    return batch[0][rows], batch[1][rows]
-
-
-def test_gradients_are_divided_by_the_tokens_of_all_ranks(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_tokens, world_size=2)[0], reference(steps=2)) <= _TOLERANCE
 
 
 def _loader() -> tuple[list[int], list[int], dict[str, Tensor]]:

@@ -17,29 +17,6 @@ from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
 
-def _with_closures() -> tuple[dict[str, Tensor], list[float]]:
-    with training_on_cpu(accumulate=1) as (accelerator, model, optimizer):
-        losses: list[float] = []
-        for step in range(3):
-            tokens, targets = own_rows(accelerator, micro_batch(step, 0))
-
-            def closure(tokens: Tensor = tokens, targets: Tensor = targets) -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model(tokens), targets)
-                accelerator.backward(loss)
-                losses.append(float(loss.detach()))
-                return loss
-
-            optimizer.step(closure)
-        return accelerator.get_state_dict(model), losses
-
-
-def test_a_closure_computes_the_gradients_of_the_step(gloo: ProcessPool) -> None:
-    found, losses = gloo.run(_with_closures, world_size=2)[0]
-    assert len(losses) == 3
-    assert max_difference(found, reference(steps=3, accumulate=1)) <= 1e-6
-
-
 def _backward_of_torch() -> dict[str, Tensor]:
     """A program that calls ``loss.backward`` itself, with a scalar weight that FSDP2 does not reduce."""
     with accelerator_on_cpu(accumulate=1) as accelerator:

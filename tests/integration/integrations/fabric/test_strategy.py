@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -111,29 +109,6 @@ def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
     expected = reference(rate=lambda step: 1.0 / (1 + step))
     for when in ("before", "given", "after"):
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
-
-
-def _alive(*, apart: bool) -> int:
-    """How many whole parameters are left after they were divided."""
-    fabric = launch()
-    model: Any = network()
-    whole = [weakref.ref(parameter) for parameter in model.parameters()]
-    if apart:
-        model = fabric.setup_module(model)
-        optimizer: Any = fabric.setup_optimizers(adamw(model))
-    else:
-        optimizer = adamw(model)
-        model, used = fabric.setup(model, optimizer)
-        assert used.param_groups is optimizer.param_groups
-    gc.collect()
-    result = sum(reference_() is not None for reference_ in whole)
-    fabric.strategy.teardown()
-    return result
-
-
-def test_whole_weights_are_freed_once_they_are_divided(gloo: ProcessPool) -> None:
-    for apart in (False, True):
-        assert gloo.run(_alive, apart=apart, world_size=2) == [0, 0], apart
 
 
 def _two_optimizers(*, apart: bool) -> dict[str, Tensor]:
@@ -324,19 +299,6 @@ def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
         distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
         way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
         assert 1e-4 < distance / way < 0.3, precision
-
-
-def _collectives() -> tuple[float, Any, int]:
-    fabric = launch()
-    rank = fabric.global_rank
-    fabric.barrier()
-    result = float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")), fabric.broadcast([rank], src=1)
-    data = torch.utils.data.DataLoader(torch.arange(10), batch_size=1)
-    return *result, len(fabric.setup_dataloaders(data))
-
-
-def test_the_collectives_of_fabric_work(gloo: ProcessPool) -> None:
-    assert gloo.run(_collectives, world_size=2) == [(1.0, [1], 5)] * 2
 
 
 def _train_from_meta(sharding: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

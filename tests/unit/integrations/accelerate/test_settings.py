@@ -88,12 +88,6 @@ def test_processes_that_accelerate_overlooks_are_an_error(monkeypatch: pytest.Mo
     check_state(_state(DistributedType.MULTI_CPU), Options())
 
 
-def test_everything_else_is_taken() -> None:
-    kinds = DistributedType.FSDP, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.NO
-    for kind, sharding in zip(kinds, ("fsdp", "zero2", "fsdp", "none"), strict=True):
-        check_state(_state(kind, precision="bf16"), Options(sharding=sharding))  # type: ignore[arg-type]
-
-
 def test_sizes_come_from_either_side_and_may_not_contradict() -> None:
     state = _state()
     assert mesh_sizes(state, Options(replicate_size=2)).replicate_size == 2

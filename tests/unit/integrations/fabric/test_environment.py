@@ -28,12 +28,6 @@ def test_other_precisions_are_refused(precision: str) -> None:
         _fabric("lightning.fabric", precision=precision)
 
 
-def test_other_precisions_are_refused_of_plugins() -> None:
-    plugins = pytest.importorskip("lightning.fabric.plugins")
-    with pytest.raises(ValueError, match=r"precision='64-true'.*'bf16-mixed'"):
-        _fabric("lightning.fabric", plugins=plugins.DoublePrecision())
-
-
 def test_a_trainer_that_refuses_it_says_what_to_do() -> None:
     pl = pytest.importorskip("lightning.pytorch")
     with pytest.raises(ValueError, match="for Fabric; the names 'parallel_muon' and 'flexdemo' find the right class"):

@@ -52,10 +52,6 @@ def test_every_rank_reads_its_own_samples(cls: Any) -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 4}
 
 
-def test_restoring_starts_before_setup_and_ends_after_it(cls: Any) -> None:
-    assert not cls().restore_checkpoint_after_setup and cls().lightning_restore_optimizer
-
-
 def test_a_refused_precision_leaves_the_strategy_as_it_was(cls: Any) -> None:
     plugins = cls.package.module("plugins.precision")
     strategy = cls()

@@ -22,7 +22,7 @@ from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
-from lightning_muon.integrations.transformers.optimizer import LazyState, TrainerFlexDeMo, TrainerMuon
+from lightning_muon.integrations.transformers.optimizer import LazyState, TrainerMuon
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -172,31 +172,3 @@ def test_parameters_that_are_replaced_are_not_kept_alive() -> None:
     optimizer.step()
     assert set(optimizer.state) == set(model.parameters())
     assert len(optimizer.state_dict()["state"]) == 5
-
-
-@pytest.mark.parametrize(("kind", "plain"), [(TrainerMuon, ParallelMuon), (TrainerFlexDeMo, FlexDeMo)])
-def test_steps_and_states_are_those_of_the_base_class(kind: type[LazyState], plain: Any) -> None:
-    models = [_small_model(), _small_model(), _small_model()]
-    optimizers = [_made_early(kind, models[0]), plain(models[1]), _made_early(kind, models[2])]
-    assert optimizers[0].state_dict()["state"] == {}, "before the first step"
-    for step in range(4):
-        if step == 2:
-            models[2].load_state_dict(models[0].state_dict())
-            optimizers[2].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        for model, optimizer in list(zip(models, optimizers, strict=True))[: 3 if step >= 2 else 2]:
-            model(torch.tensor([step, 2 * step])).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for early, late, resumed in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(early, late) and torch.equal(early, resumed)
-
-
-def _step_without_nodes() -> None:
-    model = _small_model()
-    optimizer = _made_early(TrainerFlexDeMo, model)
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-
-
-def test_flexdemo_without_nodes_says_how_to_start(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_step_without_nodes, match="lightning-muon launch --config_file", world_size=2)
