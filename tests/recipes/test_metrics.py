@@ -13,10 +13,6 @@ def test_unigram_entropy_equals_a_hand_computation() -> None:
     assert unigram_entropy([[0, 1], [0, 3]], [[0], [0, 2]], vocab_size=4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_unigram_entropy_without_training_text_is_uniform() -> None:
-    assert unigram_entropy([], [[1, 2, 3]], vocab_size=50) == pytest.approx(math.log(50), rel=1e-12)
-
-
 def test_rouge_equals_a_hand_computation() -> None:
     # Stemmed: "open the red box" against "opens the box". 1-grams: 3 common, precision 3/3, recall 3/4.
     # 2-grams: {open the} common, of 2 and of 3. Longest common subsequence: open the box.

@@ -7,9 +7,6 @@ import dataclasses
 import inspect
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,66 +212,35 @@ def test_each_row_is_a_config_that_exists() -> None:
         assert {key: getattr(config, key) for key in each["options"]} == each["options"]
 
 
-def small(folder: Path, devices: int) -> list[str]:
+def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path) -> None:
+    config = tmp_path / "table1.yaml"
+    content = json.loads(json.dumps(FILE))
+    content["sizes"]["demo"]["output_dir"] = str(tmp_path / "out")
+    config.write_text(yaml.safe_dump(content))
+    model = {"vocab_size": 300, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1}
     changes = {
-        "trainer.devices": devices,
-        "strategy.replicate_size": devices,
+        "trainer.devices": 2,
+        "strategy.replicate_size": 2,
         "strategy.shard_size": 1,
-        "data.source": str(write_csv(folder)),
+        "data.source": str(write_csv(tmp_path)),
         "data.vocab_size": 300,
         "data.batch_size": 2,
         "data.validation_share": 0.25,
-        "data.cache_dir": str(folder / "cache"),
-        "model.architecture.vocab_size": 300,
-        "model.architecture.d_model": 32,
-        "model.architecture.d_ff": 32,
-        "model.architecture.num_layers": 1,
-        "model.architecture.num_decoder_layers": 1,
-    }
-    return ["--max-steps", "8", "--set", *(f"{key}={json.dumps(value)}" for key, value in changes.items())]
-
-
-@pytest.mark.slow
-def test_the_command_trains_and_writes_table_and_plot(tmp_path: Path) -> None:
-    arguments = ["--rows", "k8", "--seeds", "5", *in_folder(tmp_path)]
-    finished = subprocess.run(
-        [sys.executable, "-m", "recipes.t5_summarization.table1", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
+        "data.cache_dir": str(tmp_path / "cache"),
+    } | {f"model.architecture.{name}": value for name, value in model.items()}
+    run_program(
+        *("-m", "recipes.t5_summarization.table1_run", "--row", "diloco_muon", "--seed", "5"),
+        *("--config", str(config), "--max-steps", "8"),
+        *("--set", *(f"{key}={json.dumps(value)}" for key, value in changes.items())),
+        directory=ROOT,
+        num_ranks=2,
     )
-    logs = "".join(path.read_text()[-3000:] for path in (tmp_path / "out" / "logs").glob("*"))
-    assert finished.returncode == 0, finished.stderr[-2000:] + finished.stdout[-2000:] + logs
-    assert "written: " in finished.stdout and (tmp_path / "out" / "table1.png").is_file()
-    check_stored(tmp_path, "k8")
-
-
-def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path) -> None:
-    words = ("-m", "recipes.t5_summarization.table1_run", "--row", "diloco_muon", "--seed", "5", *in_folder(tmp_path))
-    run_program(*words, directory=ROOT, num_ranks=2)
-    check_stored(tmp_path, "diloco_muon")
-
-
-def in_folder(folder: Path) -> list[str]:
-    """The options of a small run that writes to ``folder / "out"``."""
-    config = folder / "table1.yaml"
-    content = json.loads(json.dumps(FILE))
-    content["sizes"]["demo"]["output_dir"] = str(folder / "out")
-    config.write_text(yaml.safe_dump(content))
-    return ["--config", str(config), *small(folder, 2)]
-
-
-def check_stored(folder: Path, row: str) -> None:
-    """The one line of results, of two processes and 8 steps."""
-    [line] = (folder / "out" / RESULTS).read_text().splitlines()
+    [line] = (tmp_path / "out" / RESULTS).read_text().splitlines()
     stored = json.loads(line)
-    assert (stored["row"], stored["seed"], stored["steps"], stored["world"]) == (row, 5, 8, [2, 1])
+    assert (stored["row"], stored["seed"], stored["steps"], stored["world"]) == ("diloco_muon", 5, 8, [2, 1])
     assert len(stored["val_losses"]) == 4 and stored["val_losses"][-1] == stored["val_loss"]
     assert 0 < stored["val_loss"] < 6
-    whole = hsdp_sent_bytes(stored["num_parameters"], num_nodes=2)
-    assert 0 < stored["sent_bytes"] < whole
+    assert 0 < stored["sent_bytes"] < hsdp_sent_bytes(stored["num_parameters"], num_nodes=2)
     assert stored["samples_per_second"] > 0
 
 

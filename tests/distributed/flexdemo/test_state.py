@@ -20,18 +20,28 @@ from tests.support.processes import ProcessPool
 OPTIONS: dict[str, Any] = SMALL | {"replicator": DCTTopK(chunk_size=8, top_k=5), "chunk_bytes": 2000}
 
 
+class _Read(Ranks):
+    """Before each step the state is read, for which updates on their way are waited for."""
+
+    def set_gradients(self, step: int) -> None:
+        self.optimizer.state_dict()
+        super().set_gradients(step)
+
+
 @pytest.mark.parametrize(
-    ("mesh_shape", "options"),
-    [((2, 2), {"sign": False}), ((3, 1), {"replicator": Random(rate=0.25)})],
+    ("mesh_shape", "options", "kind"),
+    [((2, 2), {"sign": False}, Ranks), ((3, 1), {"replicator": Random(rate=0.25)}, Ranks), ((2, 1), {}, _Read)],
     ids=str,
 )
 def test_late_updates_are_the_same_updates(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
+    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any], kind: type[Ranks]
 ) -> None:
     case = Case(mesh_shape=mesh_shape, options=OPTIONS | options)
     late = replace(case, options=case.options | {"delay": 1}, num_steps=case.num_steps + 1)
     cases = [case, late, replace(late, num_steps=case.num_steps), replace(late, num_steps=1)]
-    for on_time, one_step_more, as_many_steps, first_step in gloo.run(train_all, cases, world_size=case.world_size):
+    for on_time, one_step_more, as_many_steps, first_step in gloo.run(
+        train_all, cases, kind, world_size=case.world_size
+    ):
         assert_equal(one_step_more[0], on_time[0])
         assert_equal(as_many_steps[1], on_time[1])
         assert_equal(first_step[0], case.weights())

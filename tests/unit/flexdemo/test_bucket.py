@@ -10,7 +10,6 @@ from lightning_muon import DCTTopK, Full, Replicator
 from lightning_muon.flexdemo.bucket import MomentumBucket, merge, merged, pack, paired_views, unpack
 from lightning_muon.flexdemo.bucket_plan import Part, Place
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
-from tests.reference.flexdemo import blocks_of, columns, dct
 from tests.support.atomics import NoAtomics
 from tests.unit.flexdemo.cases import FORMATS, REPLICATORS, SHAPES, drawn, one_bucket, plans_for, short_name
 
@@ -48,29 +47,6 @@ def test_what_is_sent_and_what_stays_are_the_momentum(replicator: Replicator, va
         torch.testing.assert_close(updates[tensor] + residuals[tensor], momenta[tensor], rtol=0, atol=1e-5)
     bucket.accumulate(_of(tensors, 8), 0.5)
     _equal(sent, before)  # What is on its way does not change with the blocks.
-
-
-def test_the_largest_coefficients_of_each_block_are_sent() -> None:
-    tensors = drawn(SHAPES, 0)
-    bucket, momenta = one_bucket(tensors, SQUARES, 2)
-    updates = bucket.decode(bucket.encode(TURN), TURN, set(tensors), sign=False)
-    for tensor, momentum in momenta.items():
-        update = updates[tensor]
-        if momentum.ndim < 2:
-            assert torch.equal(update, momentum)
-            continue
-        cols = columns(momentum.shape)
-        wholes = (momentum, update, torch.ones_like(momentum))
-        blocks = [[block for _, block in blocks_of(whole.reshape(-1, cols).double(), 8)] for whole in wholes]
-        for of_momentum, of_update, inside in zip(*blocks, strict=True):
-            height, width = of_momentum.shape
-            coefficients = dct(height) @ of_momentum @ dct(width).T
-            kept = torch.zeros(height * width, dtype=torch.float64)
-            largest = coefficients.abs().flatten().topk(min(5, kept.numel())).indices
-            kept[largest] = coefficients.flatten()[largest]
-            expected = dct(height).T @ kept.view(height, width) @ dct(width)
-            # What falls into the padding of a block is not applied.
-            torch.testing.assert_close(of_update, expected * inside, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("replicator", [SQUARES, Full()], ids=short_name)
@@ -114,19 +90,6 @@ def test_signs_are_those_of_the_update_and_keep_a_nan() -> None:
     residuals[tensors[6]][1] = torch.nan  # Which travels dense.
     bucket.load()
     assert bucket.decode(bucket.encode(TURN), TURN, set(tensors), sign=True)[tensors[6]].isnan().any()
-
-
-@pytest.mark.parametrize("rule", ["mean", "contributors"])
-def test_each_part_is_merged_by_itself(rule: str) -> None:
-    tensors = drawn([(16, 16), (5,)], seed=0)
-    nodes = [one_bucket(tensors, DCTTopK(chunk_size=16, top_k=256), seed=10 + node) for node in range(3)]
-    bucket = nodes[0][0]
-    together = merged(bucket.plan, [each.encode(TURN) for each, _ in nodes], rule)
-    found = bucket.decode(together, TURN, set(tensors), sign=False)
-    for tensor in tensors:
-        # All coefficients of all nodes: both rules are the mean of the momenta.
-        expected = torch.stack([residuals[tensor] for _, residuals in nodes]).mean(0)
-        torch.testing.assert_close(found[tensor], expected, rtol=0, atol=1e-5)
 
 
 def test_a_rank_without_elements_has_an_empty_bucket() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from copy import deepcopy
 from itertools import permutations
 from typing import Any
@@ -33,43 +32,6 @@ def _train(optimizer: FlexDeMo, parameters: list[nn.Parameter], steps: range) ->
     for step in steps:
         _set_gradients(parameters, step)
         optimizer.step()
-
-
-def _naive(options: DiLoCo, num_steps: int) -> list[Tensor]:
-    """One node: inner SGD, and torch's SGD as the outer optimizer on what the weights moved."""
-    _, weights = _optimizer(NoReplication())
-    anchors = [nn.Parameter(weight.detach().clone()) for weight in weights]
-    outer = torch.optim.SGD(anchors, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=options.nesterov)
-    inner = torch.optim.SGD(weights, lr=LR)
-    for step in range(num_steps):
-        _set_gradients(weights, step)
-        inner.step()
-        if (step + 1) % options.period == 0:
-            for anchor, weight in zip(anchors, weights, strict=True):
-                anchor.grad = (anchor - weight).detach()
-            outer.step()
-            with torch.no_grad():
-                for anchor, weight in zip(anchors, weights, strict=True):
-                    weight.copy_(anchor)
-    return [weight.detach() for weight in weights]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        DiLoCo(period=3),
-        DiLoCo(period=2, nesterov=False, outer_lr=0.5, outer_momentum=0.3),
-        DiLoCo(period=1, outer_lr=1.3, outer_momentum=0.0, nesterov=False),
-        DiLoCo(period=20),
-    ],
-    ids=str,
-)
-def test_the_outer_step_is_sgd_on_what_the_weights_moved(options: DiLoCo) -> None:
-    optimizer, parameters = _optimizer(options)
-    _train(optimizer, parameters, range(8))
-    for found, expected in zip(parameters, _naive(options, 8), strict=True):
-        # Another order of the same operations in float32.
-        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-6)
 
 
 def test_training_begins_with_weights_loaded_before_step_one() -> None:
@@ -123,21 +85,6 @@ def test_a_run_goes_on_with_equal_bits_wherever_it_was_stopped(overlap: bool, st
     for one, two, three in zip(expected, parameters, resumed, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
-
-
-def test_common_weights_are_those_of_the_last_average() -> None:
-    optimizer, parameters = _optimizer(DiLoCo(period=2))
-    _train(optimizer, parameters, range(2))
-    average = [parameter.detach().clone() for parameter in parameters]
-    _train(optimizer, parameters, range(2, 3))
-    own = [parameter.detach().clone() for parameter in parameters]
-    with optimizer.common_weights():
-        assert all(torch.equal(one, other) for one, other in zip(parameters, average, strict=True))
-        assert not torch.equal(parameters[0], own[0])
-    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
-    with suppress(KeyboardInterrupt), optimizer.common_weights():
-        raise KeyboardInterrupt
-    assert all(torch.equal(one, other) for one, other in zip(parameters, own, strict=True))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

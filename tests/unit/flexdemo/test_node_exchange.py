@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon import DCTTopK, Full, Random, Replicator, Striding
-from lightning_muon.comm.groups import ALONE
+from lightning_muon import Full, Replicator, Striding
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan
 from lightning_muon.flexdemo.node_exchange import Exchange, NodeGroups
@@ -112,26 +111,8 @@ def test_sums_are_sent_in_the_order_of_the_exchanges(post: PostOffice) -> None:
             torch.testing.assert_close(components[0].values, expected, rtol=0, atol=1e-6)
 
 
-def test_whole_messages_have_no_second_leg(post: PostOffice) -> None:
-    nodes = nodes_of(3)
-    exchanges = _started(*_components(DCTTopK(chunk_size=8, top_k=3), 3), nodes)
-    assert not any(each.waiting for each in nodes)
-    for each in exchanges:
-        each.result("contributors")
-    assert {leg for leg, _, _ in post.boxes} == {"there"}
-
-
 def test_an_exchange_of_nothing_sends_nothing(post: PostOffice) -> None:
     for nodes in nodes_of(3):
         assert Exchange(BucketPlan((0,), ()), [], nodes).result("mean") == []
         assert not nodes.waiting
     assert not post.sent_bytes
-
-
-def test_a_process_alone_gets_its_own_components_back() -> None:
-    for replicator in (DCTTopK(chunk_size=8, top_k=3), Random(rate=0.5)):
-        (bucket,), (sent,) = _components(replicator, 1)
-        found = Exchange(bucket.plan, sent, NodeGroups(ALONE, ALONE)).result("mean")
-        for (values, indices), own in zip(found, sent, strict=True):
-            assert torch.equal(values, own.values)
-            assert (indices is None) == (own.indices is None)

@@ -91,19 +91,6 @@ def test_alone_it_is_adamw_bit_for_bit() -> None:
     _assert_equal(mine, theirs)
 
 
-def test_alone_it_is_muon_without_momentum_bit_for_bit() -> None:
-    models = []
-    for kind in (FlexDeMo, ParallelMuon):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(9, 13), nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 20))
-        extra: dict[str, Any] = {"base": "muon"} if kind is FlexDeMo else {"momentum": 0.0, "nesterov": False}
-        optimizer = kind(model, lr=0.02, weight_decay=0.1, **extra, **FLOAT32)
-        _train(optimizer, list(model.parameters()), range(3))
-        assert not any("momentum_buffer" in state for state in optimizer.state.values()) or kind is ParallelMuon
-        models.append(list(model.parameters()))
-    _assert_equal(*models)
-
-
 @pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=2)], ids=lambda r: type(r).__name__)
 def test_a_copy_goes_on_with_equal_bits(base: Any, replicator: Any) -> None:
@@ -126,7 +113,9 @@ def test_state_is_complete_before_the_first_step_and_loads(options: dict[str, An
     optimizer = FlexDeMo(model, **options, **FLOAT32)
     state = optimizer.state_dict()
     assert [entry["residual"].shape for entry in state["state"].values()] == [(1, 7, 13), (1, 7), (1, 7), (1, 7)]
-    assert all(entry["residual"].dtype == torch.float32 for entry in state["state"].values())
+    for parameter, entry in zip(model.parameters(), state["state"].values(), strict=True):
+        assert entry["residual"].dtype == entry.get("delayed_update", entry["residual"]).dtype == torch.float32
+        assert entry.get("delayed_update", parameter).shape == parameter.shape
     _train(optimizer, list(model.parameters()), range(2))
     after = optimizer.state_dict()
     assert [set(entry) for entry in after["state"].values()] == [set(entry) for entry in state["state"].values()]
@@ -139,6 +128,24 @@ def test_state_is_complete_before_the_first_step_and_loads(options: dict[str, An
     for entry, residual in zip(other.state_dict()["state"].values(), residuals, strict=True):
         assert entry["residual"].dtype == torch.float32
         assert torch.equal(entry["residual"], residual)
+
+
+def test_one_node_applies_residuals_it_takes_over_once() -> None:
+    parameters = _parameters()
+    optimizer = FlexDeMo(parameters, lr=0.1, sign=False, decay=0.5, delay=1)
+    state = optimizer.state_dict()
+    for parameter, entry in zip(parameters, state["state"].values(), strict=True):
+        entry["residual"] = torch.randn(3, *parameter.shape)
+    saved = [entry["residual"].sum(0) for entry in state["state"].values()]
+    optimizer.load_state_dict(state)
+    for step in range(2):
+        before = [parameter.detach().clone() for parameter in parameters]
+        _train(optimizer, parameters, range(step, step + 1))
+        for parameter, old, residual in zip(parameters, before, saved, strict=True):
+            assert parameter.grad is not None
+            update = parameter.grad + (0.5 * residual if step == 0 else 0.0)
+            torch.testing.assert_close(parameter.detach(), old - 0.1 * update)
+    assert optimizer.sent_bytes_per_step == 0
 
 
 def test_routes_are_those_of_the_base() -> None:

@@ -47,13 +47,6 @@ def test_a_message_has_the_counted_bytes_and_rounded_values(name: str, shape: tu
     assert torch.equal(way.unpack(message[8:], *shape), unpacked)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_bytes"), [("fp32", 4 * 600), ("bf16", 2 * 600), ("int8", 600 + 2 * 2 * 2), ("sign", 75 + 2 * 2 * 2)]
-)
-def test_bytes_of_two_blocks_of_300_values(name: str, num_bytes: int) -> None:
-    assert VALUE_FORMATS[name].num_bytes(2, 300) == num_bytes
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_int8_errs_by_half_a_step_of_its_row(shape: tuple[int, int], size: float) -> None:
@@ -95,10 +88,3 @@ def test_what_the_format_can_hold_is_not_changed(name: str) -> None:
     for smallest in (1e-45, 1e-38):
         rounded = VALUE_FORMATS[name].rounded(torch.full((2, 7), smallest))
         assert rounded.isfinite().all() and rounded.abs().max() <= 1.1e-38
-
-
-@pytest.mark.parametrize("name", ["int8", "sign"])
-def test_rounding_of_a_block_ignores_the_other_blocks(name: str) -> None:
-    values = torch.randn(9, 13) * torch.logspace(-3, 3, 9)[:, None]
-    rounded = VALUE_FORMATS[name].rounded(values)
-    assert torch.equal(VALUE_FORMATS[name].rounded(values[4:6]), rounded[4:6])
