@@ -22,9 +22,6 @@ def test_a_call_in_a_new_order_needs_a_barrier() -> None:
     assert calls.add(4) == Barrier("some", (0, 3), 3, 4)
     assert [calls.add(6), calls.add(4), calls.add(6)] == [None, None, None]
     assert calls.add(8) == Barrier("some", (0, 3), 7, 8)
-
-
-def test_a_rank_alone_waits_for_nobody() -> None:
     assert CallList("alone", (5,)).add(1) is None
 
 

@@ -4,21 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon, ParallelMuonStrategy
 from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
+from lightning_muon.sharding.base import ModeOptions, attach_optimizers, is_attachable
 from lightning_muon.sharding.modes import MODES, SingleProcess, make_mode
 from tests.support.processes import ProcessPool
-
-
-def test_every_mode_has_the_name_that_users_call_it() -> None:
-    assert list(MODES) == ["fsdp", "zero2", "ddp", "none"]
-    assert all(mode.name == name and issubclass(mode, ShardingMode) for name, mode in MODES.items())
-    assert [name for name, mode in MODES.items() if mode.shards_weights] == ["fsdp"]
 
 
 class _Fourth(SingleProcess):
@@ -70,9 +63,10 @@ def test_one_process_divides_by_what_it_is_told(gloo: ProcessPool) -> None:
     assert gloo.run(_gradient, 8.0, world_size=1) == [0.25]
 
 
-def _added() -> None:
+def _added(world_size: int) -> None:
     net = nn.Linear(1, 1, bias=False)
-    mode = make_mode("none", init_device_mesh("cpu", (1,)), ModeOptions())
+    mode = make_mode("none", init_device_mesh("cpu", (world_size,)), ModeOptions())
+    mode.prepare(net)
     mode.attach(net, [])
     mode.set_gradient_divisor(3.0)
     for _ in range(2):
@@ -80,14 +74,6 @@ def _added() -> None:
         mode.finish_gradients()
 
 
-def test_a_pass_that_adds_to_divided_gradients_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_added, world_size=1, match="zero_grad")
-
-
-def _two() -> None:
-    make_mode("none", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions()).prepare(nn.Linear(1, 1))
-
-
-def test_several_ranks_are_an_error(gloo: ProcessPool) -> None:
-    gloo.run(_two, world_size=1)
-    gloo.expect_error_on_all_ranks(_two, world_size=2, match="there are 2 data-parallel ranks")
+@pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])
+def test_added_passes_and_several_ranks_are_errors(gloo: ProcessPool, world_size: int, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_added, world_size, world_size=world_size, match=match)

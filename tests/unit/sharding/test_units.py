@@ -32,9 +32,56 @@ def _blocks(count: int, width: int = 8) -> list[nn.Module]:
     return [Block(width) for _ in range(count)]
 
 
-def test_every_layer_of_nn_transformer_is_a_unit() -> None:
-    model = nn.Transformer(8, 2, 2, 2, 16)
-    assert sorted(_names(model)) == ["decoder.layers.0", "decoder.layers.1", "encoder.layers.0", "encoder.layers.1"]
+def _stages(head: nn.Module | None = None) -> nn.ModuleDict:
+    return nn.ModuleDict({"one": Stage(*_blocks(2)), "two": Stage(*_blocks(2)), "head": head or nn.Linear(8, 16)})
+
+
+def _tie(model: Any, one: str, other: str) -> Any:
+    model.get_submodule(other).weight = model.get_submodule(one).weight
+    return model
+
+
+def _used_again() -> nn.Module:
+    block = Block()
+    return nn.ModuleList([block, Block(), block])
+
+
+# The model, the policy, and its units in any order.
+_UNITS: list[tuple[Callable[[], nn.Module], object, str]] = [
+    (
+        lambda: nn.Transformer(8, 2, 2, 2, 16),
+        "auto",
+        "decoder.layers.0 decoder.layers.1 encoder.layers.0 encoder.layers.1",
+    ),
+    (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), "auto", ""),
+    (_stages, "auto", "one.0 one.1 two.0 two.1"),
+    # Small repeats are left to the root; of nested ones the outer one is taken.
+    (
+        lambda: nn.ModuleDict({"small": Stage(*_blocks(2, 2)), "large": Stage(*_blocks(2, 32))}),
+        "auto",
+        "large.0 large.1",
+    ),
+    (lambda: nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2))), "auto", "0 1"),
+    (lambda: nn.ModuleList([nn.ModuleList(_blocks(2)), nn.ModuleList(_blocks(2))]), "auto", "0.0 0.1 1.0 1.1"),
+    (_used_again, "auto", "0 1"),
+    # Units that share a weight with each other or with the rest are dropped, and those around them.
+    (lambda: _tie(nn.Sequential(*_blocks(4)), "0.up", "2.up"), "auto", "1 3"),
+    (lambda: _tie(_stages(), "one.0.up", "head"), [Block, Stage], "one.1 two two.0 two.1"),
+    (lambda: _stages(Block()), [Block], "head one.0 one.1 two.0 two.1"),
+    (lambda: _stages(Block()), {"Block"}, "head one.0 one.1 two.0 two.1"),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [nn.Linear, nn.ReLU], "0"),
+    (_stages, (), ""),
+]
+
+
+@pytest.mark.parametrize(("build", "policy", "expected"), _UNITS)
+def test_modules_become_units(build: Callable[[], nn.Module], policy: object, expected: str) -> None:
+    assert sorted(_names(build(), policy)) == expected.split()
+
+
+def test_inner_units_come_before_outer_ones() -> None:
+    chosen = lambda name, module: name.startswith("one") and len(name) < 6  # noqa: E731
+    assert _names(_stages(), chosen) == ["one.1", "one.0", "one"]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -54,44 +101,6 @@ def test_transformers_models_are_cut_at_declared_classes(wrapped: bool) -> None:
         assert sorted(_names(outer)) == [prefix + name for name in names]
 
 
-def test_a_cnn_has_units_only_for_its_stages() -> None:
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    assert _names(plain) == []
-    stages = nn.ModuleDict({"one": Stage(*_blocks(2)), "two": Stage(*_blocks(3)), "head": nn.Linear(8, 2)})
-    assert sorted(_names(stages)) == ["one.0", "one.1", "two.0", "two.1", "two.2"]
-
-
-def test_small_repeats_are_left_to_the_root() -> None:
-    model = nn.ModuleDict({"small": Stage(*_blocks(2, 2)), "large": Stage(*_blocks(2, 32))})
-    assert sorted(_names(model)) == ["large.0", "large.1"]
-
-
-def test_of_nested_repeats_the_outer_one_is_taken() -> None:
-    model = nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2)))
-    assert sorted(_names(model)) == ["0", "1"]
-
-
-def test_lists_of_lists_are_entered() -> None:
-    model = nn.ModuleList([nn.ModuleList(_blocks(2)), nn.ModuleList(_blocks(2))])
-    assert sorted(_names(model)) == ["0.0", "0.1", "1.0", "1.1"]
-
-
-def test_policies_choose_by_class_name_or_callable() -> None:
-    model = nn.ModuleDict({"stage": Stage(*_blocks(2)), "head": Block()})
-    assert sorted(_names(model, [Block])) == ["head", "stage.0", "stage.1"]
-    assert sorted(_names(model, {"Block"})) == ["head", "stage.0", "stage.1"]
-    assert _names(model, lambda name, module: name.startswith("stage") and len(name) < 8) == [
-        "stage.1",
-        "stage.0",
-        "stage",
-    ]
-    assert _names(model, ()) == []
-
-
-def test_modules_without_parameters_are_no_units() -> None:
-    assert _names(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [nn.Linear, nn.ReLU]) == ["0"]
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -103,25 +112,6 @@ def test_modules_without_parameters_are_no_units() -> None:
 def test_an_impossible_policy_is_an_error(policy: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _names(nn.Sequential(nn.ModuleList(_blocks(2))), policy)
-
-
-def test_units_that_share_a_weight_are_dropped() -> None:
-    model = nn.Sequential(*_blocks(4))
-    model[2].up.weight = model[0].up.weight
-    assert sorted(_names(model)) == ["1", "3"]
-
-
-def test_a_unit_tied_to_the_rest_and_its_outer_one_are_dropped() -> None:
-    model = nn.ModuleDict({"stages": nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2))), "head": nn.Linear(8, 16)})
-    model["head"].weight = model["stages"][0][0].up.weight
-    policy = [Block, Stage]
-    assert sorted(_names(model, policy)) == ["stages.0.1", "stages.1", "stages.1.0", "stages.1.1"]
-
-
-def test_a_block_that_is_used_again_and_again_is_one_unit() -> None:
-    block = Block()
-    model = nn.ModuleList([block, Block(), block])
-    assert sorted(_names(model)) == ["0", "1"]
 
 
 def test_every_parameter_has_the_innermost_unit_as_owner() -> None:
@@ -171,11 +161,7 @@ def test_layers_of_another_dtype_become_units_of_their_own() -> None:
     model[1].float()
     assert dtype_units(model, []) == [model[1]]
     assert dtype_units(model, [model[0], model[1]]) == []
-
-
-def test_frozen_layers_may_have_any_dtype() -> None:
-    model = _model()
-    model[0].to(torch.bfloat16).requires_grad_(False)
+    model[1].requires_grad_(False)  # Frozen layers may have any dtype.
     assert dtype_units(model, []) == []
 
 
