@@ -69,13 +69,6 @@ def clipped(model: Net, optimizer: ParallelMuon, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def scaled_behind_autograd(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    plain(model, optimizer, step)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.data.to_local().data.mul_(0.5)  # type: ignore[attr-defined]
-
-
 def clipped_without_effect(model: Net, optimizer: ParallelMuon, step: int) -> None:
     plain(model, optimizer, step)
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -165,7 +158,6 @@ BACKWARDS = [
     flipped,
     hooked_later,
     reduced_again,
-    scaled_behind_autograd,
     accumulated,
     without_sync,
     thrown_away,

@@ -26,6 +26,7 @@ from tests.distributed.backward_passes import (
     clipped_without_effect,
     make_optimizer,
     plain,
+    reduced_again,
     sharded,
     tokens,
     without_sync,
@@ -65,7 +66,9 @@ def _compare(mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backwa
 
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__.strip("_"))
 def test_early_gathers_give_the_weights_of_a_serial_step(gloo: ProcessPool, backward: Callable[..., None]) -> None:
-    for differences in gloo.run(_compare, (3,), [EARLY], backward, world_size=3):
+    # Where one rank differs, there are two others that do not.
+    size = 3 if backward in (branch_on_some_ranks, reduced_again) else 2
+    for differences in gloo.run(_compare, (size,), [EARLY], backward, world_size=size):
         assert differences == []
 
 
@@ -77,23 +80,26 @@ VARIANTS = [
         ("backward", 2, "redundant", 1),
         ("step", 1, "lpt", 700),
         ("step", 3, "round_robin", 1),
-        ("step", 2, "redundant", 1),
         ("step", 2, "lpt", 10**6),
-        ("off", 1, "round_robin", 1),
     )
 ]
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
-def test_every_schedule_gives_the_same_bits(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("mesh_shape", "variants", "backward"),
+    [
+        ((2,), VARIANTS[:2], plain),
+        ((3,), VARIANTS, plain),
+        ((4,), VARIANTS[2:3], plain),
+        ((2, 2), [VARIANTS[1], VARIANTS[4], {"dedupe": "always", "overlap": "step"}], plain),
+        ((2, 2), [{"dedupe": "always", "overlap": "backward"}], clipped),
+    ],
+)
+def test_every_schedule_gives_the_same_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None]
+) -> None:
     world_size = torch.Size(mesh_shape).numel()
-    for differences in gloo.run(_compare, mesh_shape, VARIANTS, plain, world_size=world_size):
-        assert differences == []
-
-
-def test_sharing_the_work_of_replicas_gives_the_same_bits(gloo: ProcessPool) -> None:
-    variants = [{"dedupe": each, "overlap": o} for each in ("auto", "always", "never") for o in ("backward", "step")]
-    for differences in gloo.run(_compare, (2, 2), variants, clipped, world_size=4):
+    for differences in gloo.run(_compare, mesh_shape, variants, backward, world_size=world_size):
         assert differences == []
 
 

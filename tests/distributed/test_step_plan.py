@@ -16,7 +16,7 @@ from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, CompareOptions, compare_strategies
 from lightning_muon.optim import step_plan as plan_module
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import machine_of
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
@@ -71,18 +71,6 @@ def test_where_matrices_travel_depends_on_sharing(gloo: ProcessPool) -> None:
     # A shard axis of one rank does not shard.
     for found in gloo.run(_describe, (2, 1), "always", world_size=2):
         assert [(size, replica_of) for size, replica_of, *_ in found] == [(1, (0,)), (2, (0, 1))]
-
-
-def _owners_by_rank(mesh_shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    tensors = [distribute_tensor(torch.ones(8, 8), mesh, [Replicate(), Shard(0)]) for _ in range(8)]
-    (group,) = _bind(*tensors).exchange_groups
-    return list(group.plan.owners)
-
-
-def test_owners_are_spread_over_the_whole_grid(gloo: ProcessPool) -> None:
-    for owners in gloo.run(_owners_by_rank, (2, 2)):
-        assert sorted(owners) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
 
 
 def _overlapping() -> None:
@@ -142,23 +130,6 @@ def test_ranks_with_different_shards_and_matrices_decide_alike(gloo: ProcessPool
     first, *others = gloo.run(_estimates, world_size=3)
     assert first != [None]
     assert others == [first] * 2
-
-
-def _sends_early(overlap: str, bandwidth: float) -> list[tuple[bool, bool]]:
-    slow = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
-    mesh = init_device_mesh("cpu", (2,))
-    weights = [distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)]) for _ in range(40)]
-    with mock.patch.object(plan_module, "machine_of", return_value=slow):
-        groups = _bind(torch.ones(5, 5), *weights, overlap=overlap).exchange_groups
-    return [(group.sends_early, group.estimate is not None) for group in groups]
-
-
-def test_auto_sends_early_over_slow_links_and_users_are_obeyed(gloo: ProcessPool) -> None:
-    alone, fast, slow = (False, False), 1e12, 1e6
-    assert gloo.run(_sends_early, "auto", slow, world_size=2) == [[alone, (True, True)]] * 2
-    assert gloo.run(_sends_early, "auto", fast, world_size=2) == [[alone, (False, True)]] * 2
-    assert gloo.run(_sends_early, "step", slow, world_size=2) == [[alone, (False, False)]] * 2
-    assert gloo.run(_sends_early, "backward", fast, world_size=2) == [[(True, False), (True, False)]] * 2
 
 
 def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:

@@ -74,18 +74,3 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     for key in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(state[key], reference.state[theirs][key], rtol=0, atol=1e-6)
     assert addresses == [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
-
-
-def test_nothing_beside_the_elements_changes() -> None:
-    wide = torch.ones(6, 20)
-    weight = wide[:, 3:13]
-    state = init_adamw_state(weight, Layout())
-    adamw_step_(
-        [weight],
-        [torch.ones(6, 10)],
-        [state],
-        {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.99), "adamw_eps": 1e-8},
-        {},
-    )
-    assert (wide[:, :3] == 1).all() and (wide[:, 13:] == 1).all()
-    assert (weight < 0.9).all()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_muon import DiLoCo, Full, Striding
 from lightning_muon.comm.collectives import start_reading
@@ -141,61 +141,42 @@ def test_reading_does_not_wait_for_what_comes_later(device: Simulation) -> None:
     assert device.host == before
 
 
-WAITS: dict[str, Callable[[Tensor], object]] = {
-    "tolist": lambda tensor: tensor.tolist(),
-    "item": lambda tensor: tensor.sum().item(),
-    "bool": lambda tensor: bool(tensor.sum() > 0),
-    "float": lambda tensor: float(tensor.sum()),
-    "cpu": lambda tensor: tensor.cpu(),
-    "to": lambda tensor: tensor.to("cpu"),
-    "equal": lambda tensor: torch.equal(tensor, tensor),
-    "from the host": lambda tensor: tensor.copy_(torch.zeros(4)),
-    "of the host": lambda tensor: torch.zeros(4).to("cuda"),
-    "pageable": lambda tensor: torch.zeros(4).copy_(tensor, non_blocking=True),
-    "list index": lambda tensor: tensor.__setitem__([0, 2], torch.zeros(2, device="cuda")),
-    "truth values": lambda tensor: tensor.__setitem__(tensor > 0, torch.zeros(4, device="cuda")),
-    "synchronize": lambda tensor: torch.cuda.synchronize(),
-    "stream": lambda tensor: torch.cuda.current_stream().synchronize(),
-}
+def test_the_checker_finds_every_wait(device: Simulation) -> None:
+    tensor = torch.zeros(4, device="cuda")
+    waits: list[Callable[[], object]] = [
+        tensor.tolist,
+        lambda: bool(tensor.sum() > 0),
+        tensor.cpu,
+        lambda: torch.equal(tensor, tensor),
+        lambda: tensor.copy_(torch.zeros(4)),
+        lambda: torch.zeros(4).copy_(tensor, non_blocking=True),
+        lambda: tensor.__setitem__([0, 2], torch.zeros(2, device="cuda")),
+        lambda: tensor.__setitem__(tensor > 0, torch.zeros(4, device="cuda")),
+        torch.cuda.synchronize,
+        lambda: torch.cuda.current_stream().synchronize(),
+    ]
+    for number, wait in enumerate(waits, 1):
+        wait()
+        assert device.syncs.total() == number
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_the_checker_finds_a_wait(device: Simulation, wait: str) -> None:
-    WAITS[wait](torch.zeros(4, device="cuda"))
-
-    assert device.syncs.total() == 1
-
-
-def _write_beside(*, ordered: bool) -> None:
+@pytest.mark.parametrize("is_freed", [True, False])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_the_checker_finds_races_and_memory_used_too_early(
+    device: Simulation, is_ordered: bool, is_freed: bool
+) -> None:
     tensor, stream = torch.zeros(4, device="cuda"), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         tensor.add_(1)
-    if ordered:
+    if is_ordered:
         torch.cuda.current_stream().wait_stream(stream)
-    tensor.mul(2)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_the_checker_finds_a_race(device: Simulation, ordered: bool) -> None:
-    _write_beside(ordered=ordered)
-
-    assert bool(device.found) is not ordered
-    assert all(what.startswith("RACE read mul") and "write add" in what for what in device.found)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_the_checker_finds_memory_that_is_used_again_too_early(device: Simulation, ordered: bool) -> None:
-    tensor, stream = torch.zeros(4, device="cuda"), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    if is_freed:
+        del tensor
+        torch.zeros(4, device="cuda")
+    else:
         tensor.mul(2)
-    del tensor
-    if ordered:
-        torch.cuda.current_stream().wait_stream(stream)
-    torch.zeros(4, device="cuda")
-
-    assert [what.split()[0] for what in device.found] == ([] if ordered else ["FREE"])
+    assert [what.split()[0] for what in device.found] == ([] if is_ordered else ["FREE" if is_freed else "RACE"])
 
 
 def _places(simulation: Simulation) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon import ParallelMuon
 
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]
 
@@ -46,32 +46,13 @@ def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov:
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def test_arguments_have_names_and_defaults_of_torch_and_config() -> None:
+def test_arguments_have_names_and_defaults_of_torch() -> None:
     ours = inspect.signature(ParallelMuon.__init__).parameters
     theirs = inspect.signature(torch.optim.Muon.__init__).parameters
     for name, parameter in theirs.items():
         assert name in ours
         if name != "adjust_lr_fn":  # ours matches AdamW by default
             assert ours[name].default == parameter.default
-    config = MuonConfig()
-    for name, value in vars(config).items():
-        assert ours[name].default == (None if name == "fused" else value)
-
-
-def test_adamw_takes_the_rest_with_the_results_of_torch() -> None:
-    torch.manual_seed(0)
-    mine = nn.ModuleDict({"embedding": nn.Embedding(9, 5), "linear": nn.Linear(5, 5), "norm": nn.LayerNorm(5)})
-    theirs = copy.deepcopy(mine)
-    ours = ParallelMuon(mine, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), adamw_eps=1e-6)
-    rest = [p for name, p in theirs.named_parameters() if name != "linear.weight"]
-    reference = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-6, fused=True)
-    for step in range(5):
-        _set_grads(list(mine.parameters()), step)
-        _set_grads(list(theirs.parameters()), step)
-        ours.step()
-        reference.step()
-    for name, parameter in mine.named_parameters():
-        assert torch.equal(parameter, theirs.get_parameter(name)) == (name != "linear.weight"), name
 
 
 def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
@@ -79,7 +60,7 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     optimizer = ParallelMuon(
         [
             {"params": mine[:2], "lr": 0.1, "momentum": 0.5},
-            {"params": mine[2:4], "algorithm": "adamw", "weight_decay": 0.0},
+            {"params": mine[2:4], "algorithm": "adamw", "betas": (0.8, 0.95), "adamw_eps": 1e-6, "weight_decay": 0.0},
             {"params": mine[4:]},
         ],
         compute_dtype="bfloat16",
@@ -87,7 +68,7 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     theirs = _parameters()
     reference = [
         torch.optim.Muon(theirs[:2], lr=0.1, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(theirs[2:4], weight_decay=0.0, fused=True),
+        torch.optim.AdamW(theirs[2:4], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, fused=True),
         torch.optim.Muon(theirs[4:], adjust_lr_fn="match_rms_adamw"),
     ]
     for step in range(3):
@@ -101,39 +82,32 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     ]  # fmt: skip
 
 
-def test_convolutions_and_stacks_equal_their_matrices_alone() -> None:
+@pytest.mark.parametrize("fused", [3, (4, 4, 4)])
+def test_matrices_inside_of_a_weight_are_stepped_alone(fused: Any) -> None:
     torch.manual_seed(0)
-    convolution, stack = nn.Parameter(torch.randn(6, 4, 3, 3)), nn.Parameter(torch.randn(3, 5, 4))
-    alone = [nn.Parameter(convolution.detach().flatten(1).clone()), *[nn.Parameter(m.clone()) for m in stack.detach()]]
+    convolution, qkv, stack = torch.randn(6, 4, 3, 3), torch.randn(12, 5), torch.randn(3, 5, 4)
+    weights = {"convolution": convolution, "qkv": qkv, "stack": stack}
+    whole = {name: nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
+    whole["channels_last"] = nn.Parameter(convolution.clone(memory_format=torch.channels_last))
+    parts = [nn.Parameter(part.clone()) for part in (convolution.flatten(1), *qkv.split(4), *stack)]
     optimizers = [
-        ParallelMuon([convolution, stack], compute_dtype="float32"),
-        ParallelMuon(alone, compute_dtype="float32"),
+        ParallelMuon(whole.items(), compute_dtype="float32", fused={"qkv": fused}),
+        ParallelMuon(parts, compute_dtype="float32"),
     ]
-    for step in range(3):
-        _set_grads([convolution, stack], step)
-        alone[0].grad = convolution.grad.flatten(1)  # type: ignore[union-attr]
-        for matrix, grad in zip(alone[1:], stack.grad, strict=True):  # type: ignore[arg-type]
-            matrix.grad = grad.clone()
+    for _ in range(3):
+        for name in weights:
+            whole[name].grad = torch.randn_like(whole[name])
+        grads = {name: whole[name].grad for name in weights}
+        whole["channels_last"].grad = grads["convolution"].contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+        found = (grads["convolution"].flatten(1), *grads["qkv"].split(4), *grads["stack"])  # type: ignore[union-attr,misc]
+        for part, grad in zip(parts, found, strict=True):
+            part.grad = grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert torch.equal(convolution.flatten(1), alone[0])
-    assert torch.equal(stack, torch.stack(alone[1:]))
-
-
-@pytest.mark.parametrize("fused", [3, (4, 4, 4)])
-def test_a_fused_weight_equals_its_parts_alone(fused: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"qkv": nn.Linear(5, 12, bias=False), "head": nn.Linear(5, 2)})
-    parts = [nn.Parameter(part.clone()) for part in model["qkv"].weight.detach().split(4)]
-    whole = ParallelMuon(model, compute_dtype="float32", fused={"qkv.weight": fused})
-    separate = ParallelMuon(parts, compute_dtype="float32")
-    for step in range(3):
-        _set_grads([model["qkv"].weight], step)
-        for part, grad in zip(parts, model["qkv"].weight.grad.split(4), strict=True):
-            part.grad = grad.clone()
-        whole.step()
-        separate.step()
-    assert torch.equal(model["qkv"].weight, torch.cat(parts))
+    expected = (parts[0].view_as(convolution), torch.cat(parts[1:4]), torch.stack(parts[4:]))
+    assert all(torch.equal(whole[name], value) for name, value in zip(weights, expected, strict=True))
+    # The norm adds in the order of memory.
+    torch.testing.assert_close(whole["channels_last"], whole["convolution"], rtol=0, atol=1e-6)
 
 
 def test_bad_arguments_are_refused_when_constructed() -> None:
@@ -158,7 +132,7 @@ def test_the_nan_check_can_be_turned_off() -> None:
     assert parameters[0].isnan().all() and not parameters[1].isnan().any()
 
 
-def test_a_learning_rate_tensor_and_a_scheduler_work() -> None:
+def test_schedulers_and_settings_after_a_load_count() -> None:
     weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
     for weight, lr in zip(weights, (torch.tensor(0.02), 0.02), strict=True):
         optimizer = ParallelMuon([weight], lr=lr)
@@ -167,32 +141,10 @@ def test_a_learning_rate_tensor_and_a_scheduler_work() -> None:
             _set_grads([weight], step)
             optimizer.step()
             scheduler.step()
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
-
-
-def test_hyper_parameters_set_after_loading_a_state_count() -> None:
-    parameters = _parameters()
-    optimizer = ParallelMuon(parameters, lr=0.1)
-    _set_grads(parameters, 0)
-    optimizer.step()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = [parameter.detach().clone() for parameter in parameters]
-    optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(before, parameters, strict=True))
-
-
-def test_a_channels_last_convolution_is_an_ordinary_one() -> None:
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(6, 4, 3, 3)) for _ in range(2)]
-    weights[1].data = weights[0].detach().clone(memory_format=torch.channels_last)
-    grad = torch.randn(6, 4, 3, 3)
-    for weight in weights:
-        optimizer = ParallelMuon([weight], compute_dtype="float32")
-        weight.grad = grad.contiguous(memory_format=torch.channels_last) if weight is weights[1] else grad
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"], before = 0.0, weight.detach().clone()
         optimizer.step()
-    # The norm adds in the order of memory.
+        assert torch.equal(weight, before)
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
 
 
