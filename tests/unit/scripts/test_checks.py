@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from scripts import check_ascii, check_imports
+from scripts.check_sizes import crowded_signatures, long_files, long_functions
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", None),
+        (b"x = 1\n", None),
+        ("x = '\u00e9'\n".encode(), "a.py:1 has a character that is not ASCII"),
+        (b"x = 1\n\ty = 2\n", "a.py:2 has a tab"),
+        (b"x = 1", "must end with one newline"),
+        (b"x = 1\n\n", "must end with one newline"),
+    ],
+)
+def test_a_stray_character_is_named_with_its_line(content: bytes, complaint: str | None) -> None:
+    found = list(check_ascii.check("a.py", content))
+    assert len(found) == (complaint is not None)
+    assert all(complaint in each for each in found if complaint)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused_in"),
+    [
+        ("import torch.distributed as dist", "math"),
+        ("from torch import distributed", "math"),
+        ("def f():\n    from torch.distributed import all_reduce", "math"),
+        ("import torch\nx = torch.distributed.get_rank()", "math"),
+        ("from torch.distributed.tensor._utils import compute_local_shape", "optim"),
+        ("import torch._dynamo", "optim"),
+        ("from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", "optim"),
+    ],
+)
+def test_an_import_in_the_wrong_room_is_a_complaint(text: str, refused_in: str) -> None:
+    assert len(list(check_imports.check(f"lightning_muon/{refused_in}/a.py", text))) == 1
+    assert not list(check_imports.check("lightning_muon/compat/torch.py", text))
+
+
+def test_own_private_names_and_names_that_begin_alike_may_come() -> None:
+    text = "from __future__ import annotations\nfrom lightning_muon.optim._x import _y\n"
+    assert not list(check_imports.check("lightning_muon/optim/a.py", text))
+    text = "from torch.distributions import Normal\nimport torch"
+    assert not list(check_imports.check("lightning_muon/math/a.py", text))
+
+
+def _function(num_lines: int, docstring_lines: int = 0) -> str:
+    docstring = ['    """' + "\n    ".join(["text"] * docstring_lines) + '"""'] if docstring_lines else []
+    return "\n".join(["def f() -> None:", *docstring, *["    pass"] * (num_lines - 1)])
+
+
+def test_files_above_600_lines_are_named() -> None:
+    assert not list(long_files("a.py", "x = 1\n" * 600))
+    assert list(long_files("a.py", "x = 1\n" * 601)) == ["a.py: 601 lines, more than 600"]
+
+
+@pytest.mark.parametrize("docstring_lines", [0, 30])
+def test_functions_above_60_lines_of_code_are_named(docstring_lines: int) -> None:
+    assert not list(long_functions("a.py", _function(60, docstring_lines)))
+    assert [each.partition(":1 f: 61")[0] for each in long_functions("a.py", _function(61, docstring_lines))] == ["a.py"]
+
+
+def test_more_than_five_positional_parameters_are_named() -> None:
+    template = "class A:\n    def f(self, {}): ...\n"
+    assert not list(crowded_signatures("a.py", template.format("a, b, c, d, e, *, g, h")))
+    (complaint,) = crowded_signatures("a.py", template.format("a, b, c, d, e, f"))
+    assert complaint == "a.py:2 f: 6 positional parameters, at most 5"
+    assert not list(crowded_signatures("a.py", "class A(B):\n    @override\n    def f(self, a, b, c, d, e, g): ...\n"))
