@@ -28,7 +28,6 @@ def main() -> None:
         replicas=arguments.replicas,
         overlap=arguments.overlap,
         races=False,
-        steps=3,
     )
     print(f"launches: {simulation.launches.total()}, by stream {dict(simulation.launches)}")
     print("by op:", ", ".join(f"{name} {count}" for name, count in simulation.ops.most_common(16) if count))

@@ -18,13 +18,14 @@ from jaxtyping import install_import_hook
 # Shapes and dtypes in the annotations of the maths are checked by beartype, in tests only.
 install_import_hook("lightning_muon.math", "beartype.beartype")
 
-from tests.support import processes
+from tests.support.processes import ProcessPool
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[processes.ProcessPool]:
+def gloo() -> Iterator[ProcessPool]:
     """The pool of gloo workers of this session; see ``tests/support/processes.py``."""
-    yield processes.POOL
-    processes.POOL.close()
+    pool = ProcessPool()
+    yield pool
+    pool.close()

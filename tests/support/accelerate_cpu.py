@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
@@ -26,32 +25,27 @@ def fsdp2_on_cpu(
 ) -> Iterator[None]:
     """Inside, ``Accelerator()`` is one of FSDP2 on the CPU, in a process group with gloo.
 
-    The environment is that which ``accelerate launch`` makes of a config file. Afterwards environment and the
-    singletons of Accelerate are as before, so that a kept worker can begin anew.
-
-    Args:
-        replicate_size: ``parallelism_config_dp_replicate_size``; without any size there is no ``parallelism_config``.
-        shard_size: ``parallelism_config_dp_shard_size``.
-        mixed_precision: ``mixed_precision``.
-        **variables: Further environment variables, such as ``FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"``.
+    The environment is that which ``accelerate launch`` makes of a config file, and ``variables``. Without any size
+    there is no ``parallelism_config``.
     """
-    environment = {
-        "ACCELERATE_TORCH_DEVICE": "cpu",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "ACCELERATE_MIXED_PRECISION": mixed_precision,
-    }
+    environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    environment["ACCELERATE_MIXED_PRECISION"] = mixed_precision
     if replicate_size is not None or shard_size is not None:
         environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(replicate_size or 1)
         environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shard_size or 1)
-    with fresh_accelerate(environment | variables), claimed_accelerators():
+    with (
+        fresh_accelerate(environment | variables),
+        # PartialState asks it for (backend, distributed_type). A method, not its result, because TrainingArguments
+        # forgets the state and makes it anew.
+        mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)),
+    ):
         yield
 
 
 @contextmanager
 def ddp_on_cpu(*, mixed_precision: str = "no", **variables: str) -> Iterator[None]:
-    """Inside, ``Accelerator()`` is one of several CPU processes without FSDP; arguments as in :func:`fsdp2_on_cpu`."""
+    """Inside, ``Accelerator()`` is one of several CPU processes without FSDP."""
     with fresh_accelerate({"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": mixed_precision} | variables):
         yield
 
@@ -67,19 +61,6 @@ def fresh_accelerate(environment: dict[str, str]) -> Iterator[None]:
         _forget()
 
 
-@contextmanager
-def claimed_accelerators() -> Iterator[None]:
-    """Inside, Accelerate believes that each process has an accelerator; for processes that a launcher has started."""
-    # PartialState asks it for (backend, distributed_type). A method, not its result, because TrainingArguments forgets
-    # the state and makes it anew.
-    with mock.patch.object(PartialState, "_prepare_backend", _claim_accelerators):
-        yield
-
-
 def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def _claim_accelerators(*_: Any, **__: Any) -> tuple[str, DistributedType]:
-    return "gloo", DistributedType.MULTI_GPU

@@ -289,11 +289,11 @@ def _message(op: Any, tensor: Tensor, *, group: Any = None, group_peer: int | No
 
 
 @contextlib.contextmanager
-def world(size: int, *, rank: int = 0, races: bool = True) -> Iterator[Simulation]:
+def world(size: int, *, races: bool = True) -> Iterator[Simulation]:
     """A default group of ``size`` ranks, of which this process is one and the others do the same, on fake devices."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
     def fake_group(ranks: Sequence[int], name: str, **_: Any) -> Any:
         return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))

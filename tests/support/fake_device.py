@@ -112,24 +112,15 @@ class _Memory:
 
 
 class Simulation:
-    """One device and its communicators. With ``races=False`` only syncs, launches and communications are noted.
-
-    Attributes:
-        on: Whether anything is reported and counted now.
-        completed: What ``is_completed()`` of handles and ``query()`` of events say.
-        host: What the host has waited for.
-        at_end_of_backward: To be called when the backward pass that runs now has ended.
-        num_steps: Steps that were watched.
-    """
+    """One device and its communicators. With ``races=False`` only syncs, launches and communications are noted."""
 
     def __init__(self, *, races: bool) -> None:
-        self.races, self.on, self.completed = races, False, False
-        self.host: Clock = {}
-        self.syncs: Counter[str] = Counter()
-        self.found: Counter[str] = Counter()
-        self.launches: Counter[str] = Counter()
-        self.ops: Counter[str] = Counter()
-        self.comms: Counter[str] = Counter()
+        self.races = races
+        self.on = False  # Whether anything is reported and counted now.
+        self.completed = False  # What handles and events say of themselves.
+        self.host: Clock = {}  # What the host has waited for.
+        self.syncs, self.found = Counter[str](), Counter[str]()
+        self.launches, self.ops, self.comms = Counter[str](), Counter[str](), Counter[str]()
         self.at_end_of_backward: list[Callable[[], None]] = []
         self.num_steps = 0
         self.streams: list[Stream] = []
@@ -142,18 +133,15 @@ class Simulation:
 
     @property
     def current(self) -> Stream:
-        """The current stream of the host."""
         return self.stack[-1]
 
     def begin_step(self, *, on: bool) -> None:
-        """Count launches and communications from here on, and report what is found if ``on``."""
         self.on = on
         self.num_steps += on
         for counts in (self.launches, self.ops, self.comms):
             counts.clear()
 
     def end_backward(self) -> None:
-        """Call what waits for the end of the backward pass."""
         while self.at_end_of_backward:
             self.at_end_of_backward.pop(0)()
 
@@ -164,7 +152,6 @@ class Simulation:
             self.syncs[f"{what} @ {site()}"] += 1
 
     def communicator(self, group: Any) -> Stream:
-        """The stream of a process group."""
         name = getattr(group, "group_name", "world")
         if name not in self._communicators:
             self._communicators[name] = Stream(name=f"nccl:{len(self._communicators)}")
@@ -192,7 +179,6 @@ class Simulation:
         memory.last[stream.id] = new.time
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """As ``Tensor.record_stream``."""
         if self.races:
             self._memory_of(tensor.untyped_storage()).recorded.append(stream)
 

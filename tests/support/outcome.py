@@ -58,15 +58,12 @@ class Worker:
         """End the process and its own children (each worker leads a process group)."""
         if self.process.is_alive():
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid or 0, signal.SIGKILL) if _leads_group(self.process.pid) else None
+                pid = self.process.pid or 0
+                if os.getpgid(pid) == pid:  # A worker starts a group first of all.
+                    os.killpg(pid, signal.SIGKILL)
             self.process.kill()
         self.process.join(10.0)
         self.connection.close()
-
-
-def _leads_group(pid: int | None) -> bool:
-    """Whether ``pid`` has started its process group, which a worker does first of all."""
-    return pid is not None and os.getpgid(pid) == pid
 
 
 def collect(workers: list[Worker], *, timeout: float, grace: float) -> Outcome:
@@ -103,19 +100,13 @@ def describe(outcome: Outcome, workers: list[Worker], function: Callable[..., An
         parts.append(f"--- rank {rank} raised {failure.type_names[0]}: {failure.message}\n{failure.traceback}")
     for rank, code in outcome.exit_codes.items():
         parts.append(f"--- rank {rank} died, exit code {code} (negative: a signal)\n{workers[rank].log_tail()}")
-    if outcome.running:
-        _dump_stacks([workers[rank] for rank in outcome.running])
+    for rank in outcome.running:  # faulthandler writes the stacks into the log.
+        if workers[rank].process.is_alive():
+            os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
+    time.sleep(0.5 if outcome.running else 0.0)
     parts += [
         f"--- rank {rank} was still running; stack and output:\n{workers[rank].log_tail()}" for rank in outcome.running
     ]
     if outcome.results:
         parts.append(f"--- ranks that returned: {sorted(outcome.results)}")
     return "\n".join(parts)
-
-
-def _dump_stacks(workers: list[Worker], pause: float = 0.5) -> None:
-    """Ask live workers for the stacks of their threads, which ``faulthandler`` writes into their logs."""
-    for worker in workers:
-        if worker.process.is_alive() and worker.process.pid is not None:
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(pause)

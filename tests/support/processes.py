@@ -44,11 +44,6 @@ class ProcessPool:
         self._directory: Path | None = None
         self._num_calls = 0
 
-    @property
-    def pids(self) -> list[int | None]:
-        """Process ids of the workers, in the order of their ranks."""
-        return [worker.process.pid for worker in self._workers]
-
     def run(
         self,
         function: Callable[..., Any],
@@ -58,21 +53,10 @@ class ProcessPool:
         grace: float = 10.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on ``world_size`` ranks.
+        """The results of ``function(*args, **kwargs)`` on ``world_size`` ranks, in their order.
 
-        Args:
-            function: Module-level function of an importable module.
-            *args: Passed on; the same on all ranks.
-            world_size: Number of ranks; ``dist.get_rank()`` tells them apart.
-            timeout: Seconds for the call. Collectives time out after 3/4 of it.
-            grace: Seconds that the other ranks get once a rank has failed or died.
-            **kwargs: Passed on.
-
-        Returns:
-            The results, in the order of the ranks.
-
-        Raises:
-            RanksFailedError: A rank raised, died or did not return in time.
+        Raises ``RanksFailedError`` if a rank raised, died or did not return in ``timeout`` seconds; collectives time
+        out after 3/4 of it. Once a rank has failed, the others get ``grace`` seconds.
         """
         payload = pickle.dumps((function, args, kwargs))
         self._start(world_size)
@@ -111,19 +95,7 @@ class ProcessPool:
         world_size: int = 4,
         **kwargs: Any,
     ) -> dict[int, RankFailure]:
-        """Assert that every rank raises the same type of error, and that each message matches.
-
-        Args:
-            function: As in :meth:`run`.
-            *args: Passed on.
-            match: Regular expression, searched for in the message of every rank.
-            exception: The type, or a base class of it.
-            world_size: Number of ranks.
-            **kwargs: ``timeout`` and ``grace`` of :meth:`run`; the rest is passed on.
-
-        Returns:
-            The failure of each rank, for further checks.
-        """
+        """Assert that every rank raises the same type of ``exception``, with a message that matches; the failures."""
         try:
             results = self.run(function, *args, world_size=world_size, **kwargs)
         except RanksFailedError as error:
@@ -197,9 +169,3 @@ class ProcessPool:
                 worker.connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
-
-
-POOL = ProcessPool()
-run = POOL.run
-run_fresh = POOL.run_fresh
-expect_error_on_all_ranks = POOL.expect_error_on_all_ranks

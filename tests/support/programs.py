@@ -36,16 +36,9 @@ _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def run_program(*words: str | Path, directory: Path, num_ranks: int = 1, timeout: float = 120.0) -> str:
-    """Run a program from its first line to its end; what all ranks printed.
+    """Run a script, or ``"-m"`` and a module, with its arguments; what all ranks printed.
 
-    Args:
-        *words: A script, or ``"-m"`` and a module, and the arguments.
-        directory: Where it runs; modules in it can be imported.
-        num_ranks: A single one gets no environment of a launcher.
-        timeout: Seconds for all of it.
-
-    Raises:
-        AssertionError: If a rank fails or does not end in time; with what all of them printed.
+    A single rank gets no environment of a launcher.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -21,12 +21,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one rank has to do in one call.
+    """What one rank has to do in one call."""
 
-    ``payload`` is the pickle of ``(function, args, kwargs)``: it is opened inside the guarded part of the call, so that
-    a test module that cannot be imported is reported like any other failure.
-    """
-
+    # Pickle of (function, args, kwargs); a test module that cannot be imported is reported like any other failure.
     payload: bytes
     rank: int
     world_size: int
@@ -41,13 +38,12 @@ class Call:
 class RankFailure:
     """The exception of one rank, as text: exceptions themselves are not always picklable."""
 
-    type_names: tuple[str, ...]
+    type_names: tuple[str, ...]  # The class and then every base class.
     message: str
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
-        """Describe ``error``; ``type_names`` is its class and then every base class."""
         names = tuple(qualified_name(base) for base in type(error).__mro__)
         text = "".join(traceback.format_exception(error))
         return cls(type_names=names, message=str(error), traceback=text)
@@ -56,6 +52,10 @@ class RankFailure:
 def qualified_name(cls: type) -> str:
     """``module.Class``, by which exception types are compared across processes."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Modules that garbage collection skips.
+_FROZEN: set[str] = set()
 
 
 def serve(connection: Connection, log_path: str) -> None:
@@ -128,13 +128,13 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    clear_mesh_caches()
+    _clear_mesh_caches()
     # Threads of gloo spin as long as something refers to their groups.
     gc.collect()
-    if len(sys.modules) > _LOOKED_AT.num_modules:
+    if not sys.modules.keys() <= _FROZEN:
         # Imported modules stay; to look through them after every call would take longer than most calls.
         gc.freeze()
-        _LOOKED_AT.num_modules = len(sys.modules)
+        _FROZEN.update(sys.modules)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(directory)
@@ -145,17 +145,7 @@ def _leave(environ: dict[str, str], directory: Path) -> None:
     random.seed(0)
 
 
-@dataclass
-class _LookedAt:
-    """How many modules were there when garbage was collected last."""
-
-    num_modules: int = 0
-
-
-_LOOKED_AT = _LookedAt()
-
-
-def clear_mesh_caches() -> None:
+def _clear_mesh_caches() -> None:
     """Forget every cached object of torch.distributed that may hold a device mesh.
 
     Meshes of the same layout compare equal, so that a cache would hand a later call the mesh, and with it the process

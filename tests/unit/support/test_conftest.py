@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_muon.math import newton_schulz
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.programs import ROOT
 
 
 def test_shapes_in_the_annotations_of_the_maths_are_checked() -> None:
@@ -22,11 +21,8 @@ def test_shapes_in_the_annotations_of_the_maths_are_checked() -> None:
         )
 
 
-def test_torch_runs_one_thread() -> None:
-    assert torch.get_num_threads() == 1
-
-
-def test_a_test_that_hangs_is_ended_by_its_time_limit(tmp_path: Path) -> None:
+def test_a_test_that_hangs_is_ended_by_its_time_limit(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    assert 0 < float(request.config.getini("timeout")) <= 180
     hanging = tmp_path / "test_hanging.py"
     hanging.write_text("import time\n\ndef test_it():\n    time.sleep(60)\n")
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
@@ -36,7 +32,3 @@ def test_a_test_that_hangs_is_ended_by_its_time_limit(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "Timeout" in done.stdout
-
-
-def test_the_suite_sets_a_time_limit_for_every_test(request: pytest.FixtureRequest) -> None:
-    assert 0 < float(request.config.getini("timeout")) <= 180
