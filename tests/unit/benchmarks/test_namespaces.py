@@ -41,11 +41,7 @@ def _names() -> str:
 
 
 @pytest.mark.parametrize("how", ["return", "error", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-<<<<<<< HEAD
-def test_nodes_are_gone_however_the_program_ends(namespaces, how) -> None:
-=======
 def test_however_a_program_ends_its_nodes_are_gone(namespaces, how) -> None:
->>>>>>> 32d54ed (tests of scripts and of benchmarks: one table for what the scripts complain about; only what a benchmark stands on)
     command = [sys.executable, "-c", PROGRAM, str(how)]
     program = subprocess.Popen(command, cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     *names, inner = program.stdout.readline().decode().split()
@@ -113,32 +109,11 @@ def _send(namespaces, *, to: int, num_bytes: int, rate: float) -> tuple[int, flo
     return int(sent), float(seconds)
 
 
-<<<<<<< HEAD
-def test_traffic_between_nodes_is_counted_and_slowed(namespaces) -> None:
-=======
 def test_what_crosses_the_line_is_slow_and_counted(namespaces) -> None:
->>>>>>> 32d54ed (tests of scripts and of benchmarks: one table for what the scripts complain about; only what a benchmark stands on)
     num_bytes, rate = 200_000, 4e6
     sent, seconds = _send(namespaces, to=1, num_bytes=num_bytes, rate=rate)
     # Headers are 66 of each 1514 bytes; more than a tenth would be bytes that were dropped and sent again.
     assert num_bytes <= sent < 1.1 * num_bytes
     # What fits into the bucket (16 kB) passes at once. A busy machine only makes it longer.
     assert seconds > (num_bytes - 16_000) * 8 / rate
-<<<<<<< HEAD
-
-
-def test_traffic_inside_a_node_is_not_counted(namespaces) -> None:
-    assert _send(namespaces, to=0, num_bytes=200_000, rate=4e6)[0] == 0
-
-
-def test_without_root_it_says_so(namespaces, monkeypatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert namespaces.why_not() == "network namespaces need root"
-
-
-def test_the_bucket_holds_two_milliseconds_or_ten_packets(namespaces) -> None:
-    assert " ".join(namespaces.tbf(1e9)).endswith("rate 1000000000bit burst 250000 limit 16000000")
-    assert " ".join(namespaces.tbf(1e7)).endswith("rate 10000000bit burst 16000 limit 16000000")
-=======
     assert _send(namespaces, to=0, num_bytes=num_bytes, rate=rate)[0] == 0, "it has crossed no line"
->>>>>>> 32d54ed (tests of scripts and of benchmarks: one table for what the scripts complain about; only what a benchmark stands on)
