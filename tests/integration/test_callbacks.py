@@ -22,7 +22,7 @@ from tests.integration.training import (
     strategy_class,
     trainer,
 )
-from tests.support.processes import ProcessPool, RanksFailedError, run_fresh
+from tests.support.processes import ProcessPool, RanksFailedError
 
 _FLOAT32 = MuonConfig(compute_dtype="float32")
 
@@ -189,9 +189,9 @@ def _fail_alone(package: str, directory: str) -> None:
     _fail(package, directory, (1,))
 
 
-def test_a_rank_that_fails_alone_says_that_it_cannot_save(tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_says_that_it_cannot_save(gloo: ProcessPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        run_fresh(_fail_alone, PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
+        gloo.run_fresh(_fail_alone, PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
     assert "only 1 failed" in caught.value.failures[1].message
     assert not (tmp_path / "on_exception.ckpt").exists()
 
