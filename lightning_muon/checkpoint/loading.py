@@ -52,8 +52,7 @@ class Checkpoint:
                 content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
                 return cls(path, content, is_sharded=False)
             raise FileNotFoundError(
-                f"{path} is no checkpoint: neither a file nor a directory with {metadata_name}, which every rank must "
-                "see"
+                f"{path} is no checkpoint: every rank must see a file, or a directory with {metadata_name}, there"
             )
 
         return together(read)
@@ -90,10 +89,7 @@ class Checkpoint:
         """Fill an optimizer, which steps ``module``, from ``key``. Collective; every rank must call it."""
         error: Exception | None = None
         try:
-            if self.is_sharded:
-                self._load_shards(key, module, optimizer)
-            else:
-                self._load_whole(key, module, optimizer)
+            (self._load_shards if self.is_sharded else self._load_whole)(key, module, optimizer)
         except (KeyError, ValueError, RuntimeError, CheckpointException) as problem:
             error = RuntimeError(
                 f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
@@ -170,10 +166,8 @@ class Checkpoint:
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
         """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
-        sharded: set[str] = set()
-        if self.is_sharded:
-            places = FileSystemReader(self.path).read_metadata().planner_data or {}
-            sharded = {place[0] for place in places.values()}
+        places = FileSystemReader(self.path).read_metadata().planner_data if self.is_sharded else None
+        sharded = {place[0] for place in (places or {}).values()}
         wanted = state.modules.keys() | state.optimizers.keys()
         there = sharded if self.is_sharded else self.content.keys()
         absent = {key for key in wanted if key not in there} | (state.rest.keys() - self.content.keys())

@@ -128,10 +128,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Copies of the weights of the first node of a mesh (replicate, shard), since a checkpoint mixes those of several.
-
-    Collective over the nodes; every rank must call it.
-    """
+    """Copies of the weights of the first node of ``mesh``. Collective over the nodes; every rank must call it."""
     nodes = axis_group(mesh, (0,))
     copies = copied(state)
     for value in {id(value): value for value in copies.values() if isinstance(value, Tensor)}.values():
@@ -149,11 +146,10 @@ def expect_saved_nodes(
     saved_sizes: Mapping[tuple[str, str], Sequence[int]],
     rules: Mapping[str, Rule],
 ) -> Callable[[], None]:
-    """Put tensors for all saved nodes in the place of states of another number of nodes; local.
+    """Put tensors for all saved nodes in the place of ``states`` of another number of nodes; local.
 
-    ``states`` has the state of each parameter by name, ``saved_sizes`` what the checkpoint has by (name, entry), for
-    the entries of ``rules``. Each rank then reads its shard of the states of all saved nodes, and calls what this
-    returns, which makes them states of the nodes of now.
+    Each rank then reads its shard of the states of all saved nodes, and calls what this returns, which makes them
+    states of the nodes of now.
     """
     replaced: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     for (name, entry), size in saved_sizes.items():

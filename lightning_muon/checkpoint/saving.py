@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,24 +99,18 @@ def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 def write_checkpoint(
     path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
 ) -> None:
-    """Write a checkpoint in the place of what is at ``path``, the same on all ranks; see :func:`replacing`.
+    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
 
     ``content`` has shards, or on rank 0 whole tensors; ``rest`` is everything else, of which that of rank 0 is written,
     to the file ``metadata_name`` beside the shards, or without that name to one file with everything.
-
-    Collective over all ranks; every rank must call it.
     """
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
             on_first_rank(lambda: torch.save({**content, **rest}, draft))
-            return
-
-        def write_rest() -> None:
-            draft.mkdir()
-            torch.save(dict(rest), draft / metadata_name)
-
-        on_first_rank(write_rest)
-        write_shards(content, draft)
+        else:
+            on_first_rank(draft.mkdir)
+            on_first_rank(lambda: torch.save(dict(rest), draft / metadata_name))
+            write_shards(content, draft)
 
 
 def write_shards(content: Mapping[str, Any], directory: Path) -> None:

@@ -35,9 +35,7 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
     beside the first of them, goes in the same moment. With ``whole`` the block writes files, in place of directories of
     shards. What others have put into a directory of shards moves into the one that follows.
 
-    Collective over all ranks; every rank must call it, and the block fails on all of them or on none. If it fails,
-    what was there stays as it was. Raises ``IsADirectoryError`` if a directory is no checkpoint, or has files of others
-    that a file cannot keep.
+    Collective over all ranks; every rank must call it, and the block fails on all of them or on none.
     """
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]

@@ -156,12 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
-    add(
-        "--num-processes",
-        type=int,
-        metavar="N",
-        help="on all machines (default: replicas x shards if both are given, else one for each device of this one)",
-    )
+    processes = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
+    add("--num-processes", type=int, metavar="N", help=processes)
     add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     add("--cpu", action="store_true", help="processes with gloo on the CPU")

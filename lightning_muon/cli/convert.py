@@ -14,7 +14,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_muon.checkpoint.staging import last_written
+from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
+from lightning_muon.integrations.registry import TRAINERS, first_installed
 
 _DESCRIPTION = """Turn a checkpoint that ParallelMuonStrategy saved as a directory into one file that
 MyModule.load_from_checkpoint and a Trainer with any strategy read: weights, hyper-parameters and everything else but
@@ -23,34 +25,26 @@ _TRUST = """unpickle objects of any type in the metadata, for example hyper-para
 run any code. (torch unpickles its own index of the directory in any case.)"""
 
 
-def convert_command(args: Sequence[str], *, metadata_name: str) -> None:
-    """Run ``lightning-muon convert``; arguments as those of :func:`convert`."""
+def convert_command(args: Sequence[str]) -> None:
+    """Run ``lightning-muon convert``, all at once or not at all."""
     parser = argparse.ArgumentParser(prog="lightning-muon convert", description=_DESCRIPTION)
     parser.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint: a directory")
     parser.add_argument("file", metavar="FILE", type=Path, help="where to write the single file")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--trust-pickle", action="store_true", help=_TRUST)
-    convert(**vars(parser.parse_args(args)), metadata_name=metadata_name)
-
-
-def convert(
-    directory: Path, file: Path, *, metadata_name: str, force: bool = False, trust_pickle: bool = False
-) -> None:
-    """Write the checkpoint in ``directory`` to a single file, without optimizer states; all at once or not at all.
-
-    The names of weights are those in the directory, without what ``torch.compile`` adds. ``metadata_name`` is the file
-    in it that holds all but tensors; ``trust_pickle`` allows objects there that ``weights_only=True`` does not read.
-    """
-    directory = last_written(directory)
-    if not (directory / metadata_name).is_file():
-        raise FileNotFoundError(f"{directory} is no checkpoint directory: there is no file {metadata_name} in it")
+    arguments = parser.parse_args(args)
+    package = TRAINERS[first_installed(TRAINERS, "lightning-muon convert needs Lightning")]
+    directory, file = last_written(arguments.directory), arguments.file
+    metadata = directory / metadata_filename(package)
+    if not metadata.is_file():
+        raise FileNotFoundError(f"{directory} is no checkpoint directory: there is no file {metadata.name} in it")
     if file.is_dir():
         raise FileExistsError(f"{file} is a directory; name a file")
-    if file.exists() and not force:
+    if file.exists() and not arguments.force:
         raise FileExistsError(f"{file} exists; --force overwrites it")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}")
-    content = _load_metadata(directory / metadata_name, trust_pickle=trust_pickle)
+    content = _load_metadata(metadata, trust_pickle=arguments.trust_pickle)
     content.pop("optimizer_states", None)
     try:
         with warnings.catch_warnings():

@@ -109,8 +109,7 @@ def run_script(words: Sequence[str] | None = None) -> None:
     """Run ``[-m] SCRIPT [arguments]``, by default the words of the process, as ``python`` itself would."""
     words = list(sys.argv[1:] if words is None else words)
     is_module = words[:1] == ["-m"]
-    if is_module:
-        words = words[1:]
+    del words[: int(is_module)]
     if not words:
         raise SystemExit("usage: python -m lightning_muon.cli.launch [-m] SCRIPT [arguments of SCRIPT]")
     replace_accelerator()
@@ -124,10 +123,7 @@ def run_script(words: Sequence[str] | None = None) -> None:
 
 
 def replace_accelerator() -> None:
-    """Let ``from accelerate import Accelerator`` give our class from now on, and Trainers of transformers have it, too.
-
-    Neither package is imported for that. For programs that a launcher of ours starts.
-    """
+    """Let ``from accelerate import Accelerator`` give our class from now on, and Trainers of transformers, too."""
     ours = "lightning_muon.integrations.accelerate.accelerator"
 
     def in_accelerate(package: Any) -> None:

@@ -16,7 +16,6 @@ from lightning_muon.cli.config import config_command
 from lightning_muon.cli.convert import convert_command
 from lightning_muon.cli.plan import plan_command
 from lightning_muon.cli.trace import trace_command
-from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.errors import UnknownOptionError
@@ -66,11 +65,6 @@ def _check_strategy_options(words: Sequence[str]) -> None:
             pass  # Values, and what is no file of options at all, are for LightningCLI to judge.
 
 
-def _convert(words: Sequence[str]) -> None:
-    package = TRAINERS[first_installed(TRAINERS, "lightning-muon convert needs Lightning")]
-    convert_command(words, metadata_name=metadata_filename(package))
-
-
 def _launch(words: Sequence[str]) -> None:
     from lightning_muon.cli.launch import launch_command  # Accelerate is an optional extra.
 
@@ -79,7 +73,7 @@ def _launch(words: Sequence[str]) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "config": config_command,
-    "convert": _convert,
+    "convert": convert_command,
     "launch": _launch,
     "plan": plan_command,
     "trace": trace_command,

@@ -9,15 +9,16 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from lightning_muon.config import Assignment, MuonConfig
 from lightning_muon.monitor.calibrate import Comparison, compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes
+from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 
 # Weight, gradient and momentum of a matrix, in float32; AdamW's parameters have one more.
 _BYTES_PER_ELEMENT = 16
@@ -50,16 +51,11 @@ def trace_command(args: Sequence[str]) -> None:
                 f"{present / 2**30:.0f} GiB; trace fewer layers"
             )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (comparison,) = run_on_ranks(
-        _compare, model, arguments.replicate, arguments.steps, options, num_ranks=arguments.ranks
-    )
+    run = partial(compare, model, num_replicas=arguments.replicate, num_steps=arguments.steps, options=[options])
+    (comparison,) = run_on_ranks(run, num_ranks=arguments.ranks)
     if not is_launched or os.environ["RANK"] == "0":
         title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
         _write(comparison, arguments.out, title)
-
-
-def _compare(model: ModelShapes, num_replicas: int, num_steps: int, options: dict[str, Any]) -> list[Comparison]:
-    return compare(model, num_replicas=num_replicas, num_steps=num_steps, options=[options])
 
 
 def _write(comparison: Comparison, folder: Path, title: str) -> None:

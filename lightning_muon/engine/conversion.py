@@ -42,8 +42,7 @@ class ReplacedParameters:
     def rebind(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Replace the parameters of ``optimizer`` by what ``module`` holds under the same names now."""
         current = dict(module.named_parameters())
-        # What there is of state can be made again.
-        is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh
+        is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 name = self._replaced.get(parameter)
@@ -76,16 +75,21 @@ def convert_optimizers(
     choice: OptimizerChoice,
     is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
 ) -> list[Conversion]:
-    """Return what becomes of each optimizer of the sharded ``module``, in the same order; schedulers follow it.
-
-    Raises ``ValueError`` if an optimizer was to run on Muon and none of them has a matrix, or if nodes would drift
-    apart. Local.
-    """
+    """Return what becomes of each optimizer of the sharded ``module``, in their order; schedulers follow it. Local."""
     conversions = [
         Conversion(optimizer=each, summary="none") if is_placeholder(each) else convert_optimizer(each, module, choice)
         for each in optimizers
     ]
-    _require_matrices([conversion.optimizer for conversion in conversions], choice)
+    ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
+    # A user who sends every group to AdamW means it.
+    if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
+        try:
+            require_muon([route for optimizer in ours for route in optimizer.routes])
+        except ValueError as error:
+            instead = "optimizer='keep' trains with the optimizer as it is"
+            if isinstance(choice, FlexDeMoConfig):
+                instead = "optimizer=FlexDeMoConfig(base='adamw') needs no matrices"
+            raise ValueError(f"{error}\nThe option {instead}.") from None
     for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
         new = conversion.optimizer
         if new is old:
@@ -103,28 +107,13 @@ def convert_optimizers(
     return conversions
 
 
-def _require_matrices(optimizers: Sequence[torch.optim.Optimizer], choice: OptimizerChoice) -> None:
-    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, PlannedOptimizer)]
-    # A user who sends every group to AdamW means it.
-    if all(group["algorithm"] == "adamw" for optimizer in ours for group in optimizer.param_groups):
-        return
-    try:
-        require_muon([route for optimizer in ours for route in optimizer.routes])
-    except ValueError as error:
-        instead = "optimizer='keep' trains with the optimizer as it is"
-        if isinstance(choice, FlexDeMoConfig):
-            instead = "optimizer=FlexDeMoConfig(base='adamw') needs no matrices"
-        raise ValueError(f"{error}\nThe option {instead}.") from None
-
-
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:
     """What runs on Muon, what on AdamW, and what was kept."""
-    lines: list[str] = []
-    for conversion in conversions:
-        lines.append(f"Optimizer: {conversion.summary}")
-        if isinstance(conversion.optimizer, PlannedOptimizer):
-            lines.append(conversion.optimizer.summary())
-    return "\n".join(lines)
+    return "\n".join(
+        f"Optimizer: {each.summary}"
+        + (f"\n{each.optimizer.summary()}" if isinstance(each.optimizer, PlannedOptimizer) else "")
+        for each in conversions
+    )
 
 
 def optimizer_warnings(
@@ -162,12 +151,9 @@ _OWN_MOMENTUM = ("momentum", "nesterov")
 def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
     """Return what takes the place of ``optimizer``, which has taken no step. Local; whoever converts attaches next.
 
-    A ``ParallelMuon`` or ``FlexDeMo`` only learns its routes. ``torch.optim.Muon`` becomes the same algorithm with the
-    same numbers. Of ``AdamW``, and of ``Adam`` where it computes the same, matrices go to Muon with the learning rate
-    and weight decay of their group (the config has the rest), everything else stays AdamW. FlexDeMo takes learning rate
-    and weight decay from each of these and from ``SGD``. Number and order of the param groups, of the parameters in
-    them, and keys that the user or a scheduler added stay. ParallelMuon leaves any other optimizer as it is; FlexDeMo
-    cannot, because each node would then step by its own gradients.
+    Matrices of ``AdamW``, and of ``Adam`` where it computes the same, go to Muon with learning rate and weight decay of
+    their group; the config has the rest. FlexDeMo takes both from each of these and from ``SGD``. Number and order of
+    the param groups, of the parameters in them, and keys that the user or a scheduler added stay.
     """
     name = type(optimizer).__name__
     config = choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
@@ -225,18 +211,13 @@ def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, ne
                 pending.extend(item for item in value if hasattr(item, "optimizer"))
             elif hasattr(value, "optimizer"):
                 pending.append(value)
-    if found:
-        _watch_steps(new)
-
-
-def _watch_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch count the steps of ``optimizer``, by which schedulers warn of a wrong order of calls.
-
-    Only the constructor of a scheduler sets this up. It also resets learning rates, so these are put back.
-    """
-    kept = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in optimizer.param_groups]
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
+    if not found:
+        return
+    # Only the constructor of a scheduler lets torch count steps, by which schedulers warn of a wrong order of calls. It
+    # also resets learning rates, so these are put back.
+    kept = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in new.param_groups]
+    torch.optim.lr_scheduler.LambdaLR(new, lambda _: 1.0)
+    for group, values in zip(new.param_groups, kept, strict=True):
         group.pop("initial_lr", None)
         group.update(values)
 
@@ -290,7 +271,7 @@ def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptim
     """Options that the user has set, and that the optimizer of the program says otherwise."""
     defaults = type(config)()
     unused: list[str] = []
-    for key in sorted({*_MUON_KEYS.values(), *_ADAMW_KEYS.values()}):
+    for key in sorted({*_MUON_KEYS, *_ADAMW_KEYS.values()}):
         value = getattr(config, key, None)
         used = [group[key] for group in converted.param_groups if key in group]
         if value != getattr(defaults, key, None) and used and value not in used:

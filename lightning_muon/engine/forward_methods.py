@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -19,23 +19,8 @@ from lightning_muon.sharding.shard_model import callable_children
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class _Batch:
-    """Arguments of a step, packed so that mixed precision does not touch them.
-
-    FSDP2 casts every floating-point tensor that enters a forward to the dtype of the parameters. For a step that would
-    round regression targets to bfloat16; the inputs of ``forward`` and of the layers are cast where they are used.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-
-
 def register_steps(module: nn.Module) -> None:
-    """Make the steps of a sharded LightningModule, and ``generate`` of sharded models in it, entries of FSDP2.
-
-    FSDP2 gathers the weights of a module when its ``forward`` is called; a Trainer calls ``training_step``. Doing this
-    twice changes nothing.
-    """
+    """Make the steps of a sharded LightningModule, and ``generate`` of sharded models in it, entries of FSDP2, once."""
     for name in STEPS if isinstance(module, FSDPModule) else ():
         if callable(getattr(module, name, None)) and _mark(module, name):
             _register_packed(module, name)
@@ -47,18 +32,16 @@ def register_steps(module: nn.Module) -> None:
 
 def _register_packed(module: nn.Module, name: str) -> None:
     method: Callable[..., Any] = getattr(module, name)
-
-    def unpack(_: nn.Module, batch: _Batch) -> Any:
-        return method(*batch.args, **batch.kwargs)
-
-    setattr(module, name, MethodType(unpack, module))
+    setattr(module, name, MethodType(lambda _, call: call(), module))
     register_fsdp_forward_method(module, name)
     entry: Callable[..., Any] = getattr(module, name)
 
     # Lightning looks through __wrapped__ for the signature, and for whether the user overrode the method.
     @wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        return entry(_Batch(args, kwargs))
+        # FSDP2 casts each floating-point tensor that enters a forward to the dtype of the parameters. For a step that
+        # would round regression targets to bfloat16; inputs of layers are cast where they are used.
+        return entry(partial(method, *args, **kwargs))
 
     setattr(module, name, step)
 
@@ -83,9 +66,8 @@ def explain_shards() -> Iterator[None]:
 def unshard_on_call(module: nn.Module) -> None:
     """Gather the weights of the root while a child, or ``generate`` of a model in it, runs outside of a step.
 
-    Inside a step, or ``forward``, the root's weights are whole already. Called from a hook or after ``fit``, a child is
-    entered past its root, whose weights are shards then. Gathering is collective: as in every forward pass of a sharded
-    model, all ranks must make the call. Doing this twice changes nothing.
+    Called from a hook or after ``fit``, a child is entered past its root, whose weights are shards then. Gathering is
+    collective: as in every forward pass of a sharded model, all ranks must make the call.
     """
     places = own_places(module) if isinstance(module, FSDPModule) else []
     if not places:

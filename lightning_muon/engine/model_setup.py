@@ -51,25 +51,22 @@ def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, war
     """
     if not has_meta_tensors(module):
         return
-    uninitialized: set[str] = set()
-    if mode.shards_weights:
-        uninitialized |= _materialize_user_sharded(module, device)
-        replaced: dict[Tensor, Tensor] = {}
-        options = mode.options
-        with _own_random_numbers(module, device):
-            for unit in plan_units(module, options.wrap_policy, shard_root=options.shard_root):
-                uninitialized |= initialize_meta(unit, device, replaced)
-                shard_model(
-                    unit,
-                    mode.mesh,
-                    wrap_policy=(),
-                    mp_policy=options.mp_policy,
-                    reshard_after_forward=options.reshard_after_forward,
-                    decoupled_nodes=options.decoupled_nodes,
-                )
-            uninitialized |= initialize_meta(module, device, replaced)
-    else:
-        uninitialized |= initialize_meta(module, device, {})
+    uninitialized = _materialize_user_sharded(module, device) if mode.shards_weights else set[str]()
+    replaced: dict[Tensor, Tensor] = {}
+    options = mode.options
+    units = plan_units(module, options.wrap_policy, shard_root=options.shard_root) if mode.shards_weights else ()
+    with _own_random_numbers(module, device):
+        for unit in units:
+            uninitialized |= initialize_meta(unit, device, replaced)
+            shard_model(
+                unit,
+                mode.mesh,
+                wrap_policy=(),
+                mp_policy=options.mp_policy,
+                reshard_after_forward=options.reshard_after_forward,
+                decoupled_nodes=options.decoupled_nodes,
+            )
+        uninitialized |= initialize_meta(module, device, replaced)
     if uninitialized:
         warn(
             f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "
@@ -99,14 +96,29 @@ def initialize_meta(module: nn.Module, device: torch.device, replaced: dict[Tens
 
     ``replaced`` (old tensor -> new one) carries ties from call to call. Sharded parts are left alone.
     """
-    touched = [child for child in module.modules() if _fill_meta(child, device, replaced)]
+    touched: list[nn.Module] = []
+    for child in module.modules():
+        tensors = chain(
+            child.named_parameters(recurse=False, remove_duplicate=False),
+            child.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        without_memory = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
+        for name, tensor in without_memory:
+            if tensor not in replaced:
+                empty = torch.empty_like(tensor, device=device)
+                _fill_with_nan(empty)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(child, name, replaced[tensor])
+        if without_memory:
+            touched.append(child)
     # The first module that holds a tied weight has the last word, for example the embedding before the head.
     return _initialize(reversed(touched))
 
 
 def _initialize(modules: Iterable[nn.Module]) -> set[str]:
     """Call ``reset_parameters`` of each; return the classes that have none."""
-    uninitialized: set[str] = set()
+    uninitialized = set[str]()
     for module in modules:
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
@@ -122,23 +134,6 @@ def _fill_with_nan(tensor: Tensor) -> None:
     local = local_tensor(tensor.detach())
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
-
-
-def _fill_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> bool:
-    """Give the meta tensors of ``module`` itself memory, filled with NaN; whether there were any."""
-    tensors = chain(
-        module.named_parameters(recurse=False, remove_duplicate=False),
-        module.named_buffers(recurse=False, remove_duplicate=False),
-    )
-    without_memory = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
-    for name, tensor in without_memory:
-        if tensor not in replaced:
-            empty = torch.empty_like(tensor, device=device)
-            _fill_with_nan(empty)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        setattr(module, name, replaced[tensor])
-    return bool(without_memory)
 
 
 @contextmanager

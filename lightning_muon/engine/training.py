@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,9 +129,8 @@ class TrainingEngine:
         module, options = self.module, self.options
         self.node_weights.forget()
         self.rebind(given)
-        conversions = convert_optimizers(
-            given, schedulers, module, choice=options.optimizer, is_placeholder=is_placeholder
-        )
+        choice = options.optimizer
+        conversions = convert_optimizers(given, schedulers, module, choice=choice, is_placeholder=is_placeholder)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
@@ -146,7 +143,7 @@ class TrainingEngine:
         try:
             self.mode.attach(module, self.optimizers)
         except ValueError as error:
-            if options.optimizer == "keep":
+            if choice == "keep":
                 error.add_note(
                     "The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW."
                 )
@@ -164,7 +161,7 @@ class TrainingEngine:
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
-        for message in optimizer_warnings(fresh, options.optimizer, is_default=is_default):
+        for message in optimizer_warnings(fresh, choice, is_default=is_default):
             self._warn(message)
         if self._is_loop_of_user and not before and self.mode.parameters_arrive_late:
             self._info(
@@ -180,10 +177,7 @@ class TrainingEngine:
             self._replaced.rebind(optimizer, self.module)
 
     def follow_forward(self) -> None:
-        """Notice calls of the module by itself, where no framework says that it is called, until :meth:`close`. Local.
-
-        Also notices the backward passes that start from its outputs.
-        """
+        """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward),
             self.module.register_forward_hook(torch.compiler.disable(self._after_forward)),  # type: ignore[arg-type]
@@ -484,11 +478,6 @@ class TrainingEngine:
                 "gradients of their own; run forward and backward of the last micro-batch of a step outside of it"
             )
         return rules
-
-
-def close_with(owner: object, engines: list[TrainingEngine]) -> None:
-    """Close the engines in the list when ``owner`` is gone, or the program ends: for frameworks that have no end."""
-    weakref.finalize(owner, partial(close_all, engines, is_end=True))
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

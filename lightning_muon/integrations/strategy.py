@@ -61,20 +61,15 @@ class MuonStrategy:
     ) -> None:
         self.options = from_arguments(Options, locals())
         self._meshes: Meshes | None = None
-        self._begin(
-            {
-                "save_distributed_checkpoint": save_distributed_checkpoint,
-                "process_group_backend": process_group_backend,
-                "timeout": timeout,
-            }
-        )
+        of_lightning = ("save_distributed_checkpoint", "process_group_backend", "timeout")
+        self._begin(**{name: getattr(self.options, name) for name in of_lightning})
 
-    def _begin(self, arguments: dict[str, Any]) -> None:
+    def _begin(self, **arguments: Any) -> None:
         """The rest of the constructor; ``arguments`` are those that the class beside it has, too."""
         super().__init__(**arguments)
 
     def __repr__(self) -> str:
-        """Also what a Trainer, or a Fabric of the other package, quotes when it refuses the strategy."""
+        # A Trainer, or a Fabric of the other package, quotes it when it refuses the strategy.
         names = " and ".join(map(repr, STRATEGIES))
         return f"<{type(self).__name__} for {self.user}; the names {names} find the right class for each package>"
 

@@ -88,14 +88,10 @@ def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas
 
     Runs steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices and fits the rates to its ops and
     to whole steps, serial and overlapped, so that packing and contention for cores count; also times all-to-alls along
-    each axis of the mesh. On the CPUs of one machine all ranks share the cores, so the result holds for ``num_ranks``
-    ranks only.
+    each axis of the mesh. ``shapes`` has each matrix; ``options`` are those of the optimizer that change arithmetic.
 
     Collective inside a process group or under a launcher: every rank must call it, and all get the same result.
     Elsewhere it starts ``num_ranks`` gloo processes on this machine.
-
-    ``shapes`` has each matrix; links between replicas are measured on their own; ``options`` are those of the optimizer
-    that change its arithmetic: ``compute_dtype``, ``wire_dtype``, ``ns_steps``.
     """
     counts = Counter((rows, cols) for rows, cols in shapes)
     if not counts:
@@ -125,11 +121,7 @@ def sample_matrices(counts: dict[tuple[int, int], int], num_ranks: int, device_t
 
 
 def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
-    """Rates of arithmetic and memory that explain the durations of ops best.
-
-    ``bytes / memory_bytes_per_second + op_seconds`` is fitted to the elementwise ops by least squares; what is left of
-    Newton-Schulz gives ``flops_per_second``.
-    """
+    """Rates of memory, by least squares over the elementwise ops, and of arithmetic, by the rest of Newton-Schulz."""
     elementwise = [
         (span.op.bytes, span.end - span.start) for span in spans if span.op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
     ]

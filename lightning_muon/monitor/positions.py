@@ -33,9 +33,7 @@ class Position:
     group: str | None
     counts: Mapping[str, int]  # Collectives launched in each process group.
     beat: int = 0  # How often the rank has looked since it last got on.
-    has_ended: bool = (
-        False  # Whether the rank gives no more signs of life: it has left its run, or its step has raised.
-    )
+    has_ended: bool = False  # The rank gives no more signs of life: it has left its run, or its step has raised.
 
 
 def waiting_place(thread: int) -> tuple[str, int] | None:
@@ -110,11 +108,9 @@ def describe_process() -> str:
     """The calling process, for :func:`process_on_this_host` of another one: host, number and start time.
 
     The host is the running kernel and the namespace of process numbers, and empty where the system does not tell them.
-    The time is in ticks since the kernel was started; it tells a process from a later one of the same number.
     """
-    pid = os.getpid()
-    _, start = _state_and_start(pid)
-    return f"{_host() if start else ''} {pid} {start}"
+    _, start = _state_and_start(os.getpid())
+    return f"{_host() if start else ''} {os.getpid()} {start}"
 
 
 def process_on_this_host(description: str) -> tuple[int, str] | None:
@@ -138,7 +134,7 @@ def _host() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """State and start time of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
+    """State and start time in ticks of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

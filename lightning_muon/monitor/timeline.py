@@ -159,11 +159,8 @@ def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str
 
 
 def _clock_shift() -> float:
-    """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective; every rank must call it.
-
-    Ranks of several machines take the end of a barrier for one moment, which is off by less than the barrier takes.
-    """
-    dist.barrier()
+    """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective; every rank must call it."""
+    dist.barrier()  # Ranks of several machines take its end for one moment, which is off by less than it takes.
     moments: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(moments, (socket.gethostname(), time.monotonic()))
     here, now = moments[dist.get_rank()]

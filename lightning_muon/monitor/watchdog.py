@@ -74,11 +74,6 @@ class Watchdog:
         self._message = ""
         self._has_failed = False
         self._has_left = False
-        self._num_barriers: Counter[str] = Counter()
-        self._barrier: str | None = None
-        self._barrier_keys: dict[str, list[str]] = {}
-        self._heard: dict[int, tuple[bytes, float, float]] = {}
-        self._neighbours: dict[int, tuple[int, str]] | None = None
         self._main = threading.main_thread().ident or 0
 
     def start(self) -> None:
@@ -102,7 +97,11 @@ class Watchdog:
             )
         self._store.set(f"process{self._rank}", describe_process())
         self._store.set(f"alive{self._rank}", "starts")
-        self._num_barriers.update(dict.fromkeys((self._call_log.all_calls.name, self._call_log.crossing.name), 0))
+        self._num_barriers = Counter({self._call_log.all_calls.name: 0, self._call_log.crossing.name: 0})
+        self._barrier: str | None = None
+        self._barrier_keys: dict[str, list[str]] = {}
+        self._heard: dict[int, tuple[bytes, float, float]] = {}
+        self._neighbours: dict[int, tuple[int, str]] | None = None
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
@@ -137,11 +136,8 @@ class Watchdog:
                 time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
 
     def program_ends(self) -> None:
-        """Tell the others if an exception outside of :meth:`explaining` ends the program; :meth:`close` follows. Local.
-
-        The interpreter has printed it by now. If others had failed before, their message is printed after it.
-        """
-        error = getattr(sys, "last_value", None)
+        """Tell the others of an exception outside of :meth:`explaining` that ends the program; before :meth:`close`."""
+        error = getattr(sys, "last_value", None)  # The interpreter has printed it by now.
         if isinstance(error, BaseException):
             self.failed(error)
             if self._message and error.args != (self._message,):
@@ -153,13 +149,10 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Turn the exception of a collective that was broken off into the reason; report others to waiting ranks.
-
-        ``StopIteration`` and ``GeneratorExit`` end an iteration, not a run, and pass through.
-        """
+        """Turn the exception of a collective that was broken off into the reason; report others to waiting ranks."""
         try:
             yield
-        except (StopIteration, GeneratorExit):
+        except (StopIteration, GeneratorExit):  # They end an iteration, not a run.
             raise
         except BaseException as error:
             self.failed(error)
@@ -180,7 +173,18 @@ class Watchdog:
         with suppress(RuntimeError):
             self._publish(beat=0)
             if asks:
-                self._wait_for_cause()
+                # The others stand still a little later; one of them says why, or none is left that could.
+                self._store.add("quiet", 1)
+                deadline = time.monotonic() + self._patience + 6 * self._interval
+                while not self._message and time.monotonic() < deadline:
+                    # Who knows a cause tells it before it is quiet.
+                    are_all_quiet = self._store.add("quiet", 0) >= self._size
+                    if self._store.check(["stop"]):
+                        self._message = self._store.get("stop").decode()
+                    elif are_all_quiet:
+                        break
+                    else:
+                        self._stopped.wait(self._interval / 2)
             if not self._message:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
@@ -196,36 +200,15 @@ class Watchdog:
             return
         self._thread.join(timeout=2 * self._interval)
         self._thread, self._has_failed = None, False
-        self._num_barriers.clear()
-        self._barrier_keys.clear()
-        self._heard.clear()
-        self._neighbours = None
         self._closed.clear()
         self.start()
-
-    def _wait_for_cause(self) -> None:
-        """The others stand still a little later; wait until one says why, or none is left that could."""
-        self._store.add("quiet", 1)
-        deadline = time.monotonic() + self._patience + 6 * self._interval
-        while not self._message and time.monotonic() < deadline:
-            # Who knows a cause tells it before it is quiet.
-            are_all_quiet = self._store.add("quiet", 0) >= self._size
-            if self._store.check(["stop"]):
-                self._message = self._store.get("stop").decode()
-            elif are_all_quiet:
-                return
-            else:
-                self._stopped.wait(self._interval / 2)
 
     def _stop_watching(self) -> None:
         self._closed.set()
         self._call_log.barrier = None
 
     def _wait_for_all(self, barrier: Barrier) -> None:
-        """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it.
-
-        A rank that does not is why this thread watches.
-        """
+        """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it."""
         if self._stopped.is_set():
             raise RuntimeError(self._message)
         name, (arrived, everyone) = barrier.name, (f"{at} {barrier.name} {barrier[2:]}" for at in ("arrived", "all"))
@@ -339,8 +322,8 @@ class Watchdog:
             position = self._read(rank)
             if position is not None:
                 found[rank] = position
-            if position is not None and position.has_ended:
-                continue
+                if position.has_ended:
+                    continue
             if self._store.check([f"dead{rank}"]):
                 dead.append(rank)
             elif self._is_silent(rank):
@@ -397,8 +380,8 @@ def break_communication(keep_ports: Collection[int] = ()) -> None:
 
     NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
     sleeps on until its timeout), but sees closed connections; so those TCP connections are shut down that came in
-    at a port on which this process listens, but for ``keep_ports``, which are not gloo's. Each connection of gloo came
-    in at one of its two ends. All process groups are unusable afterwards. Needs ``/proc`` for gloo.
+    at a port on which this process listens, as each connection of gloo did at one of its two ends; but for
+    ``keep_ports``, which are not gloo's. Needs ``/proc`` for gloo.
     """
     for group in process_groups():
         if dist.get_backend(group) != "gloo":

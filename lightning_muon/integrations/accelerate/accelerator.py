@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,15 +23,9 @@ from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.compat.accelerate import add_optimizer, is_prepared, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.training import TrainingEngine, close_all, close_with
+from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
-from lightning_muon.integrations.accelerate.settings import (
-    check_state,
-    make_meshes,
-    read_options,
-    shard,
-    sharding_of,
-)
+from lightning_muon.integrations.accelerate.settings import check_state, make_meshes, read_options, shard, sharding_of
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
@@ -111,7 +106,7 @@ class MuonAccelerator:
         self.options = options
         self._engines: list[TrainingEngine] = []
         # An Accelerator has no end; the other ranks should know when this one has come to it.
-        close_with(self, self._engines)
+        weakref.finalize(self, close_all, self._engines, is_end=True)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -130,17 +125,16 @@ class MuonAccelerator:
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
-        if models or optimizers:
-            if len(models) + len(self._engines) != 1:
-                raise ValueError(
-                    f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
-                    "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
-                    "(accelerator.free_memory() lets another one follow)"
-                )
-            if models:
-                self._meshes = self._meshes or make_meshes(self.state, self.options)
-                module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
-                self._engines.append(shard(self, module, self._meshes))
+        if (models or optimizers) and len(models) + len(self._engines) != 1:
+            raise ValueError(
+                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
+                "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
+                "(accelerator.free_memory() lets another one follow)"
+            )
+        if models:
+            self._meshes = self._meshes or make_meshes(self.state, self.options)
+            module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
+            self._engines.append(shard(self, module, self._meshes))
         if optimizers:
             engine = self._engines[0]
             if engine.optimizers:
@@ -374,7 +368,6 @@ def prepare(
 
 
 def _read(options: OptionsLike) -> tuple[Options, Exception | None]:
-    """The options, or the default ones and why they cannot be read."""
     try:
         return read_options(options), None
     except Exception as error:

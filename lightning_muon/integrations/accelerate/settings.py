@@ -178,10 +178,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
 
 
 def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine:
-    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks.
-
-    Every rank must call it.
-    """
+    """Give all ranks the weights of the first one, and shard the model. Collective; every rank must call it."""
     options: Options = accelerator.options
     state = accelerator.state
     error = None
@@ -217,7 +214,6 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     return engine
 
 
-def _is_larger(num_parameters: int, name: str, module: nn.Module) -> bool:
-    del name
+def _is_larger(num_parameters: int, _: str, module: nn.Module) -> bool:
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import ELSEWHERE, Options
-from lightning_muon.engine.training import TrainingEngine, close_all, close_with
+from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
@@ -45,14 +46,14 @@ class FabricStrategy(MuonStrategy):
     cluster_environment: Any
     broadcast: Callable[..., Any]
 
-    def _begin(self, arguments: dict[str, Any]) -> None:
+    def _begin(self, **arguments: Any) -> None:
         self._engines: list[TrainingEngine] = []
         self._tokens: TokenCount | None = None
         self._has_reported = False
-        super()._begin({"parallelize_fn": lambda module, _: module, **arguments})
+        super()._begin(parallelize_fn=lambda module, _: module, **arguments)
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
-        close_with(self, self._engines)
+        weakref.finalize(self, close_all, self._engines, is_end=True)
 
     @property
     def precision(self) -> Any:
@@ -83,8 +84,7 @@ class FabricStrategy(MuonStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module. Collective over all ranks; every rank must call it."""
-        before = _engine_with(self._engines, module)
-        if before is not None:  # It is set up again.
+        if (before := _engine_with(self._engines, module)) is not None:  # It is set up again.
             before.close()
             self._engines.remove(before)
         for engine in self._engines:
@@ -247,7 +247,6 @@ class FabricStrategy(MuonStrategy):
     def _attach(
         self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
     ) -> list[torch.optim.Optimizer]:
-        """Let the module train with ``given`` as well. Collective over all ranks; every rank must call it."""
         engine.tokens = self._tokens  # One count for all modules.
         every = [*engine.optimizers, *given]
         used = engine.attach(every, schedulers, source="the optimizers that were set up")
@@ -265,14 +264,12 @@ class FabricStrategy(MuonStrategy):
         )
 
     def _by_kind(self, state: Mapping[str, Any]) -> State:
-        """What is to be saved or loaded."""
-        engines = {id(engine.module): engine for engine in self._engines}
         result = State()
         for key, value in state.items():
             if isinstance(value, nn.Module):
-                module = unwrapped(value)
-                engine = engines.get(id(module))
-                result.modules[key] = (module, engine.optimizers if engine is not None else [])
+                engine = _engine_with(self._engines, value)
+                own = value.module if isinstance(value, Entry) else value
+                result.modules[key] = (own, []) if engine is None else (engine.module, engine.optimizers)
             elif isinstance(value, torch.optim.Optimizer):
                 engine, current = self._engine_of(value)
                 result.optimizers[key] = (engine.module, current)
@@ -281,7 +278,7 @@ class FabricStrategy(MuonStrategy):
         return result
 
     def _no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        engine = _engine_with(self._engines, unwrapped(module))
+        engine = _engine_with(self._engines, module)
         if engine is None:
             raise ValueError(
                 f"no_backward_sync of a {type(module).__name__} that this Fabric does not train (any more)"
@@ -290,7 +287,8 @@ class FabricStrategy(MuonStrategy):
 
 
 def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> TrainingEngine | None:
-    return next((engine for engine in engines if engine.module is module), None)
+    own = module.module if isinstance(module, Entry) else module
+    return next((engine for engine in engines if engine.module is own), None)
 
 
 class Entry(nn.Module):
@@ -298,8 +296,7 @@ class Entry(nn.Module):
 
     Fabric sends ``fabric_model.method(...)``, for a method of a LightningModule or one given to
     ``mark_forward_method``, through the forward of whatever a strategy has put around the module, as DDP does. Calling
-    such a method on the module itself would find shards where FSDP2 has not gathered the weights. The engine of the
-    module is looked up among ``engines`` in each call, since the module may be set up again.
+    such a method on the module itself would find shards where FSDP2 has not gathered the weights.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[TrainingEngine]) -> None:
@@ -309,17 +306,12 @@ class Entry(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. After a call that no backward pass can follow, as in an evaluation, weights are shards."""
-        engine = _engine_with(self._engines, self.module)
+        engine = _engine_with(self._engines, self.module)  # The module may have been set up again.
         with nullcontext() if engine is None else engine.around_forward(), _without_inference_mode():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not _may_require_grad(output):
             free_unsharded(self.module)
         return output
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that the user has set up."""
-    return module.module if isinstance(module, Entry) else module
 
 
 def _may_require_grad(output: Any) -> bool:

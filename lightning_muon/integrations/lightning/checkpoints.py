@@ -18,11 +18,10 @@ _SECONDS_TO_FAIL_TOGETHER = 20.0
 
 
 class TrainerCheckpoint(Checkpoint):
-    """A checkpoint that is being read in stages, so that Lightning restores as with its unsharded strategies.
+    """A checkpoint that is opened before ``setup``; weights and optimizer states follow once they have a place to go.
 
-    Lightning offers to restore before ``setup`` or after it. Before it, callbacks get their state in time
-    (BaseFinetuning needs it in ``on_fit_start``) and ``weights_only`` is passed on, which 2.6 forgets after it. So the
-    file is opened before, and weights and optimizer states follow once they have a place to go.
+    Lightning can restore after it, but callbacks would get their state too late (BaseFinetuning needs it in
+    ``on_fit_start``), and 2.6 then forgets ``weights_only``.
     """
 
     weights_advice = "LightningModule.strict_loading = False loads what fits"
@@ -54,11 +53,7 @@ class TrainerCheckpoint(Checkpoint):
 
 
 def require_all_ranks(trainer: Any) -> None:
-    """Raise unless all ranks are about to save the same checkpoint, where an exception has brought this rank here.
-
-    ``OnExceptionCheckpoint`` saves from the handler of an exception. If only one rank has failed, the others never
-    come, and the first collective would hang until it times out.
-    """
+    """Raise if ``OnExceptionCheckpoint`` saves on this rank, and not on all: the first collective would hang."""
     if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
         return
     store, key = default_store(), f"lightning_muon/interrupted/{trainer.global_step}"

@@ -22,10 +22,7 @@ from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.integrations.lightning.checkpoints import (
-    TrainerCheckpoint,
-    require_all_ranks,
-)
+from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.trainer import (
     SigtermHandler,
     check_run,
@@ -59,12 +56,12 @@ class TrainerStrategy(MuonStrategy):
     optimizers: list[torch.optim.Optimizer]
     broadcast: Callable[..., Any]
 
-    def _begin(self, arguments: dict[str, Any]) -> None:
+    def _begin(self, **arguments: Any) -> None:
         self._engine: TrainingEngine | None = None
         self._checkpoint: TrainerCheckpoint | None = None
         self._first_callback: Any = None
         self._sigterm = SigtermHandler()
-        super()._begin(arguments)
+        super()._begin(**arguments)
 
     # ---- before the first step
 
@@ -286,8 +283,7 @@ class TrainerStrategy(MuonStrategy):
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        whole = not self.options.save_distributed_checkpoint
-        return self._running_engine.optimizer_state_to_save(plain, whole=whole)
+        return self._running_engine.optimizer_state_to_save(plain, whole=not self.options.save_distributed_checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.

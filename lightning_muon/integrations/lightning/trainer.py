@@ -45,8 +45,8 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
     """Raise ``ValueError`` for a LightningModule, or a callback of its Trainer, that does not go with the options."""
     if options.loss_scaling == "tokens" and not module.automatic_optimization:
         raise ValueError(
-            "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a "
-            "step; with manual optimization divide the loss by the number of tokens yourself"
+            "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a step; "
+            "with manual optimization divide the loss by the number of tokens yourself"
         )
     known = package.module("callbacks")
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
@@ -69,11 +69,9 @@ _WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def reads_weights_between_steps(trainer: Any, options: Options, package: LightningPackage) -> bool:
-    """Whether new weights must be there when an optimizer step returns.
+    """Whether new weights must be there when an optimizer step returns, because a hook after it may read them.
 
-    So it is with manual optimization, and if code runs between two steps that may read weights other than through
-    ``state_dict``. The module and every callback count that override one of the hooks there. Lightning's own callbacks
-    read none, but for those that average weights.
+    Lightning's own callbacks read none, but for those that average weights; ``state_dict`` waits by itself.
     """
     module = trainer.lightning_module
     if options.config.overlap in ("step", "off") or not module.automatic_optimization:
@@ -89,16 +87,10 @@ def reads_weights_between_steps(trainer: Any, options: Options, package: Lightni
 def wait_before_callbacks(
     trainer: Any, package: LightningPackage, finish: Callable[[], None], warn: Callable[[str], None]
 ) -> Any:
-    """Let hooks at the ends of epochs and of the training find all new weights, for which ``finish`` waits.
+    """Make ``finish`` the first callback wherever a step may have been the last one for a while, and return it.
 
-    Returns the callback that does so, which is the first one of the Trainer now. Warns of hooks of the module and of
-    the user's callbacks that look for gradients, which no rank has.
+    Warns of hooks of the module and of the user's callbacks that look for gradients, which no rank has.
     """
-
-    def wait(_: Any, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-        finish()
-
     hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
     readers = [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
     if readers:
@@ -107,7 +99,8 @@ def wait_before_callbacks(
             "so parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
             "needs gradients"
         )
-    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), dict.fromkeys(_AT_ENDS, wait))()
+    hooks = dict.fromkeys(_AT_ENDS, lambda *_, **__: finish())
+    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
     trainer.callbacks.insert(0, first)
     return first
 
@@ -125,10 +118,7 @@ def _overrides(hooked: Any, name: str) -> bool:
 
 
 def provide_default_optimizer(module: Any, config: MuonConfig | FlexDeMoConfig, package: LightningPackage) -> None:
-    """Give a LightningModule without ``configure_optimizers`` one that returns a ParallelMuon, or a FlexDeMo.
-
-    Lightning refuses to train without it, before the strategy is asked for anything else.
-    """
+    """Give a LightningModule without ``configure_optimizers``, which Lightning refuses, one with our optimizer."""
     if is_overridden("configure_optimizers", module, package.module().LightningModule):
         return
 
@@ -152,12 +142,11 @@ def has_default_optimizer(module: Any) -> bool:
 
 
 class SigtermHandler:
-    """Keeps the handler of SIGTERM from hiding an error.
+    """Keeps Lightning's handler of SIGTERM, which broadcasts, from hiding an error; acts in the main thread only.
 
-    Lightning's handler broadcasts. Launchers send SIGTERM to the ranks that are left when one has failed, where the
-    communication is broken: the broadcast then raises, in the middle of clearing up, and its error takes the place of
-    the one that says what has happened. So from an error on SIGTERM is ignored; the process ends anyway. If the
-    program catches the error and trains on, the handler is put back. All of it acts in the main thread only.
+    Launchers send SIGTERM to the ranks that are left when one has failed, where the communication is broken: the
+    broadcast then raises, in the middle of clearing up, and its error takes the place of the one that says what has
+    happened. So from an error on SIGTERM is ignored. If the program trains on, the handler is put back.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,8 @@ _OTHER_NAMES = {"adam_beta1": "betas[0]", "adam_beta2": "betas[1]", "adam_epsilo
 class LazyState(PlannedOptimizer):
     """Has no state before its parameters are sharded, or its first step, like the optimizers of torch.
 
-    A Trainer makes the optimizer first. ``Accelerator.prepare`` then asks it for its ``state_dict``, loads that back,
-    shards the model with FSDP2, and puts the shards in the place of the parameters. State that is made when it is
-    asked for would be that of whole parameters, which it would keep alive as well.
+    ``Accelerator.prepare`` asks the optimizer of a Trainer for its ``state_dict``, and loads that back, before it
+    shards the model. State that was made then would be that of whole parameters, and keep them alive.
     """
 
     def _can_make_state(self) -> bool:

@@ -55,7 +55,9 @@ def test_gathered_weights_go_by_the_names_of_the_module() -> None:
 
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.ckpt"):
-        with pytest.raises(FileNotFoundError, match=r"is no checkpoint: neither a file nor a directory with meta.pt"):
+        with pytest.raises(
+            FileNotFoundError, match=r"is no checkpoint: every rank must see a file, or a directory with meta.pt"
+        ):
             Checkpoint.open(path, metadata_name="meta.pt", weights_only=None)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.cli import convert as convert_module
-from lightning_muon.cli.convert import convert
 from lightning_muon.cli.main import main
 from lightning_muon.sharding.weights import full_state_dict
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
@@ -76,7 +75,7 @@ def test_what_a_killed_save_has_left_is_found(trained: tuple[Path, dict[str, Any
     finished.mkdir()
     shutil.copytree(path, finished / "last.ckpt")
     (tmp_path / "last.ckpt").mkdir()
-    convert(tmp_path / "last.ckpt", tmp_path / "whole.ckpt", metadata_name="meta.pt")
+    main(["convert", str(tmp_path / "last.ckpt"), str(tmp_path / "whole.ckpt")])
     found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(found[name], value) for name, value in weights.items() if isinstance(value, Tensor))
 
