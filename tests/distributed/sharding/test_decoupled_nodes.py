@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -123,28 +124,30 @@ def test_nodes_start_equal_and_have_gradients_of_their_own(
             torch.testing.assert_close(found[name], scale * gradient, rtol=rtol, atol=atol)
 
 
-def _attach(optimizer: str, decoupled: bool, sharding: str) -> None:
-    net = nn.Linear(4, 4)
-    options = ModeOptions(decoupled_nodes=decoupled)
-    mode = make_mode(sharding, mesh_of((2, 1)), options)
+def _attach(optimizer: str, sharding: str = "fsdp", *, decoupled: bool = True, is_sharded: bool = False) -> None:
+    net, mesh = nn.Sequential(nn.Linear(4, 4)), mesh_of((2, 1))
+    if is_sharded:
+        fully_shard(net[0], mesh=mesh)
+    mode = make_mode(sharding, mesh, ModeOptions(decoupled_nodes=decoupled))
     mode.prepare(net)
     kind = {"sgd": torch.optim.SGD, "muon": ParallelMuon, "nodes": _Nodes}[optimizer]
     mode.attach(net, [kind(net.parameters(), lr=0.1)])
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "decoupled", "sharding", "match"),
+    ("optimizer", "options", "match"),
     [
-        ("sgd", True, "fsdp", "drift apart; use FlexDeMo"),
-        ("muon", True, "fsdp", "drift apart; use FlexDeMo"),
-        ("nodes", False, "fsdp", r"ModeOptions\(decoupled_nodes=True\)"),
-        ("nodes", False, "ddp", r"ModeOptions\(decoupled_nodes=True\)"),
+        ("sgd", {}, "drift apart; use FlexDeMo"),
+        ("muon", {}, "drift apart; use FlexDeMo"),
+        ("nodes", {"decoupled": False}, r"ModeOptions\(decoupled_nodes=True\)"),
+        ("nodes", {"decoupled": False, "sharding": "ddp"}, r"ModeOptions\(decoupled_nodes=True\)"),
+        ("nodes", {"is_sharded": True}, r"0\.weight is a DTensor on .*'shard'\]"),
     ],
 )
-def test_an_optimizer_for_other_gradients_is_an_error(
-    gloo: ProcessPool, optimizer: str, decoupled: bool, sharding: str, match: str
+def test_gradients_and_weights_of_other_nodes_are_an_error(
+    gloo: ProcessPool, optimizer: str, options: dict[str, Any], match: str
 ) -> None:
-    gloo.expect_error_on_all_ranks(_attach, optimizer, decoupled, sharding, world_size=2, match=match)
+    gloo.expect_error_on_all_ranks(_attach, optimizer, **options, world_size=2, match=match)
 
 
 def _on_mesh(names: tuple[str, ...]) -> None:
@@ -157,21 +160,9 @@ def test_other_axes_are_an_error(gloo: ProcessPool, names: tuple[str, ...]) -> N
     gloo.expect_error_on_all_ranks(_on_mesh, names, world_size=2, match="need a 2-D mesh with the axes")
 
 
-def _sharded_over_all() -> None:
-    net = _net()
-    mesh = mesh_of((2, 1))
-    fully_shard(net[0], mesh=mesh)
-    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)).prepare(net)
-
-
-def test_weights_that_are_shared_with_other_nodes_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_sharded_over_all, world_size=2, match=r"0\.weight is a DTensor on .*'shard'\]")
-
-
 def _one_node_alone(shape: tuple[int, int]) -> bool:
     """The nodes run different units, which is their own business."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net.requires_grad_(True)
     mode = make_mode("fsdp", mesh_of(shape), ModeOptions(decoupled_nodes=True, wrap_policy=(nn.Linear,)))
     mode.prepare(net)
     mode.attach(net, [_Nodes(net.parameters(), lr=0.1)])

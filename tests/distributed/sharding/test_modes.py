@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import (
     OddNet,
     Run,
@@ -154,28 +152,3 @@ def _train_with_a_default_device(mode: str) -> bool:
 @pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
 def test_the_default_device_does_not_matter(gloo: ProcessPool, mode: str) -> None:
     assert gloo.run(_train_with_a_default_device, mode, world_size=2, timeout=30) == [True, True]
-
-
-def _gradients(divisor: float | None) -> dict[str, Tensor | None]:
-    net = model()
-    mode = make_mode("ddp", mesh_of((3,)), ModeOptions(bucket_bytes=600))
-    mode.prepare(net)
-    mode.attach(net, [torch.optim.SGD(net.parameters(), lr=0.1)])
-    mode.set_gradient_divisor(divisor)
-    loss(net, Run(), 0, 0, dist.get_rank()).backward()
-    mode.finish_gradients()
-    mode.close()
-    return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
-
-
-@pytest.mark.parametrize("divisor", [None, 7.0])
-def test_any_optimizer_finds_the_sum_divided_as_it_was_asked(gloo: ProcessPool, divisor: float | None) -> None:
-    net = model()
-    for rank in range(3):
-        (loss(net, Run(), 0, 0, rank) / (divisor or 3)).backward()
-    for found in gloo.run(_gradients, divisor, world_size=3):
-        for key, parameter in net.named_parameters():
-            if parameter.grad is None:
-                assert found[key] is None, "what nobody has computed would still decay the weight"
-            else:
-                torch.testing.assert_close(found[key], parameter.grad, rtol=1e-5, atol=1e-7)

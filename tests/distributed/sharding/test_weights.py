@@ -15,7 +15,7 @@ import lightning_muon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict, names_of
+from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 from tests.distributed.sharding.models import (
     Net,
     full,
@@ -57,6 +57,7 @@ def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: st
     assert isinstance(model.table.weight, DTensor) != evaluated  # The root stays whole after a forward.
     state = full_state_dict(model.get_submodule(part))
     assert isinstance(model.table.weight, DTensor) or part
+    assert list(full_state_dict(nn.Linear(2, 1))) == ([] if dist.get_rank() else ["weight", "bias"]), "a plain module"
     tied = "head.weight" in state and state["head.weight"].data_ptr() == state["table.weight"].data_ptr()
     return {name: tensor.clone() for name, tensor in state.items()}, tied
 
@@ -96,14 +97,6 @@ def test_a_plain_module_gives_its_state_dict() -> None:
     assert list(state) == list(model.state_dict())
     assert all(state[name].data_ptr() == tensor.data_ptr() for name, tensor in model.state_dict().items())
     assert full_state_dict(nn.ReLU()) == {}
-
-
-def _plain_in_a_group() -> list[str]:
-    return list(full_state_dict(nn.Linear(2, 1)))
-
-
-def test_a_plain_module_of_several_ranks_gives_it_on_rank_0(gloo: ProcessPool) -> None:
-    assert gloo.run(_plain_in_a_group, world_size=2) == [["weight", "bias"], []]
 
 
 def _initial() -> tuple[dict[str, Any], Tensor]:
@@ -179,9 +172,3 @@ def test_what_cannot_be_replicated_is_an_error_everywhere(
     gloo: ProcessPool, kind: str, exception: type[Exception], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_replicated, kind, world_size=2, exception=exception, match=match)
-
-
-def test_a_tied_parameter_has_one_name() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[1].weight = net[0].weight
-    assert list(names_of(net)) == ["0.weight", "0.bias", "1.bias"]

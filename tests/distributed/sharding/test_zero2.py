@@ -80,23 +80,6 @@ def test_matrices_have_owners_and_the_rest_rows(gloo: ProcessPool) -> None:
     assert shapes == {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
 
 
-def _reading_early() -> bool:
-    """Whether ``state_dict`` and forward wait for the new values, as ``finish_parameters`` does."""
-    training = Training.start("zero2", mesh_of((4,)), bucket_bytes=600)
-    training.step(Run(), 0)
-    saved = {name: value.clone() for name, value in training.net.state_dict().items()}
-    weights = training.weights()
-    training.step(Run(), 1)
-    output = training.net(torch.arange(4).view(1, 4), 0)
-    training.mode.finish_parameters()
-    is_new = torch.equal(output, training.net(torch.arange(4).view(1, 4), 0))
-    return is_new and all(torch.equal(saved[name], weights[name]) for name in weights)
-
-
-def test_whoever_reads_weights_has_the_new_ones(gloo: ProcessPool) -> None:
-    assert gloo.run(_reading_early) == [True] * 4
-
-
 def _states(training: Training) -> list[Tensor]:
     saved = training.optimizer.state_dict()["state"].values()
     return [getattr(v, "_local_tensor", v).clone() for state in saved for key, v in state.items() if key != "step"]

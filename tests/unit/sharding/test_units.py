@@ -64,6 +64,7 @@ _UNITS: list[tuple[Callable[[], nn.Module], object, str]] = [
     (lambda: nn.Sequential(Stage(*_blocks(2)), Stage(*_blocks(2))), "auto", "0 1"),
     (lambda: nn.ModuleList([nn.ModuleList(_blocks(2)), nn.ModuleList(_blocks(2))]), "auto", "0.0 0.1 1.0 1.1"),
     (_used_again, "auto", "0 1"),
+    (lambda: nn.Sequential(*(torch.compile(block, backend="eager") for block in _blocks(2))), "auto", "0 1"),
     # Units that share a weight with each other or with the rest are dropped, and those around them.
     (lambda: _tie(nn.Sequential(*_blocks(4)), "0.up", "2.up"), "auto", "1 3"),
     (lambda: _tie(_stages(), "one.0.up", "head"), [Block, Stage], "one.1 two two.0 two.1"),
