@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_as_text
 from lightning_muon.cli.plan_model import (
@@ -32,7 +31,6 @@ from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes, write_shapes
 
 MOST_RANKS = 4096
-_DEFAULT_SHARD = 8
 _DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
 strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
 
@@ -41,9 +39,7 @@ def plan_command(args: Sequence[str]) -> None:
     """Run ``lightning-muon plan``."""
     arguments = _parser().parse_args(args)
     was_collecting = gc.isenabled()
-    # The plan of thousands of ranks has millions of small objects without cycles; looking for some takes a third of the
-    # time.
-    gc.disable()
+    gc.disable()  # A plan of thousands of ranks has millions of objects without cycles: a third of the time.
     try:
         sys.stdout.write(_plan(arguments))
     finally:
@@ -57,7 +53,7 @@ def _plan(arguments: argparse.Namespace) -> str:
         planned = read_config(arguments.config)
     else:
         shapes = read_shapes(arguments.shapes)
-        planned = PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=_DEFAULT_SHARD)
+        planned = PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=8)
     flexdemo = planned.flexdemo
     if arguments.flexdemo is not None:
         flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
@@ -66,8 +62,19 @@ def _plan(arguments: argparse.Namespace) -> str:
         model = with_stacks_cut_along(model, arguments.stack_shard_dim)
     if arguments.write_shapes is not None:
         write_shapes(model, arguments.write_shapes)
+    # An exchange between nodes takes two of them.
     mesh = _mesh(arguments, planned, fewest_replicas=1 if flexdemo is None else 2)
-    options = _options(arguments, planned.optimizer, model, mesh)
+    optimizer = planned.optimizer
+    # On CUDA, where "auto" is bfloat16.
+    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
+    options = CompareOptions(
+        ns_steps=arguments.ns_steps or optimizer.ns_steps,
+        wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
+        chunk_bytes=arguments.chunk_bytes or optimizer.chunk_bytes,
+        look_ahead=arguments.look_ahead or optimizer.look_ahead,
+        buffer_bytes=arguments.buffer_bytes,
+        cost=_cost_model(arguments, model, mesh),
+    )
     links, zero2, choice, outcomes = None, [], None, []
     if flexdemo is not None:
         links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
@@ -78,7 +85,7 @@ def _plan(arguments: argparse.Namespace) -> str:
         outcomes = compare_strategies(model, mesh, options)
         zero2 = zero2_ways(model, mesh, options.cost, node_ranks=arguments.node_ranks)
         if arguments.config is not None:
-            choice = choice_of(planned.optimizer, model, mesh, options)
+            choice = choice_of(optimizer, model, mesh, options)
     if arguments.draw and not outcomes:
         raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     for path in arguments.draw:
@@ -95,7 +102,6 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel, *, fewest_replic
     shard = arguments.shard or planned.shard
     if shard is None:
         raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
-    # An exchange between nodes takes two of them.
     mesh = Mesh(replicate=arguments.replicate or planned.replicate or fewest_replicas, shard=shard)
     if mesh.size > MOST_RANKS:
         raise ValueError(
@@ -103,19 +109,6 @@ def _mesh(arguments: argparse.Namespace, planned: PlannedModel, *, fewest_replic
             "--replicate or --shard"
         )
     return mesh
-
-
-def _options(arguments: argparse.Namespace, optimizer: MuonConfig, model: ModelShapes, mesh: Mesh) -> CompareOptions:
-    # On CUDA, where "auto" is bfloat16.
-    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
-    return CompareOptions(
-        ns_steps=arguments.ns_steps or optimizer.ns_steps,
-        wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
-        chunk_bytes=arguments.chunk_bytes or optimizer.chunk_bytes,
-        look_ahead=optimizer.look_ahead if arguments.look_ahead is None else arguments.look_ahead,
-        buffer_bytes=arguments.buffer_bytes,
-        cost=_cost_model(arguments, model, mesh),
-    )
 
 
 def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -> CostModel:
@@ -134,18 +127,15 @@ def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -
             cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{arguments.cost}: {error}") from error
-    changes: dict[str, Any] = {}
-    if arguments.flops is not None:
-        changes["flops_per_second"] = arguments.flops
-    if arguments.memory_bandwidth is not None:
-        changes["memory_bytes_per_second"] = arguments.memory_bandwidth
-    if arguments.bandwidth is not None or arguments.inter_bandwidth is not None:
-        inside = cost.bandwidth[0] if arguments.bandwidth is None else arguments.bandwidth
-        between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
-        changes["bandwidth"] = (inside, *between)
-    if arguments.latency is not None:
-        changes["latency_seconds"] = (arguments.latency, *cost.latency_seconds[1:])
-    return replace(cost, **changes)
+    between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
+    latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
+    return replace(
+        cost,
+        flops_per_second=arguments.flops or cost.flops_per_second,
+        memory_bytes_per_second=arguments.memory_bandwidth or cost.memory_bytes_per_second,
+        bandwidth=(arguments.bandwidth or cost.bandwidth[0], *between),
+        latency_seconds=(latency, *cost.latency_seconds[1:]),
+    )
 
 
 def _count(text: str) -> int:
@@ -155,11 +145,7 @@ def _count(text: str) -> int:
     return value
 
 
-def _ahead(text: str) -> int:
-    return 0 if int(text) == 0 else _count(text)
-
-
-def _seconds(text: str) -> float:
+def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be finite and above 0, got {value}")
@@ -185,15 +171,15 @@ _SHAPE_OPTIONS = (
     ("--ns-steps", "N", _count, "Newton-Schulz iterations (the config's, or 5)"),
     ("--wire-bytes", "N", _count, "bytes of an element that travels (by the config's dtypes, or 2)"),
     ("--chunk-bytes", "N", _count, "of what a rank owns of a bucket (the config's)"),
-    ("--look-ahead", "N", _ahead, "buckets on their way at a time (the config's)"),
+    ("--look-ahead", "N", _count, "buckets on their way at a time (the config's)"),
     ("--buffer-bytes", "N", _count, "bound of a rank's buffers"),
 )
 _MACHINE_OPTIONS = (
     ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
-    ("--flops", "X", float, "FLOP/s of Newton-Schulz"),
-    ("--memory-bandwidth", "X", float, "bytes/s of elementwise work"),
-    ("--bandwidth", "X", float, "bytes/s of a rank's link (within a replica)"),
-    ("--inter-bandwidth", "X", float, "bytes/s between replicas"),
+    ("--flops", "X", _positive, "FLOP/s of Newton-Schulz"),
+    ("--memory-bandwidth", "X", _positive, "bytes/s of elementwise work"),
+    ("--bandwidth", "X", _positive, "bytes/s of a rank's link (within a replica)"),
+    ("--inter-bandwidth", "X", _positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
@@ -212,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("FlexDeMo")
     group.add_argument("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
     text = "of forward and backward of one step, for its predicted time"
-    group.add_argument("--compute-seconds", metavar="X", type=_seconds, help=text)
+    group.add_argument("--compute-seconds", metavar="X", type=_positive, help=text)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", choices=sorted(PRESETS), default="reference", help="rates to start from")
     machine.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, get_args
 from torch.distributed.tensor import Shard
 
 from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_report import WIDTH, table
+from lightning_muon.cli.plan_report import fill, table
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period
@@ -51,8 +50,7 @@ class NodeTraffic:
         """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does.
 
         With ``g = gathered``, ``a = reduced + returned``: ``(R - 1) g + (R - 1) / R a = (R - 1) / R a'`` has the
-        solution ``R = (a' - a) / g``. With b bits per parameter that are all gathered, and 16 bits there and 16 bits
-        back in the all-reduce, it is ``R = 32 / b``.
+        solution ``R = (a' - a) / g``.
         """
         saved = other.reduced + other.returned - self.reduced - self.returned
         if not self.gathered:
@@ -228,14 +226,10 @@ def slow_links_as_text(links: dict[str, Any], config: FlexDeMoConfig) -> str:
             "C of arithmetic and E of exchange take C / 3 + max(2 C / 3, E) if the exchange hides behind backward "
             '(HSDP, overlap="backward"), C + E with overlap="step", max(C, E) with delay=1.'
         )
-    filled = [
-        "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in part) for part in (head, caption)
-    ]
-    return "\n\n".join([filled[0], table(header, rows, left=(0, 1)), filled[1]])
+    return "\n\n".join(["\n".join(map(fill, head)), table(header, rows, left=(0, 1)), "\n".join(map(fill, caption))])
 
 
 def _line(row: dict[str, Any], reference: float, scale: float) -> tuple[str, ...]:
-    """A row of the table, beside an all-reduce that sends ``reference`` bytes."""
     num_bytes, at = row["bytes"], row["break_even_nodes"]
     never = "-" if row["name"].startswith("HSDP") else "never"
     return (

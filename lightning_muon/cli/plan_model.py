@@ -31,8 +31,8 @@ _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes
 class Mesh:
     """Replicas of so many shards each."""
 
-    replicate: int  # Number of replicas.
-    shard: int  # Ranks that share one replica.
+    replicate: int
+    shard: int
 
     @property
     def size(self) -> int:
@@ -46,8 +46,8 @@ class PlannedModel:
 
     shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
     optimizer: MuonConfig  # Options of the strategy, or the defaults; those that FlexDeMo shares with ParallelMuon.
-    replicate: int | None  # Replicas that the file asks for, if it does.
-    shard: int | None  # Ranks per replica that the file asks for, if it does.
+    replicate: int | None  # Replicas that the file asks for, if it does; so is the next one.
+    shard: int | None
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
 
 
@@ -89,13 +89,21 @@ def read_config(path: Path) -> PlannedModel:
     optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
     # As far as the file determines the mesh without looking at a machine.
     asked, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
+    sizes: Sequence[int | str] = (asked.replicate_size, asked.shard_size)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
-        replicate, shard = asked.resolve(num_nodes=nodes, num_processes=devices)
-    else:
-        replicate, shard = (
-            size if isinstance(size, int) else None for size in (asked.replicate_size, asked.shard_size)
-        )
-    shapes = shapes_of(model, optimizer, name=f"{type(model).__name__} ({path.name})", source=str(path))
+        sizes = asked.resolve(num_nodes=nodes, num_processes=devices)
+    replicate, shard = (size if isinstance(size, int) else None for size in sizes)
+    routes = route_module(
+        model,
+        adamw_patterns=optimizer.adamw_patterns,
+        muon_patterns=optimizer.muon_patterns,
+        fused=optimizer.fused,
+    )
+    parameters = tuple(
+        ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)
+        for route, parameter in zip(routes.values(), model.parameters(), strict=True)
+    )
+    shapes = ModelShapes(name=f"{type(model).__name__} ({path.name})", source=str(path), parameters=parameters)
     return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
 
 
@@ -105,21 +113,6 @@ def muon_part(config: FlexDeMoConfig) -> MuonConfig:
     # FlexDeMo's is of the buckets that travel between nodes.
     taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
     return MuonConfig(**taken, dedupe="never")
-
-
-def shapes_of(module: nn.Module, optimizer: MuonConfig, *, name: str, source: str) -> ModelShapes:
-    """Shapes and routes of a module's parameters, in their order."""
-    routes = route_module(
-        module,
-        adamw_patterns=optimizer.adamw_patterns,
-        muon_patterns=optimizer.muon_patterns,
-        fused=optimizer.fused,
-    )
-    parameters = tuple(
-        ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)
-        for route, parameter in zip(routes.values(), module.parameters(), strict=True)
-    )
-    return ModelShapes(name=name, source=source, parameters=parameters)
 
 
 def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:

@@ -32,19 +32,14 @@ def plan_as_dict(
     slow_links: Mapping[str, Any] | None = None,
     zero2: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Everything, for ``--json``: seconds, bytes, FLOPs and shares.
-
-    There are no ``outcomes`` for an optimizer without Newton-Schulz, a ``choice`` if there is a config, and
-    ``slow_links`` if the optimizer is FlexDeMo.
-    """
+    """Everything, for ``--json``; no ``outcomes`` without Newton-Schulz, ``slow_links`` of FlexDeMo only."""
     base = slow_links["base"] if slow_links and not outcomes else None
     return {
         "model": {
             "name": model.name,
             "source": model.source,
             "parameters": [
-                {**asdict(parameter), "algorithm": base or route_of(parameter).algorithm}
-                for parameter in model.parameters
+                {**asdict(each), "algorithm": base or route_of(each).algorithm} for each in model.parameters
             ],
             "matrices": [spec.name for spec in outcomes[0].matrices.specs] if outcomes else [],
         },
@@ -60,7 +55,7 @@ def plan_as_dict(
 def plan_as_text(
     plan: Mapping[str, Any], model: ModelShapes, outcomes: Sequence[Outcome], *, slow_links: str = ""
 ) -> str:
-    """What :func:`plan_as_dict` has of a model, in sections; ``slow_links`` as text."""
+    """The plan in sections; ``slow_links`` as text."""
     options, mesh = plan["options"], plan["mesh"]
     head = [f"{model.name} on {mesh['replicate']} x {mesh['shard']} = {mesh['ranks']} ranks (replicate x shard)"]
     if model.source:
@@ -236,20 +231,16 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
         if outcome.name in (PIPELINE, GRID) and outcome.early is not None
     ]
     if choice is not None:
-        caption.append(textwrap.fill(_choice(choice), WIDTH))
+        shared = "no replicas"
+        if choice["num_shared"] is not None:
+            shared = f"replicas share {choice['num_shared']} of {choice['num_matrices']} matrices"
+        row = "none of these rows" if choice["row"] is None else f"the row {choice['row']!r} (*)"
+        runs = (
+            f"The config has assignment={choice['assignment']}, overlap={choice['overlap']}, dedupe={choice['dedupe']} "
+            f"({shared}): {row}."
+        )
+        caption.append(textwrap.fill(runs, WIDTH))
     return "\n".join([table(header, rows), *caption])
-
-
-def _choice(choice: Mapping[str, Any]) -> str:
-    """What the config runs."""
-    shared = "no replicas"
-    if choice["num_shared"] is not None:
-        shared = f"replicas share {choice['num_shared']} of {choice['num_matrices']} matrices"
-    row = "none of these rows" if choice["row"] is None else f"the row {choice['row']!r} (*)"
-    return (
-        f"The config has assignment={choice['assignment']}, overlap={choice['overlap']}, dedupe={choice['dedupe']} "
-        f"({shared}): {row}."
-    )
 
 
 def _too_many_ranks(outcomes: Sequence[Outcome], flops_per_second: float) -> list[str]:

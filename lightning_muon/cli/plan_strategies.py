@@ -121,8 +121,8 @@ class _Ranks:
 
     def _listed(self, strategy: Strategy) -> Sequence[int]:
         """The ranks whose ops are made: where all of many ranks do the same, the first one."""
-        is_one = strategy == "redundant" and self.matrices.num_ranks > MOST_RANKS_IN_FULL
-        return range(1 if is_one else self.matrices.num_ranks)
+        num_ranks = self.matrices.num_ranks
+        return range(1 if strategy == "redundant" and num_ranks > MOST_RANKS_IN_FULL else num_ranks)
 
     def _chunk_bytes(self, strategy: Strategy) -> int:
         """Large enough to keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
@@ -161,6 +161,8 @@ class _Ranks:
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, options.cost) for ops in program.values()])
         notes: list[str] = []
+        dearest = max(self.matrices.specs, key=lambda spec: spec.flops)
+        short, long = sorted((dearest.rows, dearest.cols))
         if len(program) < len(plan.flops) and strategy == "redundant":
             notes.append(f"rank 0 of {len(plan.flops)} was simulated, all do the same")
         chunk_bytes = self._chunk_bytes(strategy)
@@ -174,7 +176,8 @@ class _Ranks:
             "hidden": timeline.hidden,
             "exposed_seconds_of_worst": max(each.exposed_seconds for each in timeline.ranks.values()),
             "peak_buffer_bytes": timeline.peak_bytes,
-            "newton_schulz_bytes": self._newton_schulz_bytes(),
+            # Of the dearest matrix, in 16 bits: two l x s iterates and two s x s products.
+            "newton_schulz_bytes": 2 * (2 * long * short + 2 * short * short),
             "early_gathers": None if early is None else {**asdict(early), "pay": early.pays},
             **self._plan_numbers(plan),
             # A single owner could do with less than the redundant strategy sends.
@@ -182,12 +185,6 @@ class _Ranks:
             "note": "; ".join(notes),
         }
         return Outcome(name=name, matrices=self.matrices, plan=plan, timeline=timeline, early=early, numbers=numbers)
-
-    def _newton_schulz_bytes(self) -> int:
-        """What Newton-Schulz of the dearest matrix takes in 16 bits: two l x s iterates and two s x s products."""
-        dearest = max(self.matrices.specs, key=lambda spec: spec.flops)
-        short, long = sorted((dearest.rows, dearest.cols))
-        return 2 * (2 * long * short + 2 * short * short)
 
     def _plan_numbers(self, plan: MuonPlan) -> dict[str, Any]:
         """Buckets, load and owners."""
@@ -199,7 +196,14 @@ class _Ranks:
             // len({plan.owners[matrix][0] for matrix in bucket})
             for bucket in plan.buckets
         ]
-        bound, mean, busiest = lower_bound(self.matrices), sum(plan.flops) / len(plan.flops), max(plan.flops)
+        resident: Counter[int] = Counter()  # Loads that cannot travel.
+        for spec, shards in zip(specs, self.matrices.shards, strict=True):
+            if shards.sole_holder is not None:
+                resident[shards.sole_holder] += spec.flops
+        flops = [spec.flops for spec in specs]
+        # Least possible load of the busiest rank.
+        bound = max(sum(flops) / self.matrices.num_ranks, *flops, *resident.values())
+        mean, busiest = sum(plan.flops) / len(plan.flops), max(plan.flops)
         is_redundant = any(len(owners) > 1 for owners in plan.owners)
         return {
             "num_buckets": len(plan.buckets),
@@ -238,19 +242,6 @@ class _Ranks:
         ]
 
 
-def lower_bound(matrices: ShardedMatrices) -> float:
-    """Least possible load of the busiest rank, in FLOPs.
-
-    That is the mean, the dearest matrix, or the largest load of one rank that cannot travel, whichever is more.
-    """
-    flops = [spec.flops for spec in matrices.specs]
-    resident: Counter[int] = Counter()
-    for cost, shards in zip(flops, matrices.shards, strict=True):
-        if shards.sole_holder is not None:
-            resident[shards.sole_holder] += cost
-    return max(sum(flops) / matrices.num_ranks, *flops, *resident.values())
-
-
 def _exchange_groups(
     model: ModelShapes, mesh: Mesh, options: CompareOptions, dedupe: Dedupe
 ) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
@@ -286,36 +277,26 @@ def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> list[int]:
 
 
 def choice_of(optimizer: MuonConfig, model: ModelShapes, mesh: Mesh, options: CompareOptions) -> dict[str, Any]:
-    """What a config says of owners and transfers on this mesh, for JSON.
-
-    ``num_shared`` matrices have one owner for all replicas (None without replicas); ``row`` is the strategy that is the
-    same, or None.
-    """
+    """What a config says of owners and transfers on this mesh, and the row of the table that is the same, for JSON."""
     groups = _exchange_groups(model, mesh, options, optimizer.dedupe)
     num_matrices = sum(len(placed) for _, placed in groups)
-    num_shared = None
+    num_shared = None  # Matrices with one owner for all replicas.
     if mesh.replicate > 1:
         num_shared = sum(len(placed) for ranks, placed in groups if ranks.spans_replicas)
+    is_serial = optimizer.overlap == "off"
+    rows = {("lpt", True): "lpt", ("lpt", False): PIPELINE, ("round_robin", True): "round_robin"}
+    row = {**rows, ("redundant", False): "redundant"}.get((optimizer.assignment, is_serial))
+    if num_shared == 0 and mesh.shard == 1:
+        row = "redundant"  # Replicas that do not share compute everything; in the other rows they share it.
+    elif num_shared and num_shared < num_matrices:
+        row = None
+    elif num_shared and mesh.shard > 1:
+        row = GRID if row == PIPELINE else None
     return {
         "assignment": optimizer.assignment,
         "overlap": optimizer.overlap,
         "dedupe": optimizer.dedupe,
         "num_matrices": num_matrices,
         "num_shared": num_shared,
-        "row": _row(optimizer, mesh, num_shared, num_matrices),
+        "row": row,
     }
-
-
-def _row(optimizer: MuonConfig, mesh: Mesh, num_shared: int | None, num_matrices: int) -> str | None:
-    is_serial = optimizer.overlap == "off"
-    if num_shared is not None and mesh.shard == 1:
-        # Replicas that do not share compute everything; the other rows share it.
-        if num_shared == 0:
-            return "redundant"
-        if num_shared < num_matrices:
-            return None
-    elif num_shared:
-        is_grid = num_shared == num_matrices and optimizer.assignment == "lpt" and not is_serial
-        return GRID if is_grid else None
-    rows = {("lpt", True): "lpt", ("lpt", False): PIPELINE, ("round_robin", True): "round_robin"}
-    return {**rows, ("redundant", False): "redundant"}.get((optimizer.assignment, is_serial))

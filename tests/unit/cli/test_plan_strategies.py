@@ -16,7 +16,6 @@ from lightning_muon.cli.plan_strategies import (
     Outcome,
     choice_of,
     compare_strategies,
-    lower_bound,
 )
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import newton_schulz_flops
@@ -118,8 +117,8 @@ def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
 
 
 def test_the_lower_bound_is_the_mean_or_the_dearest_matrix() -> None:
-    assert lower_bound(_compare(3, 1, 2)["lpt"].matrices) == 1.5 * _FLOPS
-    assert lower_bound(_compare(3, 1, 100)["lpt"].matrices) == _FLOPS
+    for shard, bound in ((2, 1.5 * _FLOPS), (100, _FLOPS)):
+        assert _compare(3, 1, shard)["lpt"].numbers["load"]["bound_flops"] == bound
 
 
 def test_buffers_are_bounded_for_the_pipeline_only() -> None:
