@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoModelForCausalLM
 
 from examples.causal_lm_trainer import grouped, library_text, main, train_tokenizer
@@ -41,12 +40,3 @@ def test_blocks_have_all_tokens_in_their_order() -> None:
     blocks = grouped(text, tokenizer, 16)
     tokens = [token for block in blocks for token in block["input_ids"]]
     assert text.startswith(tokenizer.decode(tokens)[:1000]) and {len(block["labels"]) for block in blocks} == {16}
-
-
-def test_the_config_file_is_one_of_accelerate() -> None:
-    config = load_config_from_file(str(EXAMPLES / "causal_lm_fsdp.yaml"))
-    sizes = config.parallelism_config
-    assert config.fsdp_config["fsdp_version"] == 2
-    assert config.num_processes == (
-        sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"]
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -89,29 +88,6 @@ def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None
     assert torch.linalg.matrix_rank(up) == 16
     assert not torch.equal(up[:12], up[12:24]), "two ranks drew the same shard"
     assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
-
-
-class _NoReset(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(23, 8), nn.Linear(8, 23)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens) * self.scale)
-
-
-def _without_reset(package: str) -> None:
-    pl = load(package)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*reset_parameters")
-        trainer(pl).fit(_on_meta(pl, network=_NoReset), loader())
-
-
-def test_a_module_that_cannot_initialize_itself_is_named(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _without_reset, PACKAGES[0], world_size=1, exception=UserWarning, match="_NoReset have no reset_parameters"
-    )
 
 
 def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:

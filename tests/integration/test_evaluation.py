@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.integration.training import (
@@ -109,45 +109,3 @@ def test_steps_may_call_parts_of_the_model_and_the_model_again(gloo: ProcessPool
     pair = gloo.run(_unusual_steps, PACKAGES[0], world_size=2)[0]
     single = gloo.run(_unusual_steps, PACKAGES[0], world_size=1)[0]
     assert pair == pytest.approx(single, abs=2e-2)
-
-
-def _generate(package: str) -> tuple[list[int], list[list[int]]]:
-    pytest.importorskip("transformers")
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    pl = load(package)
-
-    class Summarizer(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            config = T5Config(
-                vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
-                pad_token_id=0, eos_token_id=1,
-            )  # fmt: skip
-            self.model = T5ForConditionalGeneration(config)
-            self.lengths: list[int] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.model(input_ids=batch[0] + 2, labels=batch[1] + 2).loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            # Every rank wants another number of tokens.
-            tokens = self.model.generate(batch[0] + 2, max_new_tokens=3 + 2 * self.global_rank, do_sample=False)
-            self.lengths.append(tokens.shape[1])
-            self.log("val", float(tokens.shape[1]), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    model = Summarizer()
-    fitter = trainer(pl, max_epochs=1)
-    fitter.fit(model, loader(), loader())
-    kinds = [[len(g["params"])] for g in fitter.optimizers[0].param_groups]
-    return model.lengths, kinds
-
-
-def test_each_rank_generates_as_many_tokens_as_it_wants(gloo: ProcessPool) -> None:
-    outcomes = gloo.run(_generate, PACKAGES[0], world_size=2)
-    assert max(outcomes[0][0]) <= 4
-    assert max(outcomes[1][0]) <= 6

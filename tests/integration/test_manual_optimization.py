@@ -133,37 +133,6 @@ def _plain_gan(package: str) -> tuple[list[Any], dict[str, Any]]:
     return model.losses, dict(model.state_dict())
 
 
-def _muon_beside_adamw(package: str) -> tuple[list[str], int]:
-    pl = load(package)
-
-    def configure(module: nn.Module) -> Any:
-        names = dict(module.named_parameters())
-        matrices = [p for name, p in names.items() if "blocks" in name and p.ndim == 2]
-        rest = [p for name, p in names.items() if not ("blocks" in name and p.ndim == 2)]
-        return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
-
-    model = language_model(pl, configure=configure)
-    model.automatic_optimization = False
-
-    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
-        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
-        self.log("loss", loss)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    type(model).training_step = training_step
-    fitter = trainer(pl)
-    fitter.fit(model, loader(), loader())
-    assert model.losses[-1] < 0.8 * model.losses[0]
-    return [type(optimizer).__name__ for optimizer in fitter.optimizers], fitter.global_step
-
-
-def test_torch_muon_becomes_parallel_beside_adamw(gloo: ProcessPool) -> None:
-    assert gloo.run(_muon_beside_adamw, PACKAGES[0], world_size=2)[0] == (["ParallelMuon", "AdamW"], 24)
-
-
 def _parameter_on_the_module(package: str) -> None:
     pl = load(package)
     model = language_model(pl, network=Network)

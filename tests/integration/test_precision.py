@@ -15,7 +15,6 @@ from tests.integration.training import (
     language_model,
     load,
     loader,
-    strategy_class,
     trainer,
 )
 from tests.support.processes import ProcessPool
@@ -134,26 +133,3 @@ def test_batch_norms_keep_float32_and_end_as_on_rank_0(gloo: ProcessPool, tmp_pa
     assert outcomes[0][0].dtype == torch.float32
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][0].abs().max() > 0
-
-
-def _fit_with(package: str, **kwargs: Any) -> None:
-    pl = load(package)
-    plugin = kwargs.pop("plugin", None)
-    if plugin is not None:
-        kwargs["plugins"] = [getattr(pl.plugins.precision, plugin[0])(*plugin[1:])]
-    if kwargs.pop("as_class", False):
-        kwargs["strategy"] = strategy_class(package)()
-    trainer(pl, **kwargs).fit(language_model(pl), loader())
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "match"),
-    [
-        ({"plugin": ("MixedPrecision", "16-mixed", "cpu")}, "16-mixed.*bf16-mixed"),
-        ({"precision": "16-mixed", "as_class": True}, "16-mixed"),
-        ({"precision": "16-true", "as_class": True}, "16-true.*bf16-mixed"),
-        ({"precision": "64-true"}, "32-true.*got DoublePrecision"),
-    ],
-)
-def test_other_precisions_are_refused(gloo: ProcessPool, kwargs: dict[str, Any], match: str) -> None:
-    gloo.expect_error_on_all_ranks(_fit_with, PACKAGES[0], world_size=2, match=match, **kwargs)

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_muon import DCTTopK, FlexDeMo, ParallelMuon, full_state_dict
+import lightning_muon
+from lightning_muon import FlexDeMo, Options, ParallelMuon, full_state_dict
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
@@ -132,14 +134,13 @@ def test_the_one_line_trains_a_lightning_program(tmp_path: Path) -> None:
     assert "Optimizer: SGD, kept" in run_program(script, directory=tmp_path, num_ranks=2)
 
 
-def test_the_example_of_parallel_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", ParallelMuon.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
-    exec(example, {"torch": torch, "nn": nn, "ParallelMuon": ParallelMuon})
-    assert "1.weight" in capsys.readouterr().out
-
-
-def test_the_example_of_flexdemo_runs() -> None:
-    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", FlexDeMo.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
-    names = {"torch": torch, "nn": nn, "FlexDeMo": FlexDeMo, "DCTTopK": DCTTopK}
+@pytest.mark.parametrize("documented", [ParallelMuon, FlexDeMo, Options])
+def test_the_example_of_a_class_runs(capsys: pytest.CaptureFixture[str], documented: type) -> None:
+    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", documented.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
+    names: dict[str, Any] = {name: getattr(lightning_muon, name) for name in lightning_muon.__all__}
+    names |= {"torch": torch, "nn": nn}
     exec(example, names)
-    assert names["optimizer"].num_exchanges == 1
+    if documented is ParallelMuon:
+        assert "1.weight" in capsys.readouterr().out
+    if documented is FlexDeMo:
+        assert names["optimizer"].num_exchanges == 1

@@ -66,27 +66,6 @@ def test_the_name_of_the_strategy_is_the_only_change(tmp_path: Path) -> None:
     assert (tmp_path / "model.ckpt").is_dir()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A folder with a module in model.py, its checkpoint, a single file, and the validation loss."""
-    folder = tmp_path_factory.mktemp("trained")
-    strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
-    (folder / "model.py").write_text(_SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
-    text = run_program(folder / "model.py", directory=folder, num_ranks=2)
-    assert (folder / "model.ckpt").is_file()
-    return folder, float(re.findall(r"world 2 val ([\d.e-]+)", text)[0])
-
-
-def test_a_single_file_loads_into_a_module_without_the_strategy(trained: tuple[Path, float]) -> None:
-    folder, val = trained
-    namespace: dict[str, object] = {"__name__": "train"}
-    exec(_SCRIPT.format(package=PACKAGES[0], devices=1, strategy="'auto'"), namespace)
-    module = namespace["Classifier"].load_from_checkpoint(folder / "model.ckpt")  # type: ignore[attr-defined]
-    x = torch.arange(176) % 11
-    loss = torch.nn.functional.cross_entropy(module(x), (x + 1) % 11)
-    assert loss.item() == pytest.approx(val, abs=1e-5)
-
-
 _RESUME = """
 import lightning_muon
 import lightning.pytorch as pl
@@ -111,9 +90,18 @@ if __name__ == "__main__":
 """
 
 
-def test_a_single_file_resumes_without_the_strategy(trained: tuple[Path, float]) -> None:
-    folder, _ = trained
-    (folder / "resume.py").write_text(_RESUME)
-    text = run_program(folder / "resume.py", directory=folder)
+def test_a_single_file_loads_and_resumes_without_the_strategy(tmp_path: Path) -> None:
+    strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
+    (tmp_path / "model.py").write_text(_SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    text = run_program(tmp_path / "model.py", directory=tmp_path, num_ranks=2)
+    val = float(re.findall(r"world 2 val ([\d.e-]+)", text)[0])
+    assert (tmp_path / "model.ckpt").is_file()
+    namespace: dict[str, object] = {"__name__": "train"}
+    exec(_SCRIPT.format(package=PACKAGES[0], devices=1, strategy="'auto'"), namespace)
+    module = namespace["Classifier"].load_from_checkpoint(tmp_path / "model.ckpt")  # type: ignore[attr-defined]
+    x = torch.arange(176) % 11
+    loss = torch.nn.functional.cross_entropy(module(x), (x + 1) % 11)
+    assert loss.item() == pytest.approx(val, abs=1e-5)
+    (tmp_path / "resume.py").write_text(_RESUME)
     # 4 epochs of 22 steps on two ranks, one of 44 on one.
-    assert "steps {132} 132" in text
+    assert "steps {132} 132" in run_program(tmp_path / "resume.py", directory=tmp_path)

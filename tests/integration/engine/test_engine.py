@@ -79,15 +79,6 @@ def test_a_training_is_that_of_one_process(gloo: ProcessPool, sharding: str) -> 
     assert "AdamW -> ParallelMuon for matrices" in said
 
 
-def _step_too_early() -> None:
-    module = network()
-    engine = _engine(module, [])
-    engine.attach([adamw(module)], source="the test")
-    with engine.no_sync():
-        _micro_batch(engine, 0, 0)
-    engine.step(engine.optimizers[0], lambda each: each.step())
-
-
 def _different_optimizers() -> None:
     module = network()
     engine = _engine(module, [])
@@ -103,7 +94,6 @@ def _clip_without_optimizer() -> None:
 @pytest.mark.parametrize(
     ("program", "match"),
     [
-        (_step_too_early, "optimizer.step after micro-batches that were all inside of no_backward_sync"),
         (_different_optimizers, "what the test gave differs between ranks"),
         (_clip_without_optimizer, "a module that no optimizer was set up for"),
     ],

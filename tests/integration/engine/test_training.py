@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric.loop import (
@@ -28,32 +27,6 @@ from tests.integration.integrations.fabric.loop import (
 from tests.integration.training import full_weights, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
-
-
-def _counts(sharding: str) -> list[dict[str, int]]:
-    """Collectives by name: of the micro-batches that are not the last, and of the last one."""
-    # Several buckets, so that the first ones would be sent while backward runs.
-    options = {} if sharding == "fsdp" else {"bucket_bytes": 2000}
-    fabric, model, optimizer = set_up(sharding=sharding, **options)
-    counts: list[dict[str, int]] = []
-    for index in range(2):
-        tokens, targets = own_rows(fabric, micro_batch(0, index))
-        with CommDebugMode() as counter, fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(loss_of(model(tokens), targets))
-        counts.append({str(name): count for name, count in counter.get_comm_counts().items()})
-    optimizer.step()
-    fabric.strategy.teardown()
-    return counts
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
-def test_micro_batches_without_sync_send_no_gradients(gloo: ProcessPool, sharding: str) -> None:
-    for first, last in gloo.run(_counts, sharding, world_size=2):
-        sent = {name for name, count in first.items() if count}
-        # FSDP2 gathers weights for each forward pass.
-        assert all("all_gather" in name or "allgather" in name for name in sent), first
-        assert bool(sent) == (sharding == "fsdp")
-        assert sum(last.values()) > sum(first.values())
 
 
 def _norms(sharding: str, world_size: int) -> list[float]:
@@ -235,23 +208,3 @@ def test_the_user_is_told_where_torch_would_clip_nothing(gloo: ProcessPool) -> N
         assert has_gradients == (norm > 0) == is_seen
         said = sum("torch.nn.utils.clip_grad_norm_ would clip nothing" in note for note in notes)
         assert said == (0 if is_seen else 1), notes
-
-
-def _one_rank_runs_another_unit() -> None:
-    fabric, model, optimizer = set_up()
-    network_ = model.module
-    tokens, targets = own_rows(fabric, micro_batch(0, 0))
-    if fabric.global_rank == 1:
-        network_.blocks = network_.blocks[:1]
-    for _ in range(2):
-        fabric.backward(loss_of(model(tokens), targets))
-        optimizer.step()
-
-
-def test_ranks_that_run_different_units_are_named(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _one_rank_runs_another_unit,
-        exception=RuntimeError,
-        match=r"different units of the model: .*'blocks\.1' \(Block\)",
-        world_size=2,
-    )

@@ -83,17 +83,3 @@ def test_generate_works_from_a_hook_and_after_the_training(gloo: ProcessPool) ->
     for lengths in gloo.run(_generate_after_fit, world_size=2):
         assert len(lengths) > 1
         assert set(lengths) == {6}
-
-
-def _different_optimizers() -> None:
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
-    if dist.get_rank() == 1:
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer(pl).fit(model, loader())
-
-
-def test_different_optimizers_are_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _different_optimizers, world_size=2, exception=RuntimeError, match="what configure_optimizers returned differs"
-    )

@@ -147,14 +147,3 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     main(["convert", str(directory), str(file), "--trust-pickle"])
     model = Model.load_from_checkpoint(file, weights_only=False)
     assert model.hparams["rate"] == Fraction(1, 100)
-
-
-def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("jsonargparse")
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", "--help"])
-    assert ended.value.code == 0
-    assert "--trust-pickle" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "lightning-muon convert DIR FILE" in capsys.readouterr().out

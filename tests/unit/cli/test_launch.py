@@ -211,10 +211,3 @@ def test_a_script_finds_its_neighbours_and_its_arguments(tmp_path: Path, replace
     launch.run_script([*words, str(tmp_path / "out"), "--lr", "1"])
     assert (tmp_path / "out").read_text() == "__main__ 5 ['--lr', '1']"
     assert replaced == ["accelerate"]
-
-
-def test_no_script_is_an_error(replaced: list[str]) -> None:
-    for words in ([], ["-m"]):
-        with pytest.raises(SystemExit, match="usage"):
-            launch.run_script(words)
-    assert not replaced

@@ -101,22 +101,16 @@ def test_print_config_shows_the_strategy(
     assert ended.value.code == 0 and "strategy: parallel_muon" in capsys.readouterr().out
 
 
-def test_fit_needs_no_import_in_the_model(project: Path) -> None:
-    assert "ParallelMuon, as configured" in _run(project, "fit", "--config", "config.yaml")
-    version = project / "lightning_logs" / "version_0"
-    assert (version / "config.yaml").is_file()
-    (checkpoint,) = (version / "checkpoints").iterdir()
-    assert checkpoint.is_dir()
-    assert "Test metric" in _run(project, "test", "--config", "config.yaml", "--ckpt_path", str(checkpoint))
-
-
-def test_strategy_and_optimizer_come_from_yaml(project: Path) -> None:
+def test_fit_and_test_take_strategy_and_optimizer_from_yaml(project: Path) -> None:
     files = ("config.yaml", "strategy.yaml", "optimizer.yaml")
     text = _run(project, "fit", *(word for file in files for word in ("--config", file)))
     assert "adamw_patterns" in text and "AdamW -> ParallelMuon for matrices" in text
     assert "before `optimizer.step()`" not in text
-    (checkpoint,) = (project / "lightning_logs" / "version_0" / "checkpoints").iterdir()
+    version = project / "lightning_logs" / "version_0"
+    assert (version / "config.yaml").is_file()
+    (checkpoint,) = (version / "checkpoints").iterdir()
     assert checkpoint.is_file()
+    assert "Test metric" in _run(project, "test", "--config", "config.yaml", "--ckpt_path", str(checkpoint))
 
 
 def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +142,3 @@ def test_what_is_no_config_of_ours_is_for_lightning(tmp_path: Path, monkeypatch:
     command.main(["fit", "--config", str(tmp_path / "missing.yaml")])
     command.main(["fit", "--config"])
     assert len(calls) == len(texts) + 2
-
-
-def test_each_word_runs_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    from lightning_muon.cli import launch
-
-    seen: list[tuple[str, list[str]]] = []
-    for name in ("config", "plan", "trace", "convert"):
-        monkeypatch.setitem(command._COMMANDS, name, lambda words, name=name: seen.append((name, list(words))))
-    monkeypatch.setattr(launch, "launch_command", lambda words: seen.append(("launch", list(words))))
-    for name in command._COMMANDS:
-        command.main([name, "--flag"])
-    assert sorted(seen) == [(name, ["--flag"]) for name in ("config", "convert", "launch", "plan", "trace")]

@@ -1,7 +1,6 @@
 import importlib
 import json
 import re
-import textwrap
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -32,21 +31,15 @@ from lightning_muon.engine.mesh_sizes import MeshSizes
         ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
         ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
         ({"process_group_backend": 3}, "process_group_backend must be None or a name such as 'nccl', got 3"),
-        *(
-            ({"wrap_policy": value}, "wrap_policy must be 'auto', a sequence of")
-            for value in (3, "Block", None, [3], Path)
-        ),
+        *(({"wrap_policy": value}, "wrap_policy must be 'auto', a sequence of") for value in ("Block", [3], Path)),
         ({"optimizer": {"momentun": 0.5}}, r"^optimizer \(MuonConfig\): .*did you mean 'momentum'"),
         ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
         ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
         ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
         ({"bucket_bytes": 0}, "bucket_bytes must be 'auto' or an integer of at least 1, got 0"),
         ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
-        ({"sharding": "zero2", "tensor_parallel_size": 2}, "tensor_size=2 needs sharding='fsdp'"),
-        ({"sharding": "zero2", "early_all_gather": True}, "early_all_gather=True means nothing.*fsdp"),
         ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
         ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
-        ({"sharding": "ddp", "wrap_policy": ()}, r"wrap_policy=\(\) means nothing with sharding='ddp'"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: str) -> None:
@@ -158,23 +151,10 @@ def test_a_wrong_keyword_names_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"shard_sise": 2}, "^side.yaml: there is no option 'shard_sise'; did you mean 'shard_size'"),
-        (
-            {"optimizer": {"momentun": 0.5}},
-            r"^side.yaml: optimizer \(MuonConfig\): .*'momentun'; did you mean 'momentum'",
-        ),
         ({"optimizer": {"base": "sgd", "decy": 0}}, r"FlexDeMoConfig\): .*'decy'; did you mean 'decay'"),
-        (
-            {"optimizer": {"class_path": "lightning_muon.MuonConfig", "init_args": {"learning_rate": 1}}},
-            "^side.yaml: optimizer: .*'learning_rate'; did you mean 'lr'",
-        ),
         ({"learning_rate": 1}, "^side.yaml: .*'learning_rate'; did you mean 'lr'. It belongs under optimizer:"),
         ({"replicator": {}}, "^side.yaml: there is no option 'replicator'; it belongs under optimizer:"),
         ({1: 2}, "^side.yaml: there is no option 1; the options are replicate_size, shard_size, .*optimizer, "),
-        (
-            {"optimizer": {"class_path": "lightning_muon.MuonConfig", "momentum": 0.9}},
-            "^side.yaml: optimizer: there is no option 'momentum'; it belongs under init_args:",
-        ),
         (
             {"optimizer": {"look_ahead": 2, "base": "adamw"}},
             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
@@ -185,11 +165,6 @@ def test_a_wrong_keyword_names_the_nearest_one() -> None:
 def test_what_is_wrong_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options.from_mapping(mapping, source="side.yaml")
-
-
-def test_the_example_runs() -> None:
-    example = textwrap.dedent(re.search(r"Example::\n\n(.*?)\n\n    Args:", Options.__doc__ or "", re.DOTALL)[1])  # type: ignore[index]
-    exec(example, {"Options": Options, "MuonConfig": MuonConfig})
 
 
 def test_the_documentation_has_every_option_and_its_default() -> None:

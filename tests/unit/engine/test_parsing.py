@@ -30,6 +30,8 @@ def test_values_get_the_types_of_the_parameters() -> None:
     mapping = {"wheels": [1, 2], "colours": {"red": 3}}
     assert build(_Car, mapping, where="f") == _Car(wheels=(1, 2), colours={"red": 3})
     assert build(_Engine, {"power_watts": "1e3"}, where="f") == _Engine(1000.0)
+    engine = _Engine(1.0)
+    assert build(_Car, {"engine": engine, "wheels": [1]}, where="f").engine is engine
 
 
 def test_objects_are_built_from_their_class_path_at_any_depth() -> None:
@@ -39,11 +41,6 @@ def test_objects_are_built_from_their_class_path_at_any_depth() -> None:
     assert build(_Car, {"engine": inner}, where="f").engine == _Car(_Engine(7.0), (4,))
     # A name without dots is one of this package.
     assert build(_Car, {"engine": {"class_path": "DCTTopK"}}, where="f").engine == DCTTopK()
-
-
-def test_what_is_built_already_is_taken_as_it_is() -> None:
-    engine = _Engine(1.0)
-    assert build(_Car, {"engine": engine, "wheels": [1]}, where="f").engine is engine
 
 
 @pytest.mark.parametrize(

@@ -193,18 +193,6 @@ def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool) -> None:
     assert found == [["AdamW", "SGD"]] * 2
 
 
-def _whole_gradients() -> str:
-    with accelerator_on_cpu(is_fsdp=False, sharding="zero2", optimizer="keep") as accelerator:
-        model: Any = network()
-        with pytest.raises(ValueError, match="zero2") as error:
-            accelerator.prepare(model, adamw(model))
-        return " ".join(error.value.__notes__)
-
-
-def test_a_kept_optimizer_that_cannot_shard_names_the_option(gloo: ProcessPool) -> None:
-    assert all("optimizer='keep'" in note for note in gloo.run(_whole_gradients, world_size=2))
-
-
 def _alone() -> dict[str, Tensor]:
     """A program that nobody has launched."""
     dist.destroy_process_group()

@@ -73,16 +73,6 @@ def test_marked_methods_train_and_evaluate(gloo: ProcessPool) -> None:
         assert torch.equal(predicted, alone.predict(micro_batch(3, 0)[0]))
 
 
-def _unmarked() -> None:
-    fabric = launch()
-    model = fabric.setup_module(_model())
-    model.predict(micro_batch(0, 0)[0])
-
-
-def test_a_method_that_is_not_marked_is_explained_by_fabric(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_unmarked, exception=RuntimeError, match="mark_forward_method", world_size=2)
-
-
 def _make_lightning_module() -> Any:
     """A LightningModule, whose steps Fabric knows."""
     import lightning.pytorch as pl
@@ -134,35 +124,3 @@ def _compiled() -> dict[str, Tensor]:
 @pytest.mark.timeout(120)
 def test_a_compiled_module_stays_compiled(gloo: ProcessPool) -> None:
     assert max_difference(gloo.run(_compiled, world_size=2, timeout=100)[0], reference()) <= 1e-6
-
-
-def _language_model() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=31, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=30)
-    return GPT2LMHeadModel(config).eval()
-
-
-def _generated() -> tuple[Tensor, bool]:
-    """Tokens that a sharded model of Hugging Face generates, and whether its weights are shards afterwards."""
-    fabric = launch(reshard_after_forward=False)
-    model = fabric.setup_module(_language_model())
-    model.mark_forward_method("generate")
-    found = model.generate(_PROMPT, attention_mask=torch.ones_like(_PROMPT), max_new_tokens=8, do_sample=False)
-    are_shards = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    fabric.strategy.teardown()
-    return found, are_shards
-
-
-_PROMPT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-
-
-def test_generate_of_a_sharded_model_can_be_marked(gloo: ProcessPool) -> None:
-    alone = _language_model()
-    options = {"attention_mask": torch.ones_like(_PROMPT), "max_new_tokens": 8, "do_sample": False}
-    expected = alone.generate(_PROMPT, **options)
-    assert expected.shape[1] > _PROMPT.shape[1]
-    for found, are_shards in gloo.run(_generated, world_size=2):
-        assert torch.equal(found, expected)
-        assert are_shards

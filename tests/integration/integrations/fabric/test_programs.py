@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -65,26 +62,6 @@ def test_the_example_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert text.count("AdamW -> ParallelMuon") == 1
     saved = torch.load(tmp_path / "checkpoint" / "meta.pt")
     assert saved["step"] == saved["scheduler"]["last_epoch"] == 40
-
-
-def _example_again(directory: str, steps: int) -> str:
-    """What the training of the example prints on rank 0."""
-    names = runpy.run_path(str(ROOT / "examples" / "fabric_loop.py"))
-    fabric = launch()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        names["train"](fabric, steps=steps, accumulate=1, directory=Path(directory))
-    fabric.strategy.teardown()
-    return printed.getvalue()
-
-
-def test_the_example_has_nothing_to_do_at_its_last_step(gloo: ProcessPool, tmp_path: Path) -> None:
-    assert "step 2 loss" in gloo.run(_example_again, str(tmp_path), 2, world_size=2)[0]
-    written = (tmp_path / "checkpoint" / "meta.pt").stat().st_mtime_ns
-    for steps in (2, 1):
-        printed = gloo.run(_example_again, str(tmp_path), steps, world_size=2)[0]
-        assert f"is at step 2, so --steps {steps} leaves nothing to do" in printed and "loss" not in printed
-    assert (tmp_path / "checkpoint" / "meta.pt").stat().st_mtime_ns == written
-    assert "step 3 loss" in gloo.run(_example_again, str(tmp_path), 3, world_size=2)[0]
 
 
 _FAILS = """

@@ -111,20 +111,6 @@ def test_a_second_call_of_train_goes_on_with_the_state(gloo: ProcessPool, tmp_pa
         assert loss < 3.5
 
 
-def test_flexdemo_alone_is_its_base_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = FlexDeMoConfig(base="adamw", lr=LR, weight_decay=WEIGHT_DECAY)
-    chosen = [{"optimizer_cls_and_kwargs": lightning_muon.hf.optimizer(config)}, {"optimizer_cls_and_kwargs": None}]
-    weights = []
-    for options in chosen:
-        with accelerator_of("none"):
-            run = trainer(
-                str(tmp_path), causal_lm(), **options, learning_rate=LR, weight_decay=WEIGHT_DECAY, max_steps=4
-            )
-            run.train()
-            weights.append(whole_weights(run.model))
-    assert max_difference(*weights) < 1e-6
-
-
 def _under_ours(directory: str, options: dict[str, Any], *, resume: str = "", **arguments: Any) -> dict[str, Tensor]:
     """A Trainer as it is, whose Accelerator is ours, as ``lightning-muon launch`` makes it; saves after four steps."""
     ours = partial(TrainerAccelerator, options=options)
