@@ -7,11 +7,9 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from lightning_muon import MuonConfig, NonFiniteGradientError
+from lightning_muon import MuonConfig
 from tests.integration.training import PACKAGES, Network, language_model, load, loader, strategy_class, trainer
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -76,54 +74,6 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(sharding: str, where
         ProcessPool().run_fresh(_fail_on_one_rank, sharding, where, overlap, world_size=2, timeout=60.0)
     assert raised.value.exit_codes == {1: 3}
     assert raised.value.failures[0].message == "rank 1 has failed: OSError: file 4"
-
-
-class _Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(23, 23)
-
-    def forward(self, tokens: Any) -> Any:
-        return self.embedding(tokens)
-
-
-def _adamw(module: nn.Module) -> Any:
-    return torch.optim.AdamW(module.parameters())
-
-
-@pytest.mark.parametrize("configure", [None, _adamw])
-def test_a_model_without_matrices_lists_its_parameters(gloo: ProcessPool, configure: Any) -> None:
-    failures = gloo.expect_error_on_all_ranks(
-        _fit, PACKAGES[0], network=_Lookup, configure=configure, world_size=2, match="embedding.weight"
-    )
-    assert "optimizer='keep'" in failures[0].message
-
-
-def _with_nan(package: str, **kwargs: Any) -> None:
-    pl = load(package)
-    model = language_model(pl)
-    if dist.get_rank() == 1:
-
-        def poison(self: Any, *_: Any) -> None:
-            gradient = self.network.blocks[1].up.weight.grad.to_local()
-            if gradient.numel():
-                gradient.view(-1)[0] = float("nan")
-
-        type(model).on_after_backward = poison
-    trainer(pl, **kwargs).fit(model, loader())
-
-
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
-def test_a_nan_gradient_on_one_rank_names_the_parameter(gloo: ProcessPool, clip: dict[str, Any]) -> None:
-    failures = gloo.expect_error_on_all_ranks(
-        _with_nan,
-        PACKAGES[0],
-        world_size=3,
-        exception=NonFiniteGradientError,
-        match=r"network\.blocks\.1\.up\.weight",
-        **clip,
-    )
-    assert "blocks.0" not in failures[0].message
 
 
 def _strategy_of_the_other_package() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,14 +57,14 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
             noise = torch.stack([real[:, 0], real[:, 1] - 1, batch[0].float().mean(1) / 9, real[:, 2]], 1)
             generator, discriminator = self.optimizers()
             synchronize = not accumulate or batch_idx % 2 == 1
-            with discriminator.toggle_model(sync_grad=synchronize) if toggle else _nothing():
+            with discriminator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
                 fake = self.generator(noise).detach()
                 d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
                 self.manual_backward(d_loss)
                 if synchronize:
                     discriminator.step()
                     discriminator.zero_grad()
-            with generator.toggle_model(sync_grad=synchronize) if toggle else _nothing():
+            with generator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
                 g_loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
                 self.manual_backward(g_loss)
                 if synchronize:
@@ -79,12 +80,6 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
             return [torch.optim.AdamW(m.parameters(), **kwargs) for m in (self.generator, self.discriminator)]
 
     return Gan()
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:

@@ -49,25 +49,17 @@ def _language() -> nn.Module:
 
 
 def _plain_loop(
-    model: nn.Module, batches: Iterable[Tensor], optimizers: list[Any], *, max_norm: float = float("inf"), warm: int = 0
+    model: nn.Module, batches: Iterable[Tensor], optimizer: Any, *, max_norm: float = float("inf"), warm: int = 0
 ) -> dict[str, Tensor]:
     """One process with the batches of all ranks; ``warm`` steps of LinearLR."""
+    adamw, muon = getattr(optimizer, "adamw", optimizer), getattr(optimizer, "muon", SimpleNamespace())
     for step, tokens in enumerate(batches):
-        for optimizer in optimizers:
-            _set_rate(optimizer, 1e-2 * (1.0 if step >= warm else 1 / 3 + (1 - 1 / 3) * step / warm))
+        adamw.param_groups[0]["lr"] = muon.lr = 1e-2 * (1.0 if step >= warm else 1 / 3 + (1 - 1 / 3) * step / warm)
         F.cross_entropy(model(tokens), (tokens + 1) % 50).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
         model.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def _set_rate(optimizer: Any, lr: float) -> None:
-    if isinstance(optimizer, MuonAndAdamW):
-        optimizer.muon.lr = lr
-        optimizer = optimizer.adamw
-    optimizer.param_groups[0]["lr"] = lr
 
 
 def _batches_of_both_ranks() -> list[Tensor]:
@@ -76,14 +68,15 @@ def _batches_of_both_ranks() -> list[Tensor]:
 
 
 def test_ddp_with_adamw_becomes_fsdp2_with_muon(gloo: ProcessPool) -> None:
-    model = _language()
-    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    expected = _plain_loop(model, _batches_of_both_ranks(), [adamw], max_norm=0.5, warm=5)
-    assert max_difference(gloo.run(_train, "from_ddp_adamw.before", world_size=2)[0], expected) < TOLERANCE
-    model = _language()
-    muon = MuonAndAdamW(model, ["1.weight"], lr=1e-2)
-    expected = _plain_loop(model, _batches_of_both_ranks(), [muon], max_norm=0.5, warm=5)
-    assert max_difference(gloo.run(_train, "from_ddp_adamw.after", world_size=2)[0], expected) < TOLERANCE
+    makers: dict[str, Any] = {
+        "before": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
+        "after": lambda model: MuonAndAdamW(model, ["1.weight"], lr=1e-2),
+    }
+    for name, make in makers.items():
+        model = _language()
+        expected = _plain_loop(model, _batches_of_both_ranks(), make(model), max_norm=0.5, warm=5)
+        found = gloo.run(_train, f"from_ddp_adamw.{name}", world_size=2)[0]
+        assert max_difference(found, expected) < TOLERANCE, name
 
 
 def test_torchs_muon_becomes_the_same_in_one_optimizer(gloo: ProcessPool) -> None:
@@ -92,7 +85,7 @@ def test_torchs_muon_becomes_the_same_in_one_optimizer(gloo: ProcessPool) -> Non
     muon = MuonAndAdamW(model, ["1.weight"], lr=1e-2)
     muon.muon.adjust_lr_fn = "original"
     # AdamW divides by the root of squares, which makes much of the last digit of a gradient that is almost 0.
-    assert _share(after, _plain_loop(model, _batches_of_both_ranks(), [muon])) < 1e-3
+    assert _share(after, _plain_loop(model, _batches_of_both_ranks(), muon)) < 1e-3
     # torch.optim.Muon runs Newton-Schulz in bfloat16, which has 8 bits; the other adjust_lr_fn would make it 0.2.
     assert _share(after, before) < 0.1
 
@@ -116,16 +109,13 @@ def _blocks(name: str) -> dict[str, Tensor]:
         sampler.set_epoch(epoch)
         batches += tokens[list(sampler)].split(8)
     matrices = [key for key, _ in model.layers.named_parameters() if key.endswith(("up.weight", "down.weight"))]
-    weights = _plain_loop(model.layers, batches, [MuonAndAdamW(model.layers, matrices, lr=1e-2)])
+    weights = _plain_loop(model.layers, batches, MuonAndAdamW(model.layers, matrices, lr=1e-2))
     return {f"layers.{key}": value for key, value in weights.items()}
 
 
 _QUIET = {
     "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
 }
 
 

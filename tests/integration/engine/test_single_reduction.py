@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, launch, network, own_rows, set_up
 from tests.integration.training import max_difference
@@ -114,20 +112,4 @@ def test_micro_batches_of_several_models_begin_and_end_together(gloo: ProcessPoo
         exception=RuntimeError,
         match=r"no_backward_sync of some models, but not of \w*Network",
         world_size=2,
-    )
-
-
-def _with_accelerate() -> None:
-    with accelerator_on_cpu(accumulate=1, loss_scaling="tokens") as accelerator:
-        model: Any = network()
-        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **HYPER))
-        for _ in range(2):
-            tokens, targets = loop.micro_batch(0, 0)
-            accelerator.report_tokens(targets.numel())
-            accelerator.backward(loop.summed_loss(model(tokens), targets))
-
-
-def test_accelerate_refuses_it_as_well(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _with_accelerate, exception=RuntimeError, match="a second backward pass of a step", world_size=2
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -188,23 +187,3 @@ def _thrown_away(**options: Any) -> dict[str, Tensor]:
 def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
     found = gloo.run(_thrown_away, world_size=2, **options)[0]
     assert max_difference(found, reference(accumulate=1)) <= 1e-6
-
-
-def _note_of(sharding: str) -> tuple[list[str], float, bool]:
-    """What was said at setup, the norm that torch finds after backward, and whether there are gradients."""
-    with mock.patch("lightning.fabric.utilities.rank_zero.rank_zero_info") as info:
-        fabric, model, _ = set_up(sharding=sharding)
-    tokens, targets = own_rows(fabric, micro_batch(0, 0))
-    fabric.backward(loss_of(model(tokens), targets))
-    has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    fabric.strategy.teardown()
-    return [str(call.args[0]) for call in info.call_args_list], float(norm), has_gradients
-
-
-def test_the_user_is_told_where_torch_would_clip_nothing(gloo: ProcessPool) -> None:
-    for sharding, is_seen in (("zero2", False), ("ddp", True)):
-        notes, norm, has_gradients = gloo.run(_note_of, sharding, world_size=2)[0]
-        assert has_gradients == (norm > 0) == is_seen
-        said = sum("torch.nn.utils.clip_grad_norm_ would clip nothing" in note for note in notes)
-        assert said == (0 if is_seen else 1), notes

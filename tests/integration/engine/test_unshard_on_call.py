@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
@@ -46,40 +44,3 @@ def test_a_child_called_from_a_hook_gives_what_the_model_gives(gloo: ProcessPool
         assert len(differences) > 5
         assert max(differences) == 0.0
         assert is_sharded
-
-
-def _generate_after_fit() -> list[int]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    pl = load(PACKAGES[0])
-
-    class Language(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=VOCABULARY, n_positions=16)
-            self.net = GPT2LMHeadModel(config)
-            self.sampled: list[int] = []
-
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            return self.net(input_ids=batch[0], labels=batch[0]).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-        def on_train_epoch_end(self) -> None:
-            self.sampled.append(self.sample())
-
-        def sample(self) -> int:
-            prompt = torch.tensor([[1, 2, 3 + dist.get_rank()]])
-            return self.net.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1]
-
-    model = Language()
-    trainer(pl).fit(model, loader())
-    return [*model.sampled, model.sample()]
-
-
-def test_generate_works_from_a_hook_and_after_the_training(gloo: ProcessPool) -> None:
-    for lengths in gloo.run(_generate_after_fit, world_size=2):
-        assert len(lengths) > 1
-        assert set(lengths) == {6}

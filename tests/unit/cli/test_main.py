@@ -13,47 +13,25 @@ from tests.support.programs import run_program
 
 _MODULE = """
 import lightning.pytorch as pl
-import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 
-class Net(pl.LightningModule):
+class Net(BoringModel):
+    configure_optimizers = pl.LightningModule.configure_optimizers
+
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
-        sizes = [(4, width), (width, width), (width, 1)]
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(*size)) for size in sizes))
+        self.layer = nn.Sequential(nn.Linear(32, width), nn.Linear(width, width), nn.Linear(width, 2))
 
-    def forward(self, x):
-        return self.layers(x)
-
-    def training_step(self, batch, batch_idx):
-        return (self(batch[0]) - batch[1]).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self(batch[0])
-
-
-class Data(pl.LightningDataModule):
-    def __init__(self, size: int = 16) -> None:
-        super().__init__()
-        self.size = size
-
-    def train_dataloader(self):
-        x = torch.linspace(-1, 1, 4 * self.size).view(-1, 4)
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
-
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+    def test_step(self, batch, batch_idx):
+        self.log("loss", self.loss(self(batch)), sync_dist=True)
 """
 _CONFIG = """
 seed_everything: 1
 model: {class_path: own.net.Net, init_args: {width: 6}}
-data: own.net.Data
+data: lightning.pytorch.demos.boring_classes.BoringDataModule
 trainer: {accelerator: cpu, devices: 2, max_epochs: 1, enable_progress_bar: false}
 """
 _STRATEGY = """
@@ -64,7 +42,7 @@ trainer:
       replicate_size: 2
       save_distributed_checkpoint: false
       wrap_policy: [Linear]
-      optimizer: {lr: 0.02, adamw_patterns: ["layers.0.*"]}
+      optimizer: {lr: 0.02, adamw_patterns: ["layer.0.*"]}
 """
 _OPTIMIZER = """
 optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.01}}

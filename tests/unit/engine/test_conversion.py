@@ -237,14 +237,12 @@ def test_nothing_is_kept_that_would_let_nodes_drift(
         convert_optimizer(make([model[1].weight]), model, FlexDeMoConfig(**config))
 
 
-@pytest.mark.parametrize("config", [MuonConfig, FlexDeMoConfig])
-def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, config: Any) -> None:
-    base = {"base": "adamw"} if config is FlexDeMoConfig else {}
-    choice = config(lr=0.5, weight_decay=0.02, betas=(0.5, 0.6), **base)
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
+@pytest.mark.parametrize("choice", [MuonConfig(lr=0.5, weight_decay=0.02), FlexDeMoConfig(base="adamw", lr=0.5)])
+def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice: Any) -> None:
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=choice.weight_decay)
     (warning,) = optimizer_warnings(convert_optimizers([adamw], [], model, choice=choice), choice)
     assert "AdamW of the program decides" in warning and "weight_decay" not in warning
-    assert "lr=0.5 (it says 0.003)" in warning and "betas=(0.5, 0.6) (it says (0.9, 0.999))" in warning
+    assert "lr=0.5 (it says 0.003)" in warning
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,21 @@ from tests.support.processes import ProcessPool
 
 # Sums over ranks have another order than those of one process.
 _TOLERANCE = 1e-6
+_COMPILE = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}
 
 
-def _train(*, max_norm: float | None = None, max_value: float | None = None, **options: Any) -> dict[str, Tensor]:
+def _train(
+    *, max_norm: float | None = None, max_value: float | None = None, one_by_one: bool = False, **options: Any
+) -> dict[str, Tensor]:
     with accelerator_on_cpu(**options) as accelerator:
         model: Any = network(seed=dist.get_rank())
-        model, optimizer = accelerator.prepare(model, adamw(model))
+        optimizer: Any = adamw(model)
+        if one_by_one:
+            model = accelerator.prepare_model(model)
+            optimizer = accelerator.prepare_optimizer(optimizer)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        assert hasattr(model, "_orig_mod") == (options.get("variables") == _COMPILE)
 
         def clip() -> None:
             if max_norm is not None:
@@ -47,6 +56,8 @@ def _train(*, max_norm: float | None = None, max_value: float | None = None, **o
         (3, {"is_fsdp": False}),
         (4, {"is_fsdp": False, "sharding": "zero2", "max_norm": 0.1}),
         (1, {"is_fsdp": False, "sharding": "none"}),
+        (2, {"variables": _COMPILE, "max_norm": 0.1}),
+        (2, {"is_fsdp": False, "sharding": "ddp", "one_by_one": True}),
     ],
 )
 def test_weights_are_those_of_one_process(gloo: ProcessPool, world_size: int, options: dict[str, Any]) -> None:
@@ -148,11 +159,8 @@ def test_a_training_goes_on_after_it_was_prepared_again(gloo: ProcessPool) -> No
 
 
 def _wrong(what: str) -> None:
-    variables = {"fp16": {"mixed_precision": "fp16"}, "sizes": {"replicate_size": 1, "shard_size": 2}}.get(what, {})
-    options: dict[str, Any] = {"sizes": {"replicate_size": 2}, "zero2": {"sharding": "zero2"}}.get(what, {})
-    if what == "ranks":
-        options = {"wrap_policy": [["Block"], ["Linear"]][dist.get_rank()]}
-    with fsdp2_on_cpu(**variables):
+    options = {"wrap_policy": [["Block"], ["Linear"]][dist.get_rank()]} if what == "ranks" else {}
+    with fsdp2_on_cpu(mixed_precision="fp16" if what == "fp16" else "no"):
         accelerator = lightning_muon.accelerate.Accelerator(options=options)
         model: Any = network()
         optimizer = adamw(model)
@@ -171,8 +179,6 @@ def _wrong(what: str) -> None:
     ("what", "exception", "match"),
     [
         ("fp16", ValueError, "float16 needs loss scaling"),
-        ("sizes", ValueError, "replicate_size=2 contradicts parallelism_config_dp_replicate_size: 1"),
-        ("zero2", ValueError, "sharding='zero2' contradicts distributed_type: FSDP"),
         ("ranks", RuntimeError, "the options of lightning_muon differs between ranks"),
         ("meta", Exception, "head.weight .* is on the meta device"),
         ("again", ValueError, "1 models after another one"),

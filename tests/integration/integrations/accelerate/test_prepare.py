@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
 from tests.integration.training import EXACT, Block, max_difference
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
@@ -127,31 +127,6 @@ def test_activations_may_be_dropped(gloo: ProcessPool) -> None:
     found, num_calls = gloo.run(_checkpointed, world_size=2)[0]
     assert num_calls == 2 * 8
     assert max_difference(found, reference()) <= 1e-6
-
-
-def _compiled() -> dict[str, Tensor]:
-    with training_on_cpu(variables={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}) as (accelerator, model, optimizer):
-        assert hasattr(model, "_orig_mod")
-        run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
-        return accelerator.get_state_dict(model)
-
-
-def test_a_compiled_model_has_the_same_weights(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_compiled, world_size=2)[0], reference(max_norm=0.1)) <= 1e-6
-
-
-def _one_by_one() -> dict[str, Tensor]:
-    with accelerator_on_cpu(is_fsdp=False, sharding="ddp") as accelerator:
-        model: Any = network()
-        optimizer: Any = adamw(model)
-        model = accelerator.prepare_model(model)
-        optimizer = accelerator.prepare_optimizer(optimizer)
-        run_steps(accelerator, model, optimizer)
-        return accelerator.get_state_dict(model)
-
-
-def test_model_and_optimizer_may_be_prepared_one_by_one(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_one_by_one, world_size=2)[0], reference()) <= 1e-6
 
 
 def _kept() -> list[bool]:

@@ -246,6 +246,10 @@ def _not_set_up(what: str) -> None:
     fabric = launch()
     model: Any = network()
     foreign = adamw(Network())
+    if what == "ranks" and fabric.global_rank == 1:
+        fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if what == "clip":
+        fabric.clip_gradients(fabric.setup_module(model), foreign, max_norm=1.0)
     if what == "setup":
         model = fabric.setup_module(model)
         fabric.setup_optimizers(foreign)
@@ -266,6 +270,8 @@ def _not_set_up(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "exception", "match"),
     [
+        ("ranks", RuntimeError, "differs between ranks"),
+        ("clip", RuntimeError, "a module that no optimizer was set up for"),
         ("setup", ValueError, "parameters of no module that was set up before it"),
         ("step", ValueError, "this AdamW was not set up"),
         ("shared", ValueError, r"Sequential shares parameters with \w*Network, which has been set up"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.integrations.registry import FABRICS as PACKAGES
 from lightning_muon.integrations.registry import fabric_strategy as strategy_class
 from tests.support.processes import ProcessPool
 
@@ -14,12 +13,6 @@ from tests.support.processes import ProcessPool
 def _fabric(package: str, **options: Any) -> Any:
     fabric = pytest.importorskip(package)
     return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_precisions_of_fsdp2_are_taken(package: str) -> None:
-    for precision in ("32-true", "bf16-true", "bf16-mixed"):
-        assert _fabric(package, precision=precision).strategy.precision.precision == precision
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true", "16-mixed"])
@@ -52,9 +45,3 @@ def test_ranks_that_share_sequences_share_samples(gloo: ProcessPool) -> None:
     for rank, (names, shape, sampler) in enumerate(found):
         assert (names, shape) == (("replicate", "shard", "context"), (1, 2, 2))
         assert sampler == {"num_replicas": 2, "rank": rank // 2}
-
-
-def test_a_mesh_that_does_not_fit_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _launch, {"replicate_size": 3}, match="does not divide the number of ranks, 2", world_size=2
-    )

@@ -6,7 +6,6 @@ import copy
 import inspect
 from dataclasses import fields
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -44,12 +43,6 @@ def test_the_arguments_are_the_options(cls: Any) -> None:
 def test_the_representation_names_the_package(cls: Any) -> None:
     assert f"for Trainers of {cls.package.name};" in repr(cls())
     assert "'parallel_muon' and 'flexdemo'" in repr(cls())
-
-
-def test_every_rank_reads_its_own_samples(cls: Any) -> None:
-    strategy = cls()
-    strategy.cluster_environment = SimpleNamespace(world_size=lambda: 6, global_rank=lambda: 4)
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 4}
 
 
 def test_a_refused_precision_leaves_the_strategy_as_it_was(cls: Any) -> None:

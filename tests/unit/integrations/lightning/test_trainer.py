@@ -65,26 +65,6 @@ def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
         assert reads(_module(pl), *quiet, callback)
 
 
-def test_the_first_callback_waits_and_gradients_are_missed(pl: Any) -> None:
-    class Own(pl.Callback):
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            """Gradients are read here."""
-
-    calls: list[int] = []
-    warnings: list[str] = []
-    given = [pl.callbacks.ModelCheckpoint(), Own(), pl.callbacks.LambdaCallback(on_before_optimizer_step=print)]
-    trainer = _trainer(_module(pl, "on_after_backward"), *given)
-    first = room.wait_before_callbacks(trainer, _package(pl), lambda: calls.append(1), warnings.append)
-    assert isinstance(first, pl.Callback) and trainer.callbacks == [first, *given]
-    first.on_train_epoch_end(None, None)
-    first.on_validation_start(None, None)
-    first.on_train_batch_end(None, None, None, None, 0)
-    assert len(calls) == 2
-    hooks = "Module.on_after_backward, Own.on_before_optimizer_step, LambdaCallback.on_before_optimizer_step"
-    assert warnings[0].startswith(f"{hooks}: with sharding='zero2' no rank has whole gradients")
-    room.wait_before_callbacks(_trainer(_module(pl)), _package(pl), lambda: None, pytest.fail)
-
-
 @pytest.mark.parametrize(
     ("config", "kind"), [(MuonConfig(lr=0.25), ParallelMuon), (FlexDeMoConfig(lr=0.25, base="muon"), FlexDeMo)]
 )
