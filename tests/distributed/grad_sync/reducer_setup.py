@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.comm.groups import axis_group
@@ -72,19 +70,24 @@ class Setup:
             return self.transport.reduced(parameter)
         return None if parameter.grad is None else self.shard_map.local(parameter, parameter.grad)
 
+    def step(self, loss: Loss, **tolerance: float) -> set[str]:
+        """A whole step; the names of the gradients that were there."""
+        self.backward(loss)
+        self.reducer.finish()
+        present = self.check(**tolerance)
+        self.zero_grad()
+        return present
+
     def zero_grad(self) -> None:
-        """Forget the gradients of both models."""
         self.model.zero_grad()
         self.reference.zero_grad()
         self.reducer.forget(list(self.names))
 
     def backward(self, loss: Loss) -> None:
-        """The calling rank's backward pass, and that of all ranks on the reference."""
         loss(self.model, dist.get_rank()).backward()
         self.refer(loss)
 
     def refer(self, loss: Loss) -> None:
-        """The sum of the gradients of all ranks on the reference."""
         for rank in range(dist.get_world_size()):
             value = loss(self.reference, rank)
             if value.requires_grad:
@@ -120,18 +123,6 @@ def odd_loss(seed: int, branches: Sequence[Sequence[int]]) -> Loss:
 SAME = [[0, 1]] * 4
 # By rank: which branches, in which order.
 USES = [SAME, [[0], [1], [], [1, 0]], [[0, 1], [1, 0], [0], [0]], [[0]] * 4, [[], [1], [1], []], SAME]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that are called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
 
 
 class Repeated(nn.Module):

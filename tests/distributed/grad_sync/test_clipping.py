@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, local_norms
+from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_
 from lightning_muon.params.layout import Layout
 from tests.support.processes import ProcessPool
 
@@ -54,8 +54,7 @@ def _expected(max_norm: float) -> tuple[Tensor, list[Tensor]]:
     return norm, [parameter.grad for parameter in parameters]  # type: ignore[misc]
 
 
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
@@ -127,16 +126,18 @@ def test_tensor_parallel_layers_are_clipped_like_one_process(gloo: ProcessPool, 
 
 def _clip_partial_sums() -> tuple[Tensor, list[Tensor], list[Tensor]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shares = [gradient / mesh.size() for gradient in _whole()]
-    parameters: list[Tensor] = [nn.Parameter(distribute_tensor(g, mesh, [Replicate()])) for g in shares]
-    for parameter, share in zip(parameters, shares, strict=True):
-        parameter.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
-    norm = clip_norm_(parameters, 0.5)
-    clipped = _full_gradients(parameters)
-    for parameter, share in zip(parameters, shares, strict=True):
-        parameter.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
-    clip_value_(parameters, 0.25)
-    return norm, clipped, _full_gradients(parameters)
+
+    def parameters() -> list[Tensor]:
+        found: list[Tensor] = []
+        for share in (gradient / mesh.size() for gradient in _whole()):
+            found.append(nn.Parameter(distribute_tensor(share, mesh, [Replicate()])))
+            found[-1].grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+        return found
+
+    by_norm, by_value = parameters(), parameters()
+    norm = clip_norm_(by_norm, 0.5)
+    clip_value_(by_value, 0.25)
+    return norm, _full_gradients(by_norm), _full_gradients(by_value)
 
 
 def test_partial_sums_are_reduced_before_they_are_clipped(gloo: ProcessPool) -> None:
@@ -147,16 +148,16 @@ def test_partial_sums_are_reduced_before_they_are_clipped(gloo: ProcessPool) -> 
         torch.testing.assert_close(clamped, [g.clamp(-0.25, 0.25) for g in _whole()], rtol=1e-6, atol=1e-7)
 
 
-def _missing_on_one_rank() -> Tensor:
+def _missing_on_one_rank() -> float:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     if dist.get_rank() == 0:
         parameter.grad = torch.ones_like(parameter)
-    return clip_norm_([parameter], 10.0)
+    return float(clip_norm_([parameter], 10.0))
 
 
 def test_a_gradient_that_one_rank_lacks_counts_as_zero(gloo: ProcessPool) -> None:
-    assert [norm.item() for norm in gloo.run(_missing_on_one_rank, world_size=2)] == pytest.approx([2**0.5] * 2)
+    assert gloo.run(_missing_on_one_rank, world_size=2) == pytest.approx([2**0.5] * 2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
@@ -164,8 +165,7 @@ def test_a_broken_gradient_stays_recognizable(bad: float) -> None:
     good, broken = _with_gradient(torch.ones(2)), _with_gradient(torch.full((2,), bad))
     assert not clip_norm_([good, broken], 0.1).isfinite()
     assert torch.equal(_full(good.grad), torch.ones(2))
-    assert torch.equal(_full(broken.grad).nan_to_num(1.0), torch.full((2,), bad).nan_to_num(1.0))
-    assert torch.isnan(_full(broken.grad)).any() == (bad != bad)
+    torch.testing.assert_close(broken.grad, torch.full((2,), bad), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_norm_that_exceeds_float32_is_clipped() -> None:
@@ -189,9 +189,6 @@ def test_dtypes_are_clipped_together() -> None:
         torch.testing.assert_close(
             _full(parameter.grad).double(), gradient.double() * (0.5 / expected), rtol=max(tolerance, 1e-6), atol=1e-7
         )
-    wide = [torch.float64 if dtype == torch.float64 else torch.float32 for dtype in dtypes]
-    norms = [gradient.double().norm().to(dtype) for gradient, dtype in zip(gradients, wide, strict=True)]
-    torch.testing.assert_close(local_norms(gradients), norms)
 
 
 def test_what_is_listed_twice_counts_once() -> None:

@@ -24,7 +24,7 @@ SHAPES = [(13, 7), (2, 5), (), (5,), (4, 3, 2, 2), (0, 4), (40, 9), (1,)]
 
 
 class Block(nn.Module):
-    """Two layers; notes which buckets are on their way when its forward begins."""
+    """Notes which buckets are on their way when its forward begins."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _setup(
     num_in_bucket: int = 3,
     grid: Sequence[Sequence[int]] = (),
 ) -> Setup:
-    """Parameters in backward order; every second matrix is owned whole, everything else is divided by rows."""
+    """Parameters in backward order; every second matrix is owned whole."""
     parameters = list(model.parameters())[::-1]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.numel()]
     mesh_shape = mesh_shape or (dist.get_world_size(),)
@@ -171,9 +171,8 @@ def _subsets() -> None:
     """Only the buckets of participating parameters travel."""
     model = Model()
     parameters, _, all_gather = setup = _setup(model, list(model.blocks))
-    every = range(len(parameters))
-    for seed, places in enumerate([every[:2], every[1:9:3], every[:0], every[-1:], every]):
-        expected = _step(setup, seed, chosen=[parameters[place] for place in places])
+    for places in ([1, 4, 7], [], [len(parameters) - 1]):
+        expected = _step(setup, chosen=[parameters[place] for place in places])
         assert set(all_gather.travelling) == {place // 3 for place in places}
         all_gather.wait_all()
         assert _all_equal(expected)
@@ -248,18 +247,14 @@ def _compiled() -> None:
 def _old_backward() -> None:
     """A backward pass of a forward before the step is refused; values that arrive in place or through a buffer."""
     for num_in_bucket in (1, 2):
-        _refuse_old_backward(num_in_bucket)
-
-
-def _refuse_old_backward(num_in_bucket: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
-    _, shard_map, all_gather = setup = _setup(model, num_in_bucket=num_in_bucket)
-    assert shard_map.placements(model[1].weight) == (OwnedBy(0),)
-    old_loss = model(torch.ones(4)).sum()
-    _step(setup)
-    all_gather.wait_all()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        old_loss.backward()
+        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+        _, shard_map, all_gather = setup = _setup(model, num_in_bucket=num_in_bucket)
+        assert shard_map.placements(model[1].weight) == (OwnedBy(0),)
+        old_loss = model(torch.ones(4)).sum()
+        _step(setup)
+        all_gather.wait_all()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old_loss.backward()
 
 
 def _large() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.grad_sync.reducer_setup import (
     ALL_REDUCE,
     HOLDERS,
     SAME,
     USES,
-    Collectives,
     Repeated,
     Setup,
     SparseAndHalf,
@@ -30,13 +31,7 @@ BOTH = pytest.mark.parametrize("kind", [ALL_REDUCE, HOLDERS])
 
 def _train(kind: str, mesh_shape: tuple[int, ...]) -> list[set[str]]:
     setup = Setup(kind, mesh_shape)
-    present: list[set[str]] = []
-    for step, uses in enumerate(USES):
-        setup.backward(odd_loss(step, uses))
-        setup.reducer.finish()
-        present.append(setup.check())
-        setup.zero_grad()
-    return present
+    return [setup.step(odd_loss(step, uses)) for step, uses in enumerate(USES)]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +57,7 @@ def test_the_mean_is_exact_whatever_parameters_ranks_use(
 
 
 def _passes(kind: str) -> None:
+    """Gradients add up over steps without ``zero_grad``, and over two passes before one sum."""
     setup = Setup(kind, (dist.get_world_size(),))
     for step in range(3):
         setup.backward(odd_loss(step, USES[step]))
@@ -69,10 +65,8 @@ def _passes(kind: str) -> None:
         setup.check()
     setup.zero_grad()
     assert setup.check() == set()
-    for step in range(2):
-        setup.backward(odd_loss(step, USES[step]))
-    setup.reducer.finish()
-    assert setup.check()
+    setup.backward(odd_loss(0, USES[0]))
+    assert setup.step(odd_loss(1, USES[1]))
 
 
 def _repeated_loss(model: nn.Module, rank: int) -> Tensor:
@@ -86,25 +80,18 @@ def _repeat(kind: str) -> None:
     launches: list[int] = []
     for num_uses in (1, 3, 3):
         setup.model.num_uses = setup.reference.num_uses = num_uses  # type: ignore[assignment]
-        setup.backward(_repeated_loss)
-        setup.reducer.finish()
-        setup.check()
-        setup.zero_grad()
+        setup.step(_repeated_loss)
         launches.append(len(setup.reducer.launched))
     assert launches == [6, 8, 6]
 
 
 def _thaw(kind: str) -> None:
     setup = Setup(kind, (dist.get_world_size(),))
-    model, reference = setup.model, setup.reference
     present: list[set[str]] = []
     for step, (name, is_trainable) in enumerate([("frozen", True), ("hidden", False), ("hidden", True)]):
-        for each in (model, reference):
+        for each in (setup.model, setup.reference):
             each.get_submodule(name).requires_grad_(is_trainable)
-        setup.backward(odd_loss(step, SAME))
-        setup.reducer.finish()
-        present.append({name.split(".")[0] for name in setup.check()} & {"frozen", "hidden"})
-        setup.zero_grad()
+        present.append({name.split(".")[0] for name in setup.step(odd_loss(step, SAME))} & {"frozen", "hidden"})
     assert present == [{"frozen", "hidden"}, {"frozen"}, {"frozen", "hidden"}]
 
 
@@ -138,9 +125,7 @@ def _idle(kind: str) -> None:
 def _come_into_use(kind: str) -> None:
     """One bucket: rank 0 has launched it without the branch that nobody has used before; rank 1 follows."""
     setup = Setup(kind, (dist.get_world_size(),), bucket_bytes=10**6)
-    setup.backward(odd_loss(0, [[0]] * 4))
-    setup.reducer.finish()
-    setup.zero_grad()
+    setup.step(odd_loss(0, [[0]] * 4))
     loss = odd_loss(1, SAME)
     setup.refer(lambda model, rank: torch.zeros(()) if rank == 1 else loss(model, rank))
     if dist.get_rank() != 1:
@@ -151,32 +136,17 @@ def _come_into_use(kind: str) -> None:
 
 def _divide_by(kind: str, divisor: float) -> None:
     setup = Setup(kind, (dist.get_world_size(),))
-    setup.backward(odd_loss(0, SAME))
-    setup.reducer.set_divisor(divisor)
-    setup.reducer.finish()
-    setup.check(divisor)
-    setup.backward(odd_loss(1, SAME))
-    setup.reducer.finish()
-    setup.check(divisor)
+    for step in range(2):
+        setup.backward(odd_loss(step, SAME))
+        if step == 0:
+            setup.reducer.set_divisor(divisor)
+        setup.reducer.finish()
+        setup.check(divisor)
 
 
-def test_the_divisor_may_be_known_after_backward_only(gloo: ProcessPool) -> None:
-    gloo.run(_divide_by, HOLDERS, 7.5, world_size=2)
-    gloo.run(_divide_by, ALL_REDUCE, 2, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "divisor", "match"),
-    [(ALL_REDUCE, 7.5, "2 ranks.*7.5"), (HOLDERS, 0.0, "positive"), (HOLDERS, float("nan"), "positive")],
-    ids=["would apply twice", "zero", "nan"],
-)
-def test_a_wrong_divisor_is_refused(gloo: ProcessPool, kind: str, divisor: float, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_divide_by, kind, divisor, match=match, world_size=2)
-
-
-def _divide_steps(kind: str) -> None:
+def _divide_steps() -> None:
     """Only ``zero_grad`` between the steps, as an optimizer that knows no reducer does it."""
-    setup = Setup(kind, (dist.get_world_size(),))
+    setup = Setup(ALL_REDUCE, (dist.get_world_size(),))
     for step in range(3):
         with setup.reducer.no_sync():
             setup.backward(odd_loss(2 * step, USES[step]))
@@ -189,19 +159,26 @@ def _divide_steps(kind: str) -> None:
         setup.reference.zero_grad()
 
 
-def test_every_step_may_have_a_divisor_of_its_own(gloo: ProcessPool) -> None:
-    gloo.run(_divide_steps, ALL_REDUCE, world_size=3)
+def test_every_step_may_have_a_divisor_known_after_backward(gloo: ProcessPool) -> None:
+    gloo.run(_divide_by, HOLDERS, 7.5, world_size=2)
+    gloo.run(_divide_by, ALL_REDUCE, 2, world_size=2)
+    gloo.run(_divide_steps, world_size=3)
 
 
-def _half_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(torch.arange(rank, rank + 5)).square().mean()
+@pytest.mark.parametrize(
+    ("kind", "divisor", "match"),
+    [(ALL_REDUCE, 7.5, "2 ranks.*7.5"), (HOLDERS, 0.0, "positive"), (HOLDERS, float("nan"), "positive")],
+    ids=["would apply twice", "zero", "nan"],
+)
+def test_a_wrong_divisor_is_refused(gloo: ProcessPool, kind: str, divisor: float, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_divide_by, kind, divisor, match=match, world_size=2)
 
 
 def _sparse_and_half(kind: str) -> None:
     torch.manual_seed(0)
     setup = Setup(kind, (dist.get_world_size(),), SparseAndHalf())
     for _ in range(2):
-        setup.backward(_half_loss)
+        setup.backward(lambda model, rank: model(torch.arange(rank, rank + 5)).square().mean())
         setup.reducer.finish()
         embedding = setup.reference.get_parameter("embedding.weight")
         assert embedding.grad is not None
@@ -226,14 +203,11 @@ def _unused_does_not_delay(kind: str) -> None:
 
 
 def _refused(kind: str) -> None:
-    if kind == "different":
-        Setup(HOLDERS, (dist.get_world_size(),), nn.Linear(3, 5 if dist.get_rank() == 0 else 6))
-    elif kind == "complex":
-        Setup(ALL_REDUCE, (dist.get_world_size(),), nn.Linear(3, 5, dtype=torch.complex64))
-    else:
-        model = nn.Linear(3, 4)
-        model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)]))
-        Setup(ALL_REDUCE, (2,), model)
+    width = 6 if kind == "different" and dist.get_rank() == 1 else 5
+    model = nn.Linear(3, width, dtype=torch.complex64 if kind == "complex" else torch.float32)
+    if kind == "DTensor":
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    Setup(ALL_REDUCE, (2,), model)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +215,7 @@ def _refused(kind: str) -> None:
     [
         ("different", RuntimeError, "weight.*differs|differs.*weight"),
         ("complex", TypeError, r"weight \(5, 3\).*complex64"),
-        ("DTensor", TypeError, r"weight \(4, 3\).*DTensor"),
+        ("DTensor", TypeError, r"weight \(5, 3\).*DTensor"),
     ],
 )
 def test_what_cannot_be_reduced_is_refused_on_all_ranks(
@@ -264,6 +238,16 @@ def _communicate_in_hooks(kind: str) -> None:
     # Gradients of up to 10.
     setup.check(rtol=1e-5, atol=1e-5)
     assert float(total) == 2.0
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
 
 
 @BOTH

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from unittest import mock
 
 import pytest
@@ -16,7 +15,6 @@ from lightning_muon.grad_sync import sharded_layout
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.params.layout import OwnedBy
-from tests.distributed.sharding.training import Run, Training, largest_difference, mesh_of
 from tests.support.processes import ProcessPool
 
 CASES = [((1,), 2**26), ((3,), 200), ((4,), 2**26), ((2, 2), 200)]
@@ -49,7 +47,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _layout(shard_map: ShardMap) -> ShardedLayout:
-    """One that only converts state."""
     return ShardedLayout(shard_map, *[mock.Mock()] * 3)
 
 
@@ -135,24 +132,3 @@ def test_what_one_rank_does_wrong_stops_all_ranks(gloo: ProcessPool, kind: str, 
     with pytest.raises(Exception, match=match) as failed:
         gloo.run(_wrong_on_one_rank, kind, world_size=3, grace=20.0)
     assert sorted(failed.value.failures) == [0, 1, 2]  # type: ignore[attr-defined]
-
-
-def _bits_after_reloading() -> bool:
-    """Two steps, then the state goes through a state_dict to a new training, which takes two more."""
-    run = Run(max_norm=0.5)
-    old, new = (Training.start("zero2", mesh_of((2, 2)), bucket_bytes=bucket_bytes) for bucket_bytes in (600, 900))
-    for step in range(2):
-        old.step(run, step)
-    with torch.no_grad():
-        for mine, weight in zip(new.net.parameters(), old.weights().values(), strict=True):
-            mine.copy_(weight)
-    # A loaded state shares memory with what it was loaded from.
-    new.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
-    for step in range(2, 4):
-        old.step(run, step)
-        new.step(run, step)
-    return largest_difference(old.weights(), new.weights())[0] == 0.0
-
-
-def test_a_state_dict_continues_bit_equal(gloo: ProcessPool) -> None:
-    assert gloo.run(_bits_after_reloading, world_size=4) == [True] * 4

@@ -22,7 +22,6 @@ def _everyone() -> AxisGroup:
 
 
 def _fill(count: TokenCount, reports: list[list[Any]]) -> TokenCount:
-    """One list of reports for each micro-batch."""
     for values in reports:
         count.begin_micro_batch()
         for value in values:
@@ -30,8 +29,8 @@ def _fill(count: TokenCount, reports: list[list[Any]]) -> TokenCount:
     return count
 
 
+# Window, rank, micro-batch, reports.
 def _totals(windows: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
-    """Window, rank, micro-batch, reports."""
     count = TokenCount(_everyone())
     found: list[tuple[float, float]] = []
     for window in windows:
@@ -53,9 +52,11 @@ def test_counts_that_differ_by_rank_and_micro_batch_are_summed(gloo: ProcessPool
     assert gloo.run(_totals, [full, last, nothing], world_size=3) == [expected] * 3
 
 
-def _one_rank_reports(bad: list[list[Any]], rank: int) -> None:
+def _rank_2_reports(bad: list[list[Any]]) -> None:
     good: list[list[Any]] = [[3], [torch.tensor(2)], [0], [1, 2]]
-    _fill(TokenCount(_everyone()), bad if dist.get_rank() == rank else good).total()
+    dtensor = distribute_tensor(torch.tensor(3), init_device_mesh("cpu", (3,)), [Replicate()])
+    bad = [[dtensor if value == "a DTensor" else value for value in values] for values in bad]
+    _fill(TokenCount(_everyone()), bad if dist.get_rank() == 2 else good).total()
 
 
 @pytest.mark.parametrize(
@@ -66,15 +67,15 @@ def _one_rank_reports(bad: list[list[Any]], rank: int) -> None:
         ([[1], [1], [1, 2.5], [1]], "^rank 2 reported 2.5 as its .* micro-batch 3 of 4; "),
         ([[1], [1], [torch.tensor(torch.inf)], [1]], "^rank 2 reported inf as its .* micro-batch 3 of 4; "),
         ([[True], [1], [1], [1]], "^rank 2 reported True as its .* micro-batch 1 of 4; "),
-        ([[None], [1], [1], [1]], "^rank 2 reported None as its .* micro-batch 1 of 4; "),
+        ([["a DTensor"], [1], [1], [1]], "^rank 2 reported a DTensor"),
         ([[torch.ones(2)], [1], [1], [1]], r"^rank 2 reported a Tensor \(2,\) of torch.float32 as its .* 1 of 4; "),
         ([[torch.tensor(True)], [1], [1], [1]], r"^rank 2 reported a Tensor \(\) of torch.bool as its .* 1 of 4; "),
         ([[torch.tensor(3).bfloat16()], [1]], r"^rank 2 reported a Tensor \(\) of torch.bfloat16 as its .* 1 of 2; "),
     ],
-    ids=["missing", "negative", "half", "inf", "bool", "none", "vector", "truth", "rounded"],
+    ids=["missing", "negative", "half", "inf", "bool", "dtensor", "vector", "truth", "rounded"],
 )
 def test_what_one_rank_reports_wrongly_is_one_error_on_all(gloo: ProcessPool, bad: list[list[Any]], match: str) -> None:
-    failures = gloo.expect_error_on_all_ranks(_one_rank_reports, bad, 2, match=match, world_size=3)
+    failures = gloo.expect_error_on_all_ranks(_rank_2_reports, bad, match=match, world_size=3)
     assert len({failure.message for failure in failures.values()}) == 1
 
 
@@ -114,12 +115,3 @@ def test_a_report_is_copied_and_not_read_before_the_sum() -> None:
         _fill(count, [[num_tokens]])
     num_tokens += 10
     assert count.total() == 3
-
-
-def _report_a_dtensor() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    _fill(TokenCount(_everyone()), [[distribute_tensor(torch.tensor(3), mesh, [Replicate()])]]).total()
-
-
-def test_a_dtensor_is_refused(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_report_a_dtensor, match="^rank 0 reported a DTensor", world_size=2)

@@ -32,31 +32,13 @@ def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     return parameters, ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
 
 
-def _reduce_halves() -> None:
-    parameters, shard_map = _setup((3,), torch.bfloat16)
-    transport = ReduceScatterToOwners(shard_map)
-    own = [gradient.bfloat16() for gradient in _gradients(dist.get_rank())]
-    pending = transport.start(dict(zip(parameters, own, strict=True)))
-    pending.finish(3.0, set(parameters))
-    for index, parameter in enumerate(parameters):
-        first, second, third = (_gradients(rank)[index].bfloat16().float() for rank in range(3))
-        expected = ((first + second + third) / 3.0).bfloat16()
-        reduced = transport.reduced(parameter)
-        assert reduced is not None
-        assert torch.equal(reduced, shard_map.local(parameter, expected))
-
-
-def test_bfloat16_is_rounded_once_after_the_sum_and_the_division(gloo: ProcessPool) -> None:
-    gloo.run(_reduce_halves, world_size=3)
-
-
 NODES = [[0, 1], [2, 3]]
 
 
-def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
-    """Sums of two nodes, read in any order; returns what every rank holds of the parameter that all of them hold."""
-    parameters, shard_map = _setup((4,), dtype)
-    transport = ReduceScatterToOwners(shard_map, NODES)
+def _reduce(dtype: torch.dtype, nodes: list[list[int]]) -> Tensor:
+    """Two buckets, read after both; returns what this rank holds of the parameter that all of them hold."""
+    parameters, shard_map = _setup((dist.get_world_size(),), dtype)
+    transport = ReduceScatterToOwners(shard_map, nodes if len(nodes) > 1 else ())
     own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
     both = dict(zip(parameters, own, strict=True))
     pendings = [transport.start({p: both[p] for p in some}) for some in (parameters[:3], parameters[3:])]
@@ -65,21 +47,27 @@ def _reduce_on_nodes(dtype: torch.dtype) -> list[Tensor]:
     for pending in pendings:
         pending.finish(4.0, set(parameters))
     for index, parameter in enumerate(parameters):
-        shares = [_gradients(rank)[index].to(dtype).float() for rank in range(4)]
-        # Each node rounds what it sends, and keeps, to the dtype; to the last bit.
-        sums = [sum(shares[rank] for rank in node).to(dtype).float() for node in NODES]
+        sums = [sum(_gradients(rank)[index].to(dtype).float() for rank in node) for node in nodes]
+        if len(nodes) > 1:  # Each node rounds what it sends, and keeps, to the dtype; to the last bit.
+            sums = [each.to(dtype).float() for each in sums]  # type: ignore[union-attr]
         reduced = transport.reduced(parameter)
         assert reduced is not None
-        assert torch.equal(reduced, shard_map.local(parameter, (sum(sums) / 4.0).to(dtype)))
+        assert torch.equal(reduced, shard_map.local(parameter, (sum(sums) / 4.0).to(dtype)))  # type: ignore[union-attr]
     scalar = transport.reduced(parameters[3])
     assert scalar is not None
-    return [scalar]
+    return scalar
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nodes_add_up_first_and_then_their_sums_in_order(gloo: ProcessPool, dtype: torch.dtype) -> None:
-    (first,), *others = gloo.run(_reduce_on_nodes, dtype)
-    assert all(torch.equal(first, other) for (other,) in others)
+@pytest.mark.parametrize(
+    ("dtype", "nodes"),
+    [(torch.bfloat16, [[0, 1, 2]]), (torch.float32, NODES), (torch.bfloat16, NODES)],
+    ids=str,
+)
+def test_sums_are_rounded_once_in_and_once_between_nodes(
+    gloo: ProcessPool, dtype: torch.dtype, nodes: list[list[int]]
+) -> None:
+    first, *others = gloo.run(_reduce, dtype, nodes, world_size=sum(map(len, nodes)))
+    assert all(torch.equal(first, other) for other in others)
 
 
 def _overflow() -> Tensor:

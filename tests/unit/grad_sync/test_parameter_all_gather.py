@@ -17,17 +17,13 @@ def _model() -> nn.ModuleDict:
     return model
 
 
-def _names(model: nn.Module, units: dict[nn.Module, list[nn.Parameter]]) -> dict[nn.Module, list[str]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()}
-
-
 def test_a_parameter_belongs_to_the_innermost_units() -> None:
     model = _model()
     first, second, third = model["blocks"].children()
     inner = third.get_submodule("1")
-    found = _names(model, units_of(model, [first, second, third, inner, model["head"]]))
-    assert found == {
+    units = units_of(model, [first, second, third, inner, model["head"]])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()} == {
         model: ["embedding.weight", "norm.weight", "norm.bias", "blocks.0.0.weight"],
         model["head"]: ["embedding.weight", "head.bias"],
         first: ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"],
@@ -35,8 +31,4 @@ def test_a_parameter_belongs_to_the_innermost_units() -> None:
         third: ["blocks.2.0.weight", "blocks.2.0.bias"],
         inner: ["blocks.2.1.weight"],
     }
-
-
-def test_without_units_the_root_has_everything() -> None:
-    model = _model()
     assert units_of(model, []) == {model: list(model.parameters())}
