@@ -75,9 +75,9 @@ def clipped_without_effect(model: Net, optimizer: ParallelMuon, step: int) -> No
 
 
 def flipped(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    """The norm of each gradient stays."""
+    """Of other parameters in each step; the norm of each gradient stays."""
     plain(model, optimizer, step)
-    for parameter in model.parameters():
+    for parameter in list(model.parameters())[step::3]:
         if parameter.grad is not None:
             local = parameter.grad.data.to_local()  # type: ignore[attr-defined]
             local.copy_(local.flip(0))

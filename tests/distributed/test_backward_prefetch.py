@@ -139,26 +139,6 @@ def test_buckets_are_sent_early_while_that_is_of_use(
     assert gloo.run(_count_early, backward, options, world_size=2) == [expected] * 2
 
 
-def _waits_as_on_cuda() -> bool:
-    """Does backward end only when every bucket that it has sent has read its gradients?"""
-    model = sharded((dist.get_world_size(),))
-    optimizer = make_optimizer(model, **EARLY)
-    plain(model, optimizer, 0)
-    optimizer.step()
-    assert optimizer._bound is not None and optimizer._bound.early is not None
-    early = optimizer._bound.early
-    early._reads_late = True
-    with mock.patch.object(early, "_wait_until_read") as wait:
-        plain(model, optimizer, 1)
-    keys = early.keys(set(model.parameters()))
-    optimizer.step()
-    return len(keys) > 1 and [call.args for call in wait.call_args_list] == [(key,) for key in keys]
-
-
-def test_backward_ends_when_what_was_sent_has_read_its_gradients(gloo: ProcessPool) -> None:
-    assert all(gloo.run(_waits_as_on_cuda, world_size=2))
-
-
 def _count_with_auto(bandwidth: float) -> tuple[list[tuple[int, int]], str]:
     machine = CostModel(flops_per_second=1e12, memory_bytes_per_second=1e12, bandwidth=(bandwidth,))
     with mock.patch.object(step_plan, "machine_of", return_value=machine):
@@ -205,33 +185,6 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
 @pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])
 def test_a_step_that_is_given_up_leaves_nothing_behind(gloo: ProcessPool, looks_at_once: bool) -> None:
     assert gloo.run(_step_over_nan, looks_at_once, world_size=2) == [(True, True)] * 2
-
-
-def _differs_and_drops() -> list[bool]:
-    """What was sent early is compared with the gradients of now, and can be dropped as if nothing had been sent."""
-    model = sharded((dist.get_world_size(),))
-    optimizer = make_optimizer(model, **EARLY)
-    for step in range(3):
-        plain(model, optimizer, step)
-        optimizer.step()
-    momenta = {p: s["momentum_buffer"].to_local().clone() for p, s in optimizer.state.items() if "momentum_buffer" in s}
-    plain(model, optimizer, 7)
-    assert optimizer._bound is not None and optimizer._bound.early is not None
-    early = optimizer._bound.early
-    grads = {p: p.grad.to_local() for p in model.parameters() if p.grad is not None}  # type: ignore[attr-defined]
-    found = [early.is_sent(key) and not early.differs(key, grads) for key in early._buckets]
-    for key, tensors in early._buckets.items():
-        found += [bool(early.differs(key, grads | {p: grads[p] + 1})) for p in tensors if grads[p].numel()]
-    found += [torch.equal(optimizer.state[p]["momentum_buffer"].to_local(), m) for p, m in momenta.items()]
-    early.settle(list(early._buckets), list(early._buckets), grads)
-    found += [not early.is_sent(key) for key in early._buckets]
-    optimizer.step()
-    return found
-
-
-def test_what_is_sent_early_is_compared_and_can_be_dropped(gloo: ProcessPool) -> None:
-    for found in gloo.run(_differs_and_drops, world_size=2):
-        assert len(found) > 10 and all(found)
 
 
 def _two_optimizers() -> bool:

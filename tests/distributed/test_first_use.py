@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def _loss(model: nn.ModuleList, *, skips: bool) -> Tensor:
     return x.square().mean()
 
 
-def _train(name: str, shape: tuple[int, ...], first_skip: int) -> bool:
+def _train(name: str, shape: tuple[int, ...], first_skip: int) -> None:
     model, mesh = _model(), nccl_like_mesh(*shape)
     mode = make_mode(name, mesh, ModeOptions(bucket_bytes=3000))
     mode.prepare(model)
@@ -47,19 +48,9 @@ def _train(name: str, shape: tuple[int, ...], first_skip: int) -> bool:
         mode.finish_parameters()
         optimizer.zero_grad()
     mode.close()
-    return True
 
 
-@pytest.mark.parametrize("first_skip", [0, 1], ids=["from_the_first_step", "from_the_second_step"])
-@pytest.mark.parametrize(("name", "shape"), [("zero2", (2,)), ("zero2", (2, 2)), ("ddp", (2,))], ids=str)
-def test_replicas_train_where_a_rank_lacks_a_gradient(
-    gloo: ProcessPool, name: str, shape: tuple[int, ...], first_skip: int
-) -> None:
-    size = torch.Size(shape).numel()
-    assert all(gloo.run(_train, name, shape, first_skip, world_size=size))
-
-
-def _train_on_more_layers() -> bool:
+def _train_on_more_layers() -> None:
     """All ranks use both layers from the second step on, so that the bucket has another size than at first."""
     torch.manual_seed(0)
     model, mesh = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)]), nccl_like_mesh(2)
@@ -73,14 +64,9 @@ def _train_on_more_layers() -> bool:
         optimizer.step()
         optimizer.zero_grad()
     mode.close()
-    return True
 
 
-def test_replicas_train_where_a_bucket_has_grown(gloo: ProcessPool) -> None:
-    assert all(gloo.run(_train_on_more_layers, world_size=2))
-
-
-def _train_decoupled_nodes(replicator: Any, delay: int) -> bool:
+def _train_decoupled_nodes(replicator: Any, delay: int) -> None:
     """Nodes whose messages go out during backward, over two groups; a bucket that a node sends in the step alone."""
     model, mesh = _model(), nccl_like_mesh(dist.get_world_size(), 1)
     for layer in model:
@@ -92,7 +78,6 @@ def _train_decoupled_nodes(replicator: Any, delay: int) -> bool:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.state_dict()
-    return True
 
 
 def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
@@ -102,13 +87,7 @@ def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
     return x.square().mean()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("replicator", [DCTTopK(top_k=8), Full()], ids=["sparse", "sums"])
-def test_nodes_train_where_one_sends_a_bucket_later(gloo: ProcessPool, replicator: Any, delay: int) -> None:
-    assert all(gloo.run(_train_decoupled_nodes, replicator, delay, world_size=3))
-
-
-def _train_hybrid() -> bool:
+def _train_hybrid() -> None:
     """Early gathers inside of replicas and over all ranks, of which one rank has to leave a chunk to the step."""
     model, mesh = _model(), nccl_like_mesh(2, 2)
     for layer in model:
@@ -121,11 +100,24 @@ def _train_hybrid() -> bool:
         _used_loss(model, _NUM_LAYERS).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return True
 
 
-def test_hybrid_shards_train_where_a_rank_sends_a_chunk_later(gloo: ProcessPool) -> None:
-    assert all(gloo.run(_train_hybrid, world_size=4))
+_CASES = [
+    *((_train, ("zero2", (2,), first_skip), 2) for first_skip in (0, 1)),
+    *((_train, ("zero2", (2, 2), first_skip), 4) for first_skip in (0, 1)),
+    *((_train, ("ddp", (2,), first_skip), 2) for first_skip in (0, 1)),
+    (_train_on_more_layers, (), 2),
+    *((_train_decoupled_nodes, (DCTTopK(top_k=8), delay), 3) for delay in (0, 1)),
+    *((_train_decoupled_nodes, (Full(), delay), 3) for delay in (0, 1)),
+    (_train_hybrid, (), 4),
+]
+
+
+@pytest.mark.parametrize(("train", "arguments", "world_size"), _CASES, ids=lambda each: getattr(each, "__name__", None))
+def test_no_rank_waits_for_a_connection_for_ever(
+    gloo: ProcessPool, train: Callable[..., None], arguments: tuple[Any, ...], world_size: int
+) -> None:
+    gloo.run(train, *arguments, world_size=world_size)
 
 
 def _blocks_alone() -> None:

@@ -28,53 +28,46 @@ def _parameter(seed: int, shape: tuple[int, ...], mesh: DeviceMesh, placement: A
     return parameter
 
 
-def _wrong_on_rank_1(what: str) -> None:
+def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
     mesh, is_wrong = _line(), dist.get_rank() == 1
     weight, bias = _parameter(0, (8, 4), mesh), _parameter(1, (8,), mesh)
-    options: dict[str, Any] = {}
-    if what == "pattern" and is_wrong:
-        options["adamw_patterns"] = ("nothing.*",)
-    if what == "algorithm" and is_wrong:
-        options["algorithm"] = "muon"
-    if what == "ns_steps" and is_wrong:
-        options["ns_steps"] = 3
-    if what == "lr" and is_wrong:
-        options["lr"] = 0.5
-    optimizer = ParallelMuon([("weight", weight), ("bias", bias)], **options)
-    if what == "later":
+    optimizer = ParallelMuon([("weight", weight), ("bias", bias)], **(options if is_wrong else {}))
+    if later:
         optimizer.step()
-        weight.requires_grad_(not is_wrong)
-    if what == "added":
-        optimizer.step()
-        if is_wrong:
-            optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
-            optimizer.add_param_group({"params": [("more", _parameter(2, (8, 2), mesh))]})
+    if is_wrong and later == "frozen":
+        weight.requires_grad_(False)
+    if is_wrong and later == "added":
+        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
+        optimizer.add_param_group({"params": [("more", _parameter(2, (8, 2), mesh))]})
     optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("what", "match"),
-    [("ns_steps", "'ns_steps': 3"), ("lr", "'lr': 0.5"), ("later", "trainable=False"), ("added", "more|bias|settings")],
+    ("options", "later", "match"),
+    [
+        ({"ns_steps": 3}, "", "'ns_steps': 3"),
+        ({"lr": 0.5}, "", "'lr': 0.5"),
+        ({}, "frozen", "trainable=False"),
+        ({}, "added", "more|bias|settings"),
+    ],
 )
-def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
+def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, options: dict[str, Any], later: str, match: str) -> None:
     gloo.expect_error_on_all_ranks(
-        _wrong_on_rank_1, what, match=match, exception=RuntimeError, world_size=3, timeout=30
+        _wrong_on_rank_1, options, later, match=match, exception=RuntimeError, world_size=3, timeout=30
     )
 
 
-def _messages(what: str) -> str:
-    try:
-        _wrong_on_rank_1(what)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def _message(options: dict[str, Any]) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        _wrong_on_rank_1(options, "")
+    return f"{error.typename}: {error.value}"
 
 
-@pytest.mark.parametrize("what", ["pattern", "algorithm"])
-def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, what: str) -> None:
-    results = gloo.run(_messages, what, world_size=3, timeout=30)
-    assert results[1].startswith("ValueError")
-    assert all(result.startswith("RuntimeError: rank 1 of the group failed") for result in (results[0], results[2]))
+@pytest.mark.parametrize("options", [{"adamw_patterns": ("nothing.*",)}, {"algorithm": "muon"}], ids=str)
+def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    first, wrong, last = gloo.run(_message, options, world_size=3, timeout=30)
+    assert wrong.startswith("ValueError")
+    assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
 
 
 def _nan_in_a_small_mesh() -> None:

@@ -41,36 +41,28 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def _sharded() -> tuple[nn.Module, ParallelMuon]:
+def _train(path: str, *, is_resumed: bool) -> list[Tensor]:
+    """Three steps more, after three of which the state is saved, or after its state is loaded."""
     model = _model()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, ParallelMuon(model, lr=0.02, compute_dtype="float32")
-
-
-def _train_and_save(path: str) -> list[Tensor]:
-    """Save after three steps, go on for three more."""
-    model, optimizer = _sharded()
-    _steps(model, optimizer, 0, 3)
+    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32")
+    if not is_resumed:
+        _steps(model, optimizer, 0, 3)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=path)
-    _steps(model, optimizer, 3, 6)
-    return _weights(model)
-
-
-def _load_and_train(path: str) -> list[Tensor]:
-    model, optimizer = _sharded()
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if is_resumed:
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        dcp.save(state, checkpoint_id=path)
     _steps(model, optimizer, 3, 6)
     return _weights(model)
 
 
 def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: Path) -> None:
-    expected = gloo.run(_train_and_save, str(tmp_path), world_size=3)[0]
+    expected = gloo.run(_train, str(tmp_path), is_resumed=False, world_size=3)[0]
     for world_size in (1, 2, 3, 4):
-        for weights in gloo.run(_load_and_train, str(tmp_path), world_size=world_size):
+        for weights in gloo.run(_train, str(tmp_path), is_resumed=True, world_size=world_size):
             for found, wanted in zip(weights, expected, strict=True):
                 if world_size == 3:
                     assert torch.equal(found, wanted)

@@ -133,8 +133,6 @@ def _change(kind: str, net: Net, optimizer: torch.optim.Optimizer) -> None:
         del optimizer.state[weight]
     elif kind == "momentum is wrong":
         optimizer.param_groups[0]["momentum"] = "much"
-    elif kind == "ns_steps is wrong":
-        optimizer.param_groups[0]["ns_steps"] = "many"
     elif kind == "gradients are gone":
         optimizer.zero_grad()
 
@@ -164,7 +162,6 @@ def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
         ("ddp", "frozen"),
         ("ddp", "state is gone"),
         ("ddp", "momentum is wrong"),
-        ("ddp", "ns_steps is wrong"),
         ("zero2", "state is gone"),
         ("zero2", "momentum is wrong"),
         ("zero2", "gradients are gone"),

@@ -15,17 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, CompareOptions, compare_strategies
 from lightning_muon.optim import step_plan as plan_module
-from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import machine_of
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
-
-
-def _bind(*tensors: torch.Tensor, mesh: Any = None, **options: Any) -> StepPlan:
-    return plan_for(tensors, mesh, **options)
-
 
 Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
 
@@ -33,14 +27,13 @@ Description = list[tuple[int, tuple[int, ...], list[str], list[list[int]]]]
 def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
     mesh = init_device_mesh("cpu", mesh_shape)
     replicated = [Replicate()] * len(mesh_shape)
-    plan = _bind(
+    tensors = [
         distribute_tensor(torch.ones(13, 7), mesh, [*replicated[1:], Shard(0)]),
         distribute_tensor(torch.ones(1, 9), mesh, [*replicated[1:], Shard(0)]),
         distribute_tensor(torch.ones(4, 4), mesh, replicated),
         torch.ones(5, 5),
         torch.ones(5),
-        dedupe=dedupe,
-    )
+    ]
     return [
         (
             group.axes.size,
@@ -48,7 +41,7 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
             [job.matrix.name for job in group.jobs],
             [list(job.pieces.held) for job in group.jobs],
         )
-        for group in plan.exchange_groups
+        for group in plan_for(tensors, dedupe=dedupe).exchange_groups
     ]
 
 
@@ -73,14 +66,13 @@ def test_where_matrices_travel_depends_on_sharing(gloo: ProcessPool) -> None:
         assert [(size, replica_of) for size, replica_of, *_ in found] == [(1, (0,)), (2, (0, 1))]
 
 
-def _overlapping() -> None:
-    """Two ranks that both claim the first rows."""
+def _plain_that_differ() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    _bind(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), torch.ones(3 + dist.get_rank(), 3), mesh=mesh)
+    plan_for([distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), torch.ones(3 + dist.get_rank(), 3)], mesh)
 
 
 def test_plain_tensors_that_are_no_replicas_are_refused(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_overlapping, match="w1", exception=RuntimeError, world_size=2)
+    gloo.expect_error_on_all_ranks(_plain_that_differ, match="w1", exception=RuntimeError, world_size=2)
 
 
 def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
@@ -94,24 +86,24 @@ def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
         mock.patch.object(plan_module, "machine_of", side_effect=machine_of) as asked,
     ):
         weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
-        _bind(torch.ones(5, 5), weight, dedupe=dedupe, overlap="auto")
+        plan_for([torch.ones(5, 5), weight], dedupe=dedupe, overlap="auto")
     return [call.kwargs["is_between_machines"] for call in asked.call_args_list]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "dedupe", "expected"),
+    ("hosts", "dedupe", "expected", "variable"),
     [
-        ("aaaa", "always", (False, False)),
+        ("aaaa", "always", (False, False), ""),
         # A machine for each replica.
-        ("aabb", "always", (False, True)),
-        ("aabb", "never", (False, False)),
-        ("abab", "never", (True, True)),
+        ("aabb", "always", (False, True), ""),
+        ("aabb", "always", (False, True), "GROUP_RANK"),
+        ("aabb", "never", (False, False), "GROUP_RANK"),
+        ("abab", "never", (True, True), ""),
         # Also the ranks whose own links are fast have to decide by the slowest.
-        ("aaab", "never", (True, True)),
-        ("aaab", "always", (True, True)),
+        ("aaab", "never", (True, True), ""),
+        ("aaab", "always", (True, True), "GROUP_RANK"),
     ],
 )
-@pytest.mark.parametrize("variable", ["", "GROUP_RANK"])
 def test_all_ranks_decide_by_the_slowest_links_of_the_mesh(
     gloo: ProcessPool, hosts: str, dedupe: str, expected: tuple[bool, bool], variable: str
 ) -> None:
@@ -123,7 +115,7 @@ def _estimates() -> list[Any]:
     """Of matrices that are cut into uneven shards and have different owners."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = [distribute_tensor(torch.ones(rows, 7), mesh, [Shard(0)]) for rows in (13, 29, 2)]
-    return [group.estimate for group in _bind(*weights, overlap="auto").exchange_groups]
+    return [group.estimate for group in plan_for(weights, overlap="auto").exchange_groups]
 
 
 def test_ranks_with_different_shards_and_matrices_decide_alike(gloo: ProcessPool) -> None:
@@ -137,7 +129,7 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     shapes = [(13, 7), (64, 32), (1, 9), (6, 6)]
     mesh = init_device_mesh("cpu", (2, 2))
     weights = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in shapes]
-    (group,) = _bind(*weights, dedupe=dedupe).exchange_groups
+    (group,) = plan_for(weights, dedupe=dedupe).exchange_groups
     parameters = [ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes)]
     options = CompareOptions(
         ns_steps=5, wire_itemsize=4, chunk_bytes=10**6, look_ahead=2, buffer_bytes=None, cost=PRESETS["reference"]

@@ -51,13 +51,9 @@ def _tensors(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()}
 
 
-class _Holder(nn.Module):
-    """Parameters without a forward."""
-
-
 def _place(tensors: Mapping[str, Tensor], meshes: Meshes) -> dict[str, nn.Parameter]:
     """Laid out as torch does it: divided by tensor parallelism first, then by FSDP2."""
-    holder = _Holder()
+    holder = nn.Module()
     assert meshes.tensor is not None
     for name, tensor in tensors.items():
         placed = distribute_tensor(tensor, meshes.tensor, [Shard(SHAPES[name][1])])

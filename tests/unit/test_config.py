@@ -13,7 +13,6 @@ from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon
 from lightning_muon.config import (
     MuonConfig,
     check_hyperparameters,
-    nearest,
     option_docs,
     takes_options,
     unknown_option,
@@ -49,14 +48,6 @@ def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:
 def test_numbers_of_other_libraries_and_lists_are_taken() -> None:
     config = MuonConfig(lr=torch.tensor(0.5), betas=[0, 0.5], adamw_patterns=["*.x"], max_skipped_steps=0)  # type: ignore[arg-type]
     assert (float(config.lr), config.betas, config.adamw_patterns) == (0.5, [0, 0.5], ["*.x"])
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [("momentun", "momentum"), ("learning_rate", "lr"), ("betta", "betas"), ("lr", "lr"), ("x", None), ("", None)],
-)
-def test_the_nearest_name_is_one_that_is_alike(key: str, expected: str | None) -> None:
-    assert nearest(key, ["betas", "momentum", "lr"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,7 @@ def test_the_sparse_inverse_is_the_dense_one(shape: tuple[int, ...], density: st
     # Of several values at a position all but one are zero.
     for row, places in zip(values, indices.tolist(), strict=True):
         row[[index for index, place in enumerate(places) if place in places[:index]]] = 0
-    dense = [[0.0] * numel for _ in range(35)]
-    for block, position, value in zip(dense, indices.tolist(), values.tolist(), strict=True):
-        for index, number in zip(position, value, strict=True):
-            block[index] += number
-    expected = dct(torch.tensor(dense).view(35, *shape), inverse=True)
+    expected = dct(torch.zeros(35, numel).scatter_add_(1, indices, values).view(35, *shape), inverse=True)
     rest = expected.clone()
     with NoAtomics():
         found = sparse_inverse_dct(values, indices, shape)

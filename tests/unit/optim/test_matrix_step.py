@@ -79,39 +79,6 @@ def test_what_runs_is_the_branch_of_the_program(
 
 
 @torch.no_grad()
-def test_nothing_changes_before_the_deferred_check(parameters: list[nn.Parameter]) -> None:
-    states, found = _state(parameters), list[bool]()
-
-    def check() -> None:
-        weights = all(torch.equal(p, torch.ones_like(p)) for p in parameters)
-        found.append(weights and not any(states[p]["momentum_buffer"].any() for p in parameters[:3]))
-
-    _step(parameters).run(_agreed(parameters, check), states)
-    assert found == [True]
-    others = [nn.Parameter(torch.ones_like(p)) for p in parameters]
-    expected = _state(others)
-    _step(others).run(_agreed(others), expected)
-    assert all(map(torch.equal, parameters, others))
-    for one, other in zip(parameters[:3], others, strict=False):
-        assert torch.equal(states[one]["momentum_buffer"], expected[other]["momentum_buffer"])
-
-
-@torch.no_grad()
-def test_a_check_that_raises_gives_up_the_step_alone(parameters: list[nn.Parameter]) -> None:
-    states, step = _state(parameters), _step(parameters)
-
-    def refuse() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        step.run(_agreed(parameters, refuse), states)
-    assert all(torch.equal(p, torch.ones_like(p)) for p in parameters)
-    assert not any(states[p]["momentum_buffer"].any() for p in parameters[:3])
-    step.run(_agreed(parameters), states)
-    assert all(states[p]["momentum_buffer"].any() for p in parameters[:3])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("shape", [(8, 8), (20, 6), (3, 7)])
 def test_matrices_of_equal_shape_give_the_same_bits_in_a_batch(shape: tuple[int, int]) -> None:
     together = [nn.Parameter(torch.ones(shape)) for _ in range(5)]

@@ -11,7 +11,6 @@ from lightning_muon.params.exchange import (
     ParameterToPlan,
     PlannedExchange,
     PlanOptions,
-    exchange_ranks,
     loads_so_far,
     plan_exchanges,
 )
@@ -23,11 +22,6 @@ LOCAL = MeshRanks.of_shape(())
 OPTIONS = PlanOptions(
     itemsize=4, device_type="cpu", chunk_bytes=100, assignment="lpt", dedupe="always", look_ahead=2, overlap="step"
 )
-
-
-def test_local_tensors_stay_in_their_process() -> None:
-    ranks = exchange_ranks(LOCAL, (), True)
-    assert (ranks.size, ranks.replica_of, ranks.spans_replicas) == (1, (0,), False)
 
 
 def test_every_rank_comes_to_the_same_owners() -> None:
