@@ -112,7 +112,7 @@ class _Canvas:
         panel.tick_params(axis="x", labelsize=7)
         for row in range(1, len(rows)):
             panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
-        _hide_spines(panel, "top", "right", "left")
+        panel.spines[["top", "right", "left"]].set_visible(False)
         if 1e3 * timeline.makespan > self._end * 1.001:
             text = f"goes on until {_milliseconds(timeline.makespan)} $\\rightarrow$"
             panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
@@ -159,7 +159,7 @@ class _Canvas:
         panel.set_ylim(0, 1.1 * max(1.0, *values))
         panel.set_xlim(0, len(values))
         panel.tick_params(labelsize=7)
-        _hide_spines(panel, "top", "right")
+        panel.spines[["top", "right"]].set_visible(False)
 
     def save(self, path: Path) -> None:
         """Add the legend and write the file."""
@@ -173,11 +173,6 @@ class _Canvas:
         settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
         with _matplotlib("").rc_context(settings):
             self._figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _hide_spines(panel: Any, *sides: str) -> None:
-    for side in sides:
-        panel.spines[side].set_visible(False)
 
 
 def _matplotlib(module: str) -> Any:

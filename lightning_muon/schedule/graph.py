@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_muon.schedule.program import Op, OpKind, Program
+from lightning_muon.schedule.program import Op, Program
 
 # An error names so many ops and says how many more there are.
 NAMED = 8
@@ -85,25 +85,14 @@ def build_graph(program: Program) -> Graph:
     nodes: list[Node] = []
     node_of: list[int] = []
     groups = Groups()
-    shared: dict[tuple[str, str, frozenset[int]], int] = {}
+    shared: dict[tuple[str, frozenset[int]], int] = {}
     for index, op in enumerate(ops):
         place = len(nodes)
         if len(op.group) > 1:
-            kind = OpKind.SEND if op.kind == OpKind.RECV else op.kind
-            place = shared.setdefault((kind, op.key, groups.of(op)), place)
+            place = shared.setdefault((op.name, groups.of(op)), place)
         if place == len(nodes):
             nodes.append(Node([], len(op.group) or 1, []))
-        members = nodes[place].ops
-        if op.kind in (OpKind.SEND, OpKind.RECV) and len(op.group) > 2:
-            raise ValueError(f"{where(op)} has the ranks {op.group[:NAMED]}; a message has two")
-        if members and op.kind in (OpKind.SEND, OpKind.RECV):
-            first = ops[members[0]]
-            if len(members) > 1 or first.rank == op.rank or first.kind == op.kind:
-                raise ValueError(
-                    f"{where(op)} is no message with {where(first)}: one rank sends and the other receives; use a key "
-                    "for each message"
-                )
-        members.append(index)
+        nodes[place].ops.append(index)
         node_of.append(place)
     waits: list[list[int]] = []
     for listed in program.values():

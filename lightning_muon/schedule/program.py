@@ -44,9 +44,6 @@ class OpKind:
     EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be thrown away.
     SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
-    # `send[key]` on one rank and `recv[key]` on the other, with the same two ranks as group, are one communication.
-    SEND = "send"
-    RECV = "recv"
 
 
 EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}

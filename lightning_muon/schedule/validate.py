@@ -35,9 +35,8 @@ def validate(program: Program) -> None:
 
     Each op is on the rank that lists it, on a known lane, with sizes of at least 0, and has a name of its own; ``deps``
     exist; results are used; the ranks of a communication all have it once; those of one group come in the same order on
-    all of its ranks, sends from one rank to another in the order of their receives; nothing waits for itself in the
-    end. Otherwise a ``ValueError`` (:class:`~.graph.DeadlockError` if ops wait for each other) names the op and its
-    rank.
+    all of its ranks; nothing waits for itself in the end. Otherwise a ``ValueError`` (:class:`~.graph.DeadlockError` if
+    ops wait for each other) names the op and its rank.
     """
     for rank, ops in program.items():
         _check_rank(rank, ops)
@@ -74,28 +73,22 @@ def _check_rank(rank: int, ops: list[Op]) -> None:
 
 
 def _check_order(program: Program) -> None:
-    """Communications of one group, and messages from one rank to another, have one order and equal conditions."""
+    """Communications of one group have one order and equal conditions."""
     groups = Groups()
-    expected: dict[object, tuple[int, list[str]]] = {}
+    expected: dict[frozenset[int], tuple[int, list[str]]] = {}
     for rank, ops in program.items():
-        found: dict[object, list[str]] = {}
+        found: dict[frozenset[int], list[str]] = {}
         for op in ops:
-            if len(op.group) < 2:
-                continue
-            conditions = "".join([*(f" when {name}" for name in op.when), *(f" unless {name}" for name in op.unless)])
-            if op.kind in (OpKind.SEND, OpKind.RECV):
-                (peer,) = groups.of(op) - {rank}
-                direction = (rank, peer) if op.kind == OpKind.SEND else (peer, rank)
-                found.setdefault(direction, []).append(f"message[{op.key}]{conditions}")
-            else:
-                found.setdefault(groups.of(op), []).append(f"{op.name}{conditions}")
-        for channel, names in found.items():
-            first, wanted = expected.setdefault(channel, (rank, names))
+            if len(op.group) > 1:
+                conditions = [*(f" when {name}" for name in op.when), *(f" unless {name}" for name in op.unless)]
+                found.setdefault(groups.of(op), []).append("".join([op.name, *conditions]))
+        for group, names in found.items():
+            first, wanted = expected.setdefault(group, (rank, names))
             for mine, theirs in zip_longest(names, wanted):
                 if mine != theirs:
                     raise ValueError(
-                        f"rank {rank} has {mine} where rank {first} has {theirs}: communications of one group, and "
-                        "messages from one rank to another, must come in the same order on all ranks"
+                        f"rank {rank} has {mine} where rank {first} has {theirs}: communications of one group must "
+                        "come in the same order on all ranks"
                     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
@@ -16,21 +16,9 @@ def compute(name: str, cost: int, *deps: str, rank: int = 0, memory: int = 0) ->
     return Op(kind=name, key="0", rank=rank, cost=cost, deps=deps, memory=memory)
 
 
-def collective(
-    name: str, size: int, *deps: str, rank: int = 0, group: tuple[int, ...] = (), memory: int = 0, key: str = "0"
-) -> Op:
+def collective(name: str, size: int, *deps: str, rank: int = 0, group: tuple[int, ...] = (), memory: int = 0) -> Op:
     """An op of some seconds on the transfer lane."""
-    return Op(kind=name, key=key, rank=rank, bytes=size, lane=TRANSFER, deps=deps, group=group, memory=memory)
-
-
-def send(key: str, source: int, target: int, *deps: str, size: int = 1) -> Op:
-    """One side of a message."""
-    return collective(OpKind.SEND, size, *deps, rank=source, group=(source, target), key=key)
-
-
-def recv(key: str, source: int, target: int, *deps: str, size: int = 1) -> Op:
-    """The other side."""
-    return collective(OpKind.RECV, size, *deps, rank=target, group=(source, target), key=key)
+    return Op(kind=name, key="0", rank=rank, bytes=size, lane=TRANSFER, deps=deps, group=group, memory=memory)
 
 
 @st.composite

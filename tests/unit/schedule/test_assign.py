@@ -94,14 +94,6 @@ def test_the_busiest_gets_less_until_no_exchange_is_left(
                 assert relief <= 0 or relief >= loads[busiest][0] - loads[owner][0]
 
 
-def test_the_exchange_that_helps_most_is_made() -> None:
-    # 10 + 4 | 6 | 3: exchanging 10 for 6 leaves 10, moving 4 leaves 10 too and comes later; 10 for 3 leaves 10.
-    buckets, loads = [{0: 0, 1: 1}, {2: 0, 3: 2}], [(14, 14), (6, 6), (3, 3)]
-    even_out(buckets, [10, 6, 4, 3], [10, 6, 4, 3], loads)
-    assert max(loads) == (10, 10)
-    assert sum(load for load, _ in loads) == 23
-
-
 def test_so_many_comparisons_are_made_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assign_module, "MOST_COMPARISONS", 1)
     buckets = [dict.fromkeys(range(8), 0)]

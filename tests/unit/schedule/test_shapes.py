@@ -89,17 +89,11 @@ def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> 
         ({**_WEIGHT, "shape": [4]}, "is 1-D and cannot be of kind 'matrix'"),
         ({**_WEIGHT, "splits": [1, 2]}, "do not sum to dimension 0"),
         ({**_WEIGHT, "shard_dim": 2}, r"'a.weight' \(4, 2\): shard_dim must be an integer in \[0, 1\], got 2"),
-        ({**_WEIGHT, "shard_dim": "0"}, r"'a.weight' \(4, 2\): shard_dim must be an integer in \[0, 1\], got '0'"),
         ({**_WEIGHT, "splits": [1, 3], "split_dim": 2}, r"split_dim must be an integer in \[0, 1\], got 2"),
         ({**_WEIGHT, "split_dim": -1}, r"'a.weight' \(4, 2\): split_dim must be an integer in \[0, 1\], got -1"),
-        ({**_WEIGHT, "split_dim": True}, r"split_dim must be an integer in \[0, 1\], got True"),
         ({**_WEIGHT, "frozen": "no"}, r"'a.weight' \(4, 2\): frozen must be true or false, got 'no'"),
         ({**_WEIGHT, "name": 3}, "parameter 3: name must be a text, got 3"),
         ({"repeat": "2", "parameters": [_WEIGHT]}, "block of 'a.weight': repeat must be an integer .* got '2'"),
-        (
-            {"repeat": -1, "parameters": [_WEIGHT]},
-            "block of 'a.weight': repeat must be an integer of at least 0, got -1",
-        ),
         ({"repeat": 1, "first": 0.5, "parameters": [_WEIGHT]}, "block of 'a.weight': first must be an integer .* 0.5"),
         ({"repeat": 2, "parameters": [_WEIGHT]}, "need {i} in their names"),
         ([], "must be an object"),
@@ -110,11 +104,6 @@ def test_a_wrong_entry_is_named(tmp_path: Path, entry: Any, message: str) -> Non
     with pytest.raises(ValueError, match=message) as caught:
         read_shapes(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_missing_file_names_the_nearest_shipped_one() -> None:
-    with pytest.raises(FileNotFoundError, match=r"did you mean 'llama3-8b'\?"):
-        read_shapes("lama3-8b.json")
 
 
 def test_text_that_is_no_json_and_an_empty_list_are_refused(tmp_path: Path) -> None:

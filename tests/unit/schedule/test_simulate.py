@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.passes import prefetch
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Program
 from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
-from tests.unit.schedule.programs import UNIT, collective, compute, programs, recv, send
+from tests.unit.schedule.programs import UNIT, collective, compute, programs
 from tests.unit.schedule.specs import plan_of, sharded
 
 
@@ -28,8 +26,9 @@ def test_a_serial_rank_takes_the_sum() -> None:
 
 def test_a_transfer_that_nothing_waits_for_is_hidden() -> None:
     timeline = simulate({0: [collective("b", 3), compute("a", 4)]}, UNIT)
-    assert timeline.makespan == 4
-    assert (timeline.idle, timeline.hidden) == (0, 1)
+    assert (timeline.makespan, timeline.idle, timeline.hidden) == (4, 0, 1)
+    empty = simulate({}, UNIT)
+    assert (empty.makespan, empty.idle, empty.hidden, empty.peak_bytes) == (0, 0, 1, 0)
     half = simulate({0: [collective("b", 8), compute("a", 4)]}, UNIT)
     assert (half.idle, half.hidden) == (0.5, 0.5)
 
@@ -47,29 +46,6 @@ def test_a_collective_waits_for_the_last_and_slowest_rank() -> None:
     assert timeline.ranks[0].idle == pytest.approx(11 / 13)
 
 
-@pytest.mark.parametrize(("num_stages", "num_batches"), [(2, 2), (2, 5), (3, 4), (4, 8)])
-def test_a_pipeline_has_the_bubble_of_its_formula(num_stages: int, num_batches: int) -> None:
-    # All forwards, then all backwards; a message costs nothing, forward one second, backward two.
-    def name(kind: str, batch: int) -> str:
-        return f"{kind}[{batch}]"
-
-    program: Program = {rank: [] for rank in range(num_stages)}
-    for rank, ops in program.items():
-        for kind, cost, source, target in (("f", 1, rank - 1, rank + 1), ("b", 2, rank + 1, rank - 1)):
-            for batch in range(num_batches):
-                key = f"{kind}{batch}-"
-                deps: tuple[str, ...] = ()
-                if 0 <= source < num_stages:
-                    ops.append(recv(f"{key}{rank}", source, rank, size=0))
-                    deps = (ops[-1].name,)
-                ops.append(Op(kind=kind, key=str(batch), rank=rank, cost=cost, deps=deps))
-                if 0 <= target < num_stages:
-                    ops.append(send(f"{key}{target}", rank, target, name(kind, batch), size=0))
-    timeline = simulate(program, UNIT)
-    assert timeline.makespan == (num_batches + num_stages - 1) * 3
-    assert timeline.idle == pytest.approx((num_stages - 1) / (num_batches + num_stages - 1))
-
-
 def test_peak_bytes_count_results_until_their_last_use() -> None:
     ops = [
         compute("a", 2, memory=5),
@@ -85,36 +61,20 @@ def test_peak_bytes_count_results_until_their_last_use() -> None:
     assert simulate({0: ops}, UNIT).peak_bytes == 18
 
 
-def test_an_empty_program_takes_no_time() -> None:
-    timeline = simulate({}, UNIT)
-    assert (timeline.makespan, timeline.idle, timeline.hidden, timeline.peak_bytes) == (0, 0, 1, 0)
-
-
-def _critical_path(program: Program, rank: int) -> float:
-    longest: dict[str, float] = {}
-    for op in program[rank]:
-        longest[op.name] = UNIT.seconds(op) + max((longest[name] for name in op.deps), default=0)
-    return max(longest.values(), default=0)
-
-
 @settings(deadline=None)
 @given(programs())
 def test_the_makespan_is_bounded_by_lanes_and_chains(program: Program) -> None:
     makespan = simulate(program, UNIT).makespan
-    for rank, ops in program.items():
+    for ops in program.values():
         for lane in (COMPUTE, TRANSFER):
             assert makespan >= sum(UNIT.seconds(op) for op in ops if op.lane == lane)
-        assert makespan >= _critical_path(program, rank)
+        longest: dict[str, float] = {}
+        for op in ops:
+            longest[op.name] = UNIT.seconds(op) + max((longest[name] for name in op.deps), default=0)
+        assert makespan >= max(longest.values(), default=0)
     assert makespan <= sum(UNIT.seconds(op) for ops in program.values() for op in ops)
-
-
-@settings(deadline=None)
-@given(programs())
-def test_the_order_in_which_ranks_are_listed_means_nothing(program: Program) -> None:
-    backwards = {rank: program[rank] for rank in reversed(program)}
-    one, other = simulate(program, UNIT), simulate(backwards, UNIT)
-    assert one.makespan == other.makespan
-    assert all(one.spans[rank] == other.spans[rank] for rank in program)
+    backwards = simulate({rank: program[rank] for rank in reversed(program)}, UNIT)
+    assert backwards.makespan == makespan, "the order in which ranks are listed means nothing"
 
 
 def _muon(num_buckets: int, seconds: float, num_ranks: int = 4) -> Program:
@@ -155,13 +115,6 @@ def test_more_scatter_buffers_hide_the_slowest_owner() -> None:
     assert tight == pytest.approx(loose + 0.5)
 
 
-def test_if_the_wire_is_the_bottleneck_it_is_never_idle() -> None:
-    timeline = simulate(prefetch(_muon(10, 2.0), 3), MILLI)
-    # The last Newton-Schulz stands between the last gather and the last scatter.
-    assert timeline.makespan <= 10 * 4 + 1
-    assert timeline.ranks[0].transfer_seconds == pytest.approx(40)
-
-
 @pytest.mark.parametrize("num_matrices", [20, 8])
 def test_equal_ranks_are_simulated_once(num_matrices: int) -> None:
     # 20 matrices on 8 ranks: four ranks own three, the others two.
@@ -172,14 +125,3 @@ def test_equal_ranks_are_simulated_once(num_matrices: int) -> None:
     assert all(set(op.group) <= set(merged) for ops in merged.values() for op in ops)
     full, small = simulate(program, PRESETS["reference"]), simulate(merged, PRESETS["reference"])
     assert {rank: small.ranks[first] for rank, first in like.items()} == full.ranks
-
-
-def test_50000_ops_take_seconds() -> None:
-    num_ranks, num_buckets = 250, 40
-    specs = [MatrixSpec(name="w", numel=num_ranks, flops=1, held=(1,) * num_ranks)] * (num_ranks * num_buckets)
-    program = prefetch(plan_of(specs).program, 2)
-    assert sum(len(ops) for ops in program.values()) == 50_000
-    start = time.perf_counter()
-    assert simulate(program, UNIT).peak_bytes > 0
-    # Half a second where nothing else runs; anything quadratic takes hours.
-    assert time.perf_counter() - start < 10

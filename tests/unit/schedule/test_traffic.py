@@ -104,20 +104,3 @@ def test_one_owner_per_matrix_moves_just_the_floor(numels: list[int], mesh: tupl
     assert sum(found.gather_sent) == sum(found.gather_received) == within
     assert [sum(axis) for axis in found.scatter_sent] == [within, between]
     assert [sum(axis) for axis in found.scatter_received] == [within, between]
-
-
-def test_all_ranks_as_owners_gather_more_and_scatter_nothing() -> None:
-    matrices = sharded_matrices(sharded([12, 8, 20], 4), [0] * 4)
-    owners = [(0, 1, 2, 3)] * 3
-    found = count_elements(dict(enumerate(owners)), matrices)
-    assert found.gather_received == [40 * 3 // 4] * 4
-    assert not any(map(any, found.scatter_sent))
-    # One owner would do with a quarter of it in each direction.
-    assert traffic_floor(owners, matrices)[0] * 4 == sum(found.gather_sent)
-
-
-def test_what_lies_on_one_rank_does_not_travel() -> None:
-    matrices = sharded_matrices([_spec("expert", 9, 0, 9)], [0, 0])
-    assert traffic_floor([(1,)], matrices) == (0, 0)
-    found = count_elements({0: (1,)}, matrices)
-    assert not any((*found.gather_sent, *found.scatter_sent[0], *found.scatter_sent[1]))

@@ -1,4 +1,4 @@
-"""Broken programs are refused, and the op is named."""
+"""Broken programs are refused, and the op is named; what waits for what."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.graph import DeadlockError
+from lightning_muon.schedule.graph import DeadlockError, build_graph
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import host_order, prefetch
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.validate import check_step, validate, validate_step
-from tests.unit.schedule.programs import collective, compute, recv, send
+from tests.unit.schedule.programs import collective, compute, programs
 from tests.unit.schedule.specs import plan_of, plans, sharded, with_adamw
 
 
@@ -35,7 +35,6 @@ def _pair(*kinds: str) -> list[list[Op]]:
 
 
 _ZERO, _ONE = _pair("gather", "scatter")
-_SENDS, _RECEIVES = [send("a", 0, 1), send("b", 0, 1)], [recv("a", 0, 1), recv("b", 0, 1)]
 
 
 def _op(**change: Any) -> Program:
@@ -54,14 +53,15 @@ def _op(**change: Any) -> Program:
         ),
         (_op(memory=3), r"a\[0\] of rank 0 has a result of 3 bytes that nothing uses"),
         ({0: [compute("a", 1), compute("a", 1)]}, r"a\[0\] of rank 0 is there twice"),
-        ({0: [compute("a", 1, "b[0]"), collective("b", 1, "a[0]")]}, r"deadlock.* a\[0\] of rank 0 waits for b\[0\]"),
+        ({0: [compute("a", 1, "gone[0]")]}, r"a\[0\] of rank 0 depends on gone\[0\], which this rank does not have"),
+        # Groups.
+        ({0: [collective("all", 1, group=(1, 2))]}, r"all\[0\] of rank 0 is a communication of ranks \(1, 2\), to"),
+        ({0: [collective("all", 1, group=(0, 0))]}, r"all\[0\] of rank 0 has a rank twice in its group \(0, 0\)"),
         # Communications that a rank lacks, or has with others.
         ({0: _ZERO, 1: _ONE[:1]}, r"rank 1 has None where rank 0 has scatter\[0\]"),
         ({0: _ZERO[:1], 1: [replace(_ONE[0], group=(1, 2))], 2: []}, r"gather\[0\] of rank 0 waits for rank 1 \(which"),
-        ({0: [send("x", 0, 1)], 1: []}, r"send\[x\] of rank 0 waits for rank 1 \(which has no such op"),
         # Other orders.
         ({0: _ZERO, 1: _ONE[::-1]}, r"rank 1 has scatter\[0\] where rank 0 has gather\[0\]"),
-        ({0: _SENDS, 1: _RECEIVES[::-1]}, r"rank 1 has message\[b\] where rank 0 has message\[a\]"),
     ],
 )
 def test_a_broken_program_is_refused(program: Program, message: str) -> None:
@@ -69,21 +69,50 @@ def test_a_broken_program_is_refused(program: Program, message: str) -> None:
         validate(program)
 
 
-def test_whole_programs_are_accepted() -> None:
-    validate({0: _ZERO, 1: _ONE})
-    validate({0: _SENDS, 1: _RECEIVES})
-    # Messages in both directions have an order each.
-    validate({0: [send("there", 0, 1), recv("back", 1, 0)], 1: [recv("there", 0, 1), send("back", 1, 0)]})
+def _in(kind: str, rank: int, *group: int) -> Op:
+    return collective(kind, 1, rank=rank, group=group)
 
 
-def test_a_cycle_over_two_ranks_is_refused() -> None:
-    # Each rank wants to hear from the other before it speaks.
-    program = {
-        0: [recv("there", 1, 0), send("back", 0, 1, "recv[there]")],
-        1: [recv("back", 0, 1), send("there", 1, 0, "recv[back]")],
-    }
-    with pytest.raises(DeadlockError, match=r"recv\[there\] of rank 0 waits for rank 1 \(at recv\[back\]\)"):
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            {0: [compute("a", 1, "b[0]"), compute("b", 1)]},
+            r"2 ops can never begin: a\[0\] of rank 0 waits for b\[0\]",
+        ),
+        (
+            {0: [compute("a", 1, "b[0]"), collective("b", 1, "a[0]")]},
+            r"a\[0\] of rank 0 waits for b\[0\]; b\[0\] of rank 0 waits for a\[0\]",
+        ),
+        (
+            {
+                0: [_in("a", 0, 0, 1), _in("b", 0, 0, 2)],
+                1: [_in("c", 1, 1, 2), _in("a", 1, 0, 1)],
+                2: [_in("b", 2, 0, 2), _in("c", 2, 1, 2)],
+            },
+            r"a\[0\] of rank 0 waits for rank 1 \(at c\[0\]\)",
+        ),
+        (
+            {rank: [_in("gather", rank, 0, 1, 2)] for rank in (0, 1)},
+            r"gather\[0\] of rank 0 waits for rank 2 \(which has no such op\)",
+        ),
+        ({rank: [_in("gather", rank, *range(99))] for rank in range(20)}, "20 ops can never begin: .*; and 12 more"),
+    ],
+    ids=["chain", "cycle", "ranks", "missing rank", "many"],
+)
+def test_a_deadlock_names_who_waits_for_what(program: Program, message: str) -> None:
+    with pytest.raises(DeadlockError, match=message):
         validate(program)
+
+
+@settings(deadline=None)
+@given(programs())
+def test_every_node_comes_behind_all_that_it_waits_for(program: Program) -> None:
+    graph = build_graph(program)
+    place = {node: index for index, node in enumerate(graph.order())}
+    assert len(place) == len(graph.nodes)
+    for op, before in enumerate(graph.waits):
+        assert all(place[graph.node_of[other]] < place[graph.node_of[op]] for other in before)
 
 
 @pytest.fixture
