@@ -14,12 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-import lightning_muon
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DCTTopK, Full, NoReplication
 from tests.integration.training import (
-    EXACT,
     PACKAGES,
     Network,
     dataset,
@@ -29,6 +27,7 @@ from tests.integration.training import (
     loader,
     loss_of,
     max_difference,
+    plain_loader,
     strategy_class,
     trainer,
 )
@@ -36,6 +35,10 @@ from tests.support.processes import ProcessPool
 
 # So small that matrices of the test are compressed, but biases and norms travel dense.
 _SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "lr": 1e-2, "check_every": 1}
+# All of each momentum travels, so nodes compute what one process would.
+_MEAN: dict[str, Any] = {
+    "replicator": Full(), "value_format": "fp32", "decay": 0.0, "merge": "mean", "check_every": 1,
+}  # fmt: skip
 
 
 class _Net(Network):
@@ -52,25 +55,24 @@ class _Net(Network):
 
 
 def _fit(
-    package: str,
     directory: str = "",
     *,
     config: dict[str, Any] | None = None,
-    strategy: Any = None,
     nodes: int = 2,
-    configure: str = "none",
+    scheduled: bool = False,
     resume: str | None = None,
     single_file: bool = False,
     drifting: bool = False,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, whole weights (rank 0; if nodes drift each rank's shard), and residuals of this rank's node and shard."""
-    pl = load(package)
-    model = language_model(pl, configure=_CONFIGURE[configure], network=_Net, seed=dist.get_rank() if resume else 0)
+    """Losses, whole weights (rank 0; if nodes drift each rank's shard), and residuals of all nodes."""
+    pl = load(PACKAGES[0])
+    configure = _adamw_scheduled if scheduled else None
+    model = language_model(pl, configure=configure, network=_Net, seed=dist.get_rank() if resume else 0)
     if directory:
         callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
         options |= {"callbacks": [callback], "enable_checkpointing": True}
-    chosen = strategy or strategy_class(package)(
+    chosen = strategy_class(PACKAGES[0])(
         replicate_size=nodes,
         optimizer=FlexDeMoConfig(**(_SPARSE | (config or {}))),
         save_distributed_checkpoint=not single_file,
@@ -86,7 +88,9 @@ def _fit(
     optimizer = fitter.optimizers[0]
     names = {parameter: name for name, parameter in model.named_parameters()}
     residuals = {
-        names[p]: _local(state["residual"]).clone() for p, state in optimizer.state.items() if "residual" in state
+        names[parameter]: state["residual"].full_tensor().clone()
+        for parameter, state in optimizer.state.items()
+        if parameter.requires_grad and "residual" in state
     }
     if drifting:
         return model.losses, shards, residuals
@@ -107,10 +111,6 @@ def _require_equal_nodes(module: nn.Module) -> None:
         assert torch.equal(first, whole), name
 
 
-def _flexdemo(module: nn.Module) -> Any:
-    return FlexDeMo(module.parameters(), base="adamw", **_SPARSE)
-
-
 def _adamw_scheduled(module: nn.Module) -> Any:
     parameters = list(module.parameters())
     groups = [{"params": parameters[:4], "lr": 5e-3}, {"params": parameters[4:], "weight_decay": 0.0}]
@@ -119,21 +119,8 @@ def _adamw_scheduled(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def _muon_alone(module: nn.Module) -> Any:
-    options = vars(EXACT) | {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr": 1e-2}
-    return lightning_muon.ParallelMuon(module.parameters(), **options)
-
-
-_CONFIGURE = {
-    "none": None,
-    "flexdemo": _flexdemo,
-    "scheduled": _adamw_scheduled,
-    "muon alone": _muon_alone,
-}
-
-
 def _loop(shape: tuple[int, int], config: dict[str, Any], accumulate: int, *, scheduled: bool) -> dict[str, Tensor]:
-    """What :func:`_fit` does, without Lightning and without the sharding modes."""
+    """What ``_fit`` does, without Lightning and without the sharding modes."""
     torch.manual_seed(0)
     net = nn.Module()
     net.network = _Net()
@@ -174,7 +161,7 @@ def _loop(shape: tuple[int, int], config: dict[str, Any], accumulate: int, *, sc
 @pytest.mark.parametrize(
     ("shape", "config", "options"),
     [
-        ((2, 1), {"base": "adamw"}, {"configure": "scheduled", "accumulate_grad_batches": 2}),
+        ((2, 1), {"base": "adamw"}, {"scheduled": True, "accumulate_grad_batches": 2}),
         ((2, 2), {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"}, {}),
     ],
     ids=str,
@@ -183,20 +170,11 @@ def test_weights_are_those_of_a_plain_loop(
     gloo: ProcessPool, shape: tuple[int, int], config: dict[str, Any], options: dict[str, Any]
 ) -> None:
     size = shape[0] * shape[1]
-    _, weights, _ = gloo.run(_fit, PACKAGES[0], config=config, world_size=size, **options)[0]
+    _, weights, _ = gloo.run(_fit, config=config, world_size=size, **options)[0]
     accumulate = options.get("accumulate_grad_batches", 1)
-    plain = gloo.run(_loop, shape, config, accumulate, scheduled="configure" in options, world_size=size)[0]
+    plain = gloo.run(_loop, shape, config, accumulate, scheduled="scheduled" in options, world_size=size)[0]
     # FSDP2 units differ, and with them the order of sums; sign and top-k may turn a difference over.
     assert max_difference(weights, plain) < 1e-5
-
-
-def test_one_node_is_parallel_muon_without_momentum(gloo: ProcessPool) -> None:
-    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-    config = {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"}
-    losses, weights, _ = gloo.run(_fit, PACKAGES[0], config=config, nodes=1, world_size=2, **options)[0]
-    plain = gloo.run(_fit, PACKAGES[0], strategy="parallel_muon", configure="muon alone", world_size=2, **options)[0]
-    assert losses == plain[0]
-    assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
 
 
 _EVERYTHING = {
@@ -207,7 +185,7 @@ _EVERYTHING = {
 @pytest.mark.parametrize(
     ("world_size", "config", "options"),
     [
-        (2, {"base": "muon"}, _EVERYTHING | {"configure": "scheduled"}),
+        (2, {"base": "muon"}, _EVERYTHING | {"scheduled": True}),
         (2, {"delay": 1}, {"precision": "bf16-true", "single_file": True}),
     ],
     ids=str,
@@ -217,10 +195,10 @@ def test_a_resumed_run_is_bit_equal(
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     kind = {"config": config, "world_size": world_size, **options}
-    whole = gloo.run(_fit, PACKAGES[0], first, **kind)
+    whole = gloo.run(_fit, first, **kind)
     checkpoint = f"{first}/epoch=0.ckpt"
     assert Path(checkpoint).is_dir() != options.get("single_file", False)
-    resumed = gloo.run(_fit, PACKAGES[0], second, resume=checkpoint, **kind)
+    resumed = gloo.run(_fit, second, resume=checkpoint, **kind)
     assert resumed[0][0] == whole[0][0][len(whole[0][0]) // 2 :]
     assert all(torch.equal(resumed[0][1][name], whole[0][1][name]) for name in whole[0][1])
     for before, after in zip(whole, resumed, strict=True):
@@ -228,90 +206,56 @@ def test_a_resumed_run_is_bit_equal(
     assert any(residual.any() for residual in whole[-1][2].values()), "there is something to keep"
 
 
-def _residuals(package: str, directory: str, *, nodes: int, resume: str = "", single_file: bool) -> dict[str, Tensor]:
-    """Residuals (nodes, *shape) after an epoch, or if resumed right after they were loaded."""
-    pl = load(package)
-    found: dict[str, Tensor] = {}
-
-    class Capture(pl.Callback):
-        def capture(self, _: Any, module: Any) -> None:
-            names = {parameter: name for name, parameter in module.named_parameters()}
-            for parameter, state in module.optimizers().optimizer.state.items():
-                if parameter.requires_grad:
-                    assert "residual" in state, (names[parameter], state)
-                    found[names[parameter]] = state["residual"].full_tensor().clone()
-
-    setattr(Capture, "on_train_start" if resume else "on_train_end", Capture.capture)
-    saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}")
-    chosen = strategy_class(package)(
-        replicate_size=nodes, optimizer=FlexDeMoConfig(**_SPARSE), save_distributed_checkpoint=not single_file
-    )
-    model = language_model(pl, configure=None, network=_Net)
-    callbacks = [Capture(), *([] if resume else [saving])]
-    epochs = 2 if resume else 1
-    fitter = trainer(
-        pl, strategy=chosen, callbacks=callbacks, enable_checkpointing=not resume, max_epochs=epochs,
-        limit_train_batches=2,
-    )  # fmt: skip
-    fitter.fit(model, loader(), ckpt_path=resume or None)
-    _require_equal_nodes(model)
-    return found
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded", "single_file"),
-    [
-        ((2, 2), (3, 1), False),
-        ((2, 1), (2, 2), True),
-    ],
+    [((2, 2), (3, 1), False), ((3, 1), (2, 2), True)],
 )
 def test_other_nodes_and_shards_keep_the_sum_of_residuals(
     gloo: ProcessPool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], single_file: bool
 ) -> None:
-    options = {"single_file": single_file, "nodes": saved[0], "world_size": saved[0] * saved[1]}
-    before = gloo.run(_residuals, PACKAGES[0], str(tmp_path), **options)[0]
-    options |= {"nodes": loaded[0], "world_size": loaded[0] * loaded[1]}
-    after = gloo.run(_residuals, PACKAGES[0], str(tmp_path), resume=f"{tmp_path}/epoch=0.ckpt", **options)[0]
-    assert after.keys() == before.keys()
+    kind = {"single_file": single_file, "max_epochs": 1, "limit_train_batches": 2}
+    sizes = {"nodes": saved[0], "world_size": saved[0] * saved[1]}
+    before = gloo.run(_fit, str(tmp_path), **kind, **sizes)[0][2]
+    # A run that has ended is loaded, and trains no further.
+    sizes = {"nodes": loaded[0], "world_size": loaded[0] * loaded[1]}
+    losses, _, after = gloo.run(_fit, resume=f"{tmp_path}/epoch=0.ckpt", **kind, **sizes)[0]
+    assert not losses and after.keys() == before.keys()
     assert any(not torch.equal(tensor[0], tensor[1]) for tensor in before.values()), "nodes have residuals of their own"
     for name, tensor in before.items():
-        if saved[0] == loaded[0]:
-            assert torch.equal(after[name], tensor)
-        else:
-            assert after[name].shape == (loaded[0], *tensor.shape[1:])
-            for own in after[name]:
-                torch.testing.assert_close(own, tensor.sum(0) / loaded[0], rtol=1e-6, atol=1e-9)
+        assert after[name].shape == (loaded[0], *tensor.shape[1:])
+        for own in after[name]:
+            torch.testing.assert_close(own, tensor.sum(0) / loaded[0], rtol=1e-6, atol=1e-9)
 
 
 def test_independent_nodes_resume_with_equal_bits(gloo: ProcessPool, tmp_path: Path) -> None:
     """12 steps, saved after the sixth."""
     kind: dict[str, Any] = {"config": {"replicator": NoReplication()}, "drifting": True, "single_file": True}
-    whole = gloo.run(_fit, PACKAGES[0], str(tmp_path / "first"), **kind)
+    whole = gloo.run(_fit, str(tmp_path / "first"), **kind)
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(_fit, PACKAGES[0], str(tmp_path / "second"), resume=checkpoint, **kind)
+    resumed = gloo.run(_fit, str(tmp_path / "second"), resume=checkpoint, **kind)
     for before, after in zip(whole, resumed, strict=True):
         assert after[0] == before[0][6:]
         assert all(torch.equal(after[1][name], before[1][name]) for name in before[1])
-    saved = gloo.run(_saved_weights, PACKAGES[0], checkpoint)[0]
-    stopped = gloo.run(_fit, PACKAGES[0], max_epochs=1, **kind)
+    saved = gloo.run(_saved_weights, checkpoint)[0]
+    stopped = gloo.run(_fit, max_epochs=1, **kind)
     first, second = stopped[0][1], stopped[2][1]
     assert any(not torch.equal(first[name], second[name]) for name in first), "the nodes differ"
     whole_saved = {name: saved[name][: len(shard)] if shard.ndim else saved[name] for name, shard in first.items()}
     assert all(torch.equal(whole_saved[name], shard) for name, shard in first.items())
 
 
-def _saved_weights(package: str, checkpoint: str) -> dict[str, Tensor]:
+def _saved_weights(checkpoint: str) -> dict[str, Tensor]:
     """What a run with ParallelMuon finds in a checkpoint."""
-    pl = load(package)
+    pl = load(PACKAGES[0])
     model = language_model(pl, network=_Net, seed=9)
     fitter = trainer(pl)
     fitter.validate(model, loader(), ckpt_path=checkpoint, verbose=False)
     return full_weights(model)
 
 
-def _summed(package: str, nodes: int) -> dict[str, Tensor]:
-    """Each rank sums over other numbers of tokens. All components travel, so nodes compute what one would."""
-    pl = load(package)
+def _summed(nodes: int) -> dict[str, Tensor]:
+    """Each rank sums over other numbers of tokens."""
+    pl = load(PACKAGES[1])
     model = language_model(pl, configure=None)
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -321,30 +265,118 @@ def _summed(package: str, nodes: int) -> dict[str, Tensor]:
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    config = FlexDeMoConfig(
-        lr=0.05, sign=False, replicator=Full(), value_format="fp32", decay=0.0, merge="mean", check_every=1
-    )
-    chosen = strategy_class(package)(replicate_size=nodes, optimizer=config, loss_scaling="tokens")
+    config = FlexDeMoConfig(lr=0.05, sign=False, **_MEAN)
+    chosen = strategy_class(PACKAGES[1])(replicate_size=nodes, optimizer=config, loss_scaling="tokens")
     trainer(pl, strategy=chosen, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1e9).fit(model, loader())
     return full_weights(model)
 
 
 def test_gradients_by_tokens_ignore_the_number_of_nodes(gloo: ProcessPool) -> None:
-    one = gloo.run(_summed, PACKAGES[1], 1)[0]
+    one = gloo.run(_summed, 1)[0]
     # The same numbers are added up in another order.
-    assert max_difference(gloo.run(_summed, PACKAGES[1], 2)[0], one) < 1e-5
+    assert max_difference(gloo.run(_summed, 2)[0], one) < 1e-5
 
 
-def _refused(package: str, configure: Any) -> None:
-    pl = load(package)
-    trainer(pl, strategy="flexdemo").fit(language_model(pl, configure=configure), loader())
-
-
-def _adagrad(module: nn.Module) -> Any:
-    return torch.optim.Adagrad(module.parameters())
+def _with_adagrad() -> None:
+    pl = load(PACKAGES[1])
+    model = language_model(pl, configure=lambda module: torch.optim.Adagrad(module.parameters()))
+    trainer(pl, strategy="flexdemo").fit(model, loader())
 
 
 def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _refused, PACKAGES[1], _adagrad, world_size=2, match="cannot stand in for the Adagrad that configure_optimizers"
-    )
+    match = "cannot stand in for the Adagrad that configure_optimizers"
+    gloo.expect_error_on_all_ranks(_with_adagrad, world_size=2, match=match)
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 1))
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(child.parameters(), lr=1e-2) for child in (self.generator, self.critic)]
+
+    def generator_loss(self, tokens: Tensor) -> Tensor:
+        fake = self.generator(tokens.float() / 20)
+        return (fake - tokens[:, :4] / 9).square().mean() - self.critic(fake).mean()
+
+    def critic_loss(self, tokens: Tensor) -> Tensor:
+        real, fake = tokens[:, :4] / 9, self.generator(tokens.float() / 20).detach()
+        return self.critic(fake).mean() - self.critic(real).mean() + self.critic(real).square().mean()
+
+
+def _gan(overlap: Any, toggle: bool) -> dict[str, Tensor]:
+    pl = load(PACKAGES[0])
+
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            pair = _Pair()
+            self.generator, self.critic = pair.generator, pair.critic
+
+        def configure_optimizers(self) -> Any:
+            return _Pair.optimizers(self), []  # type: ignore[arg-type]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, loss in zip(self.optimizers(), (_Pair.generator_loss, _Pair.critic_loss), strict=True):
+                if toggle:
+                    self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(loss(self, batch[0]))  # type: ignore[arg-type]
+                optimizer.step()
+                if toggle:
+                    self.untoggle_optimizer(optimizer)
+
+    config = FlexDeMoConfig(base="adamw", overlap=overlap, dense_below=0, **_MEAN)
+    model = Gan()
+    chosen = strategy_class(PACKAGES[0])(replicate_size=2, optimizer=config)
+    trainer(pl, strategy=chosen).fit(model, loader())
+    return full_weights(model)
+
+
+def _plain_gan() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    pair = _Pair()
+    optimizers = pair.optimizers()
+    for epoch in range(2):
+        for tokens, _ in plain_loader(epoch):
+            for optimizer, loss in zip(optimizers, (pair.generator_loss, pair.critic_loss), strict=True):
+                optimizer.zero_grad()
+                loss(tokens).backward()
+                optimizer.step()
+    return {name: parameter.detach() for name, parameter in pair.named_parameters()}
+
+
+@pytest.mark.parametrize(("overlap", "toggle", "world_size"), [("backward", True, 2), ("step", False, 4)])
+def test_each_of_several_optimizers_exchanges_its_own(
+    gloo: ProcessPool, overlap: str, toggle: bool, world_size: int
+) -> None:
+    weights = gloo.run(_gan, overlap, toggle, world_size=world_size)[0]
+    # The same numbers are added up in another order, and AdamW divides by them.
+    assert max_difference(weights, _plain_gan()) < 1e-4
+
+
+def _from_meta() -> dict[str, Tensor]:
+    pl = load(PACKAGES[0])
+    model = language_model(pl, configure=None, network=nn.Identity)
+
+    def configure_model(self: Any) -> None:
+        if isinstance(self.network, nn.Identity):
+            with torch.device("meta"):
+                self.network = Network()
+
+    type(model).configure_model = configure_model
+    torch.manual_seed(7 * dist.get_rank() + 1)
+    config = FlexDeMoConfig(**_SPARSE)
+    chosen = strategy_class(PACKAGES[0])(replicate_size=2, optimizer=config)
+    trainer(pl, strategy=chosen, max_epochs=1).fit(model, loader())
+    _require_equal_nodes(model)
+    return full_weights(model)
+
+
+def test_nodes_start_equal_from_the_meta_device(gloo: ProcessPool) -> None:
+    weights = gloo.run(_from_meta, world_size=4)[0]
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in weights.values())

@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -54,22 +53,17 @@ def test_the_settings_name_arguments_that_exist(size: str) -> None:
     assert settings["strategy"]["replicate_size"] == 2
 
 
-@pytest.mark.parametrize(
-    ("trainer", "max_steps", "expected"),
-    [
-        ({"max_epochs": 4, "limit_train_batches": 75}, 50, (4, 12)),
-        ({"max_epochs": 4, "limit_train_batches": 75}, 10_000, (4, 75)),
-        ({"max_epochs": 4, "limit_train_batches": 75}, 3, (3, 1)),
+def test_a_shortened_training_has_at_most_that_many_steps() -> None:
+    full = {"max_epochs": 4, "limit_train_batches": 75}
+    for trainer, max_steps, expected in (
+        (full, 50, (4, 12)),
+        (full, 10_000, (4, 75)),
+        (full, 3, (3, 1)),
         ({"max_epochs": 10}, 1, (1, 1)),
         ({"max_epochs": 10, "limit_train_batches": 0.5}, 25, (10, 2)),
-    ],
-)
-def test_a_shortened_training_has_at_most_that_many_steps(
-    trainer: dict[str, Any], max_steps: int, expected: tuple[int, int]
-) -> None:
-    short = shortened(trainer, max_steps)
-    assert (short["max_epochs"], short["limit_train_batches"]) == expected
-    assert math.prod(expected) <= max_steps
+    ):
+        short = shortened(trainer, max_steps)
+        assert (short["max_epochs"], short["limit_train_batches"]) == expected
 
 
 def test_settings_of_the_command_line_reach_every_row() -> None:

@@ -6,7 +6,7 @@ Written from the papers (arXiv:2311.08105, Algorithm 1; with Muon inside arXiv:2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,16 +32,11 @@ class Rules:
     weight_decay: float = 0.0
     momentum: float = 0.95
     inner_nesterov: bool = True
-    matrices: Sequence[str] = field(default_factory=tuple)
+    matrices: Sequence[str] = ()
 
 
 class ReferenceDiLoCo:
-    """Weights of each node, and those of the last average.
-
-    Args:
-        weights: Whole weights by name, the same on all nodes.
-        rules: Options.
-    """
+    """Weights of each node, which begin equal, and those of the last average."""
 
     def __init__(self, weights: Mapping[str, Tensor], rules: Rules) -> None:
         self.rules = rules

@@ -40,19 +40,13 @@ class Rules:
     dense_below: int = 4096
     value_format: Literal["fp32", "bf16", "int8", "sign"] = "fp32"
     choose: Choice | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
 
 class ReferenceFlexDeMo:
     """Weights, residuals and steps.
 
-    Args:
-        weights: Whole weights by name.
-        rules: Options.
-        parts: With ``rules.choose``: names of the weights whose shards travel in one flat buffer, in its order.
-        matrices: With ``base="muon"``: names of the weights that Muon takes.
-        replicated: Names of weights that are whole on all ranks of a node.
+    With ``rules.choose`` the shards of the weights named by each of ``parts`` travel in one flat buffer, in its order.
+    Of ``base="muon"`` Muon takes the ``matrices``. Weights that are ``replicated`` are whole on all ranks of a node.
     """
 
     def __init__(
@@ -80,9 +74,7 @@ class ReferenceFlexDeMo:
             whole, lr=rules.lr, weight_decay=rules.weight_decay, momentum=0.0, nesterov=False, dtype=torch.float64
         )
         self._adamw = {
-            name: torch.optim.AdamW(
-                [weight], lr=rules.lr, betas=rules.betas, eps=rules.eps, weight_decay=rules.weight_decay
-            )
+            name: torch.optim.AdamW([weight], lr=rules.lr, weight_decay=rules.weight_decay)
             for name, weight in self.weights.items()
             if rules.base != "sgd" and name not in whole
         }
@@ -99,38 +91,10 @@ class ReferenceFlexDeMo:
         shards = self.residuals[node][name]
         return shards[0] if name in self.replicated else torch.cat(shards)
 
-    def step(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-        """One step with the gradients of each node; a gradient that only some nodes have is zero on the others.
-
-        Returns:
-            The merged updates that were applied.
-        """
-        updates = self.updates(gradients)
-        self.apply(updates)
-        return updates
-
-    def updates(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-        """Exchange: change the residuals, and give the merged updates back. One node has nobody to send anything to."""
-        names = [name for name in self.weights if any(name in node for node in gradients)]
-        if self.rules.num_nodes == 1:
-            return {name: gradients[0][name].double() for name in names}
-        for node, residuals in enumerate(self.residuals):
-            for name in names:
-                gradient = gradients[node].get(name, torch.zeros_like(self.weights[name])).double()
-                for residual, shard in zip(residuals[name], self.shards(name, gradient), strict=True):
-                    residual.mul_(self.rules.decay).add_(shard)
-        merged = {
-            name: [self._exchange_shard(name, index) for index in range(self._num_shards(name))] for name in names
-        }
-        if self.rules.choose is not None:
-            merged |= self._exchange_flat(names)
-        self.num_steps += 1
-        return {name: shards[0] if name in self.replicated else torch.cat(shards) for name, shards in merged.items()}
-
-    def apply(self, updates: Mapping[str, Tensor]) -> None:
-        """The base optimizer."""
+    def step(self, gradients: Sequence[Gradients]) -> None:
+        """One step with the gradients of each node; a gradient that only some nodes have is zero on the others."""
         rules = self.rules
-        for name, merged in updates.items():
+        for name, merged in self._exchange(gradients).items():
             update = merged.sign() if rules.sign else merged
             if name in self._muon.matrices:
                 self._muon.step({name: update})
@@ -141,18 +105,28 @@ class ReferenceFlexDeMo:
             else:
                 self.weights[name].mul_(1 - rules.lr * rules.weight_decay).sub_(rules.lr * update)
 
-    def is_dense(self, name: str) -> bool:
-        """Whether a weight travels whole."""
-        weight = self.weights[name]
-        return weight.ndim < 2 or weight.numel() < self.rules.dense_below
-
-    def _num_shards(self, name: str) -> int:
-        return len(self.residuals[0][name])
+    def _exchange(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+        """Change the residuals, and give the merged updates back. One node has nobody to send anything to."""
+        names = [name for name in self.weights if any(name in node for node in gradients)]
+        if self.rules.num_nodes == 1:
+            return {name: gradients[0][name].double() for name in names}
+        for node, residuals in enumerate(self.residuals):
+            for name in names:
+                gradient = gradients[node].get(name, torch.zeros_like(self.weights[name])).double()
+                for residual, shard in zip(residuals[name], self.shards(name, gradient), strict=True):
+                    residual.mul_(self.rules.decay).add_(shard)
+        merged = {
+            name: [self._exchange_shard(name, index) for index in range(len(self.residuals[0][name]))] for name in names
+        }
+        if self.rules.choose is not None:
+            merged |= self._exchange_flat(names)
+        self.num_steps += 1
+        return {name: shards[0] if name in self.replicated else torch.cat(shards) for name, shards in merged.items()}
 
     def _exchange_shard(self, name: str, index: int) -> Tensor:
         """Merged update of one shard, which all nodes have sent their components of."""
         shards = [residuals[name][index] for residuals in self.residuals]
-        if self.is_dense(name):
+        if self.weights[name].ndim < 2 or self.weights[name].numel() < self.rules.dense_below:  # It travels whole.
             merged = torch.zeros_like(shards[0])
             for shard in shards:
                 sent = _rounded(shard, "fp32" if self.rules.value_format == "fp32" else "bf16")
@@ -251,11 +225,11 @@ def columns(shape: Sequence[int]) -> int:
     return min(sides, key=lambda side: max(side) / min(side))[1]
 
 
-def _rounded_rows(values: Tensor, value_format: str, row: int = 256) -> Tensor:
-    """What the wire carries of the values of a block, in rows that share a scale."""
+def _rounded_rows(values: Tensor, value_format: str) -> Tensor:
+    """What the wire carries of the values of a block, in rows of 256 that share a scale."""
     if value_format in ("fp32", "bf16"):
         return _rounded(values, value_format)
-    return torch.cat([_rounded_row(part, value_format) for part in values.split(row)]) if values.numel() else values
+    return torch.cat([_rounded_row(part, value_format) for part in values.split(256)]) if values.numel() else values
 
 
 def _rounded_row(values: Tensor, value_format: str) -> Tensor:

@@ -12,15 +12,7 @@ from tests.reference.muon import ReferenceMuon
 
 
 class MuonAndAdamW:
-    """Steps whole weights in place.
-
-    Args:
-        module: Holds them.
-        matrices: Names of those that run on Muon.
-        lr: Of both.
-        weight_decay: Of both.
-        **adamw: Further arguments of AdamW.
-    """
+    """Steps the whole weights of a module in place; ``matrices`` names those that run on Muon."""
 
     def __init__(
         self, module: nn.Module, matrices: Collection[str], *, lr: float, weight_decay: float = 0.1, **adamw: Any

@@ -45,21 +45,14 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all ranks do.
-
-    Attributes:
-        options: Of FlexDeMo.
-        micro_batches: Backward passes per step; the gradients are reduced in the last one.
-        max_norm: Each node clips its gradients to this norm between backward and step.
-        branch_nodes: NodeGroups whose forward takes the branch.
-    """
+    """What all ranks do."""
 
     mesh_shape: tuple[int, int]
     options: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 3
-    micro_batches: int = 1
-    max_norm: float | None = None
-    branch_nodes: Sequence[int] = tuple(range(4))
+    micro_batches: int = 1  # Backward passes per step; the gradients are reduced in the last one.
+    max_norm: float | None = None  # To which each node clips its gradients.
+    branch_nodes: Sequence[int] = tuple(range(4))  # Those whose forward takes the branch.
 
     @property
     def world_size(self) -> int:

@@ -74,9 +74,23 @@ def test_largest_coefficients_train_as_the_reference(
     _check(gloo, case, _reference(case))
 
 
+MISSING = {1: ("odd", "bias", "scalar"), 2: ("odd", "prime")}
+UNUSED = dict.fromkeys(range(3), ("odd", "bias"))
+
+
 @pytest.mark.parametrize(
     ("mesh_shape", "options"),
-    [((2, 2), {"sign": True}), ((3, 1), {"base": "adamw"}), ((2, 2), {"decay": 0.5})],
+    [
+        ((2, 2), {"sign": True}),
+        ((3, 1), {"base": "adamw"}),
+        ((2, 2), {"decay": 0.5}),
+        ((3, 1), {"plain": True}),
+        ((2, 2), {"frozen": ("prime", "scalar"), "missing": UNUSED, "missing_from": 1}),
+        # A gradient of some nodes is zero on the others.
+        ((2, 2), {"merge": "mean", "missing": MISSING}),
+        ((3, 1), {"merge": "contributors", "missing": MISSING}),
+        ((2, 2), {"merge": "contributors", "missing": MISSING, "missing_from": 1}),
+    ],
     ids=str,
 )
 def test_options_mean_what_they_mean_in_one_process(
@@ -143,31 +157,6 @@ def test_shared_indices_train_as_the_reference(
     # One buffer for all, in the order in which backward finishes them.
     travel = [name for name in reversed(SHAPES) if len(SHAPES[name]) > 1 and torch.Size(SHAPES[name]).numel() >= 16]
     _check(gloo, case, _reference(case, rules={"choose": choose}, parts=[travel]))
-
-
-def test_frozen_and_unused_weights_stay_as_they_are(gloo: ProcessPool) -> None:
-    mesh_shape = (2, 2)
-    unused = dict.fromkeys(range(3), ("odd", "bias"))
-    case = _case(mesh_shape, frozen=("prime", "scalar"), missing=unused, missing_from=1, weight_decay=0.1, seed=7)
-    _check(gloo, case, _reference(case))
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "merge", "missing_from"),
-    [((2, 2), "mean", 0), ((3, 1), "contributors", 0), ((2, 2), "contributors", 1)],
-    ids=str,
-)
-def test_a_gradient_of_one_node_is_zero_on_the_others(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], merge: str, missing_from: int
-) -> None:
-    missing = {1: ("odd", "bias", "scalar"), 2: ("odd", "prime")}
-    case = _case(mesh_shape, merge=merge, missing=missing, missing_from=missing_from, seed=8)
-    _check(gloo, case, _reference(case))
-
-
-def test_plain_tensors_are_the_shards_of_nodes_of_one_rank(gloo: ProcessPool) -> None:
-    case = _case((3, 1), plain=True, seed=9)
-    _check(gloo, case, _reference(case))
 
 
 def test_weights_in_bfloat16_have_exact_residuals(gloo: ProcessPool) -> None:

@@ -142,19 +142,6 @@ def test_a_run_that_is_loaded_from_disk_goes_on_with_equal_bits(
         assert_equal(resumed_end, end)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (2, 1)), ((2, 1), (2, 2))], ids=str)
-def test_the_ranks_of_a_node_may_change(
-    gloo: ProcessPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    plan = Plan(mesh_shape=before, options={"base": "adamw"})
-    saved: Results = gloo.run(_save, plan, str(tmp_path), world_size=plan.world_size)
-    plan = Plan(mesh_shape=after, options=plan.options)
-    _assert_nodes_differ(saved[0][0])
-    for loaded, end in gloo.run(_resume, plan, str(tmp_path), world_size=plan.world_size):
-        assert_equal(loaded, saved[0][0])
-        assert all(value.isfinite().all() for value in end.values())
-
-
 def _save_whole(plan: Plan) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     run = Run(plan)
     run.train(range(STOP))

@@ -58,8 +58,7 @@ def _train(case: Case) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
     ranks = Ranks(case)
     options = case.options["replicator"]
     for step in range(case.num_steps):
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+        ranks.train([step], agree=False)
         if (step + 1) % options.period == 0 and not options.overlap:
             ranks.check_nodes_agree()
     weights = _weights(ranks)
@@ -70,18 +69,35 @@ def _train(case: Case) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
     return ranks.node, weights, common
 
 
+# Muon inside of a node (MuLoCo): momentum, AdamW for the rest, weight decay, and both outlive the averages.
+INNER: dict[str, Any] = {
+    "base": "muon", "weight_decay": 0.1, "compute_dtype": "float32", "wire_dtype": "float32", "check_every": 1,
+}  # fmt: skip
+PLAIN = {"momentum": 0.6, "nesterov": False}
+MUON = DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8)
+MUON_OVERLAP = replace(MUON, overlap=True)
+MISSING: dict[str, Any] = {"missing": {0: ["prime", "bias"]}, "missing_from": 3}
+
+
 @pytest.mark.parametrize(
-    ("mesh_shape", "options"),
-    [*zip(cycle(MESHES), OPTIONS, strict=False), ((2, 2), OPTIONS[0]), ((3, 1), OPTIONS[4])],
+    ("mesh_shape", "replicator", "options", "fields"),
+    [
+        *((mesh_shape, replicator, {}, {}) for mesh_shape, replicator in zip(cycle(MESHES), OPTIONS, strict=False)),
+        ((2, 2), OPTIONS[0], {}, {}),
+        ((3, 1), OPTIONS[4], {}, {}),
+        ((1, 1), MUON, INNER, {}),
+        ((1, 2), MUON_OVERLAP, INNER | PLAIN, {}),
+        ((2, 1), MUON_OVERLAP, INNER, MISSING),
+        ((2, 2), MUON, INNER, MISSING),
+        ((3, 1), MUON, INNER | PLAIN, MISSING),
+    ],
     ids=str,
 )
 def test_nodes_follow_a_naive_run_of_all_of_them(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], options: DiLoCo
+    gloo: ProcessPool, mesh_shape: tuple[int, int], replicator: DiLoCo, options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    _follow_the_reference(gloo, _case(mesh_shape, options))
-
-
-def _follow_the_reference(gloo: ProcessPool, case: Case) -> None:
+    case = _case(mesh_shape, replicator)
+    case = replace(case, options=case.options | options, **fields)
     expected = _reference(case)
     for node, weights, found in gloo.run(_train, case, world_size=case.world_size):
         # float32 against float64: some roundings of weights of size 5.
@@ -89,36 +105,9 @@ def _follow_the_reference(gloo: ProcessPool, case: Case) -> None:
         assert_close(found, expected.common, 1e-5)
 
 
-# Muon inside of a node (MuLoCo): momentum, AdamW for the rest, weight decay, and both outlive the averages.
-INNER: dict[str, Any] = {
-    "base": "muon", "weight_decay": 0.1, "compute_dtype": "float32", "wire_dtype": "float32", "check_every": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "momentum", "overlap"),
-    [
-        ((1, 1), {}, False),
-        ((1, 2), {"momentum": 0.6, "nesterov": False}, True),
-        ((2, 1), {}, True),
-        ((2, 2), {}, False),
-        ((3, 1), {"momentum": 0.6, "nesterov": False}, False),
-    ],
-    ids=str,
-)
-def test_muon_inside_of_a_node_is_whole(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], momentum: dict[str, Any], overlap: bool
-) -> None:
-    case = _case(mesh_shape, DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8, overlap=overlap))
-    missing = {"missing": {0: ["prime", "bias"]}, "missing_from": 3} if mesh_shape[0] > 1 else {}
-    _follow_the_reference(gloo, replace(case, options=case.options | INNER | momentum, **missing))
-
-
 def _by_themselves(case: Case) -> tuple[int, dict[str, Tensor]]:
     ranks = Ranks(case)
-    for step in range(case.num_steps):
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+    ranks.train(agree=False)
     return ranks.node, _weights(ranks)
 
 
@@ -126,23 +115,15 @@ def _by_themselves(case: Case) -> tuple[int, dict[str, Tensor]]:
 def test_without_replication_every_node_is_alone(gloo: ProcessPool, base: str) -> None:
     case = _case((2, 2), NoReplication(), num_steps=3)
     case = replace(case, options=case.options | {"base": base, "check_every": 1})
+    # Averages that never come.
+    expected = _reference(replace(case, options=case.options | {"replicator": DiLoCo(period=100)}))
     for node, weights in gloo.run(_by_themselves, case, world_size=4):
-        expected = case.weights()
-        tensors = {name: torch.nn.Parameter(weight) for name, weight in expected.items()}
-        kind = torch.optim.SGD if base == "sgd" else torch.optim.AdamW
-        optimizer = kind(tensors.values(), lr=LR, weight_decay=0.0)
-        for step in range(3):
-            for name, gradient in case.gradients(step, node).items():
-                tensors[name].grad = gradient
-            optimizer.step()
-        assert_close(weights, {name: tensor.detach() for name, tensor in tensors.items()}, 1e-6)
+        assert_close(weights, expected.nodes[node], 1e-6)
 
 
 def _saved_whole(case: Case) -> dict[str, Any]:
     ranks = Ranks(case)
-    for step in range(case.num_steps):
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+    ranks.train(agree=False)
     state = ranks.optimizer.state_dict()
     tensors = {
         number: {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in entry.items()}
@@ -159,9 +140,7 @@ def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
     weights = _weights(ranks)
     momentum = {name: full(states[parameter]["outer_momentum"]).clone() for name, parameter in ranks.parameters.items()}
     inner = {name: full(states[ranks.parameters[name]]["momentum_buffer"]).clone() for name in MATRICES}
-    for step in range(case.num_steps, case.num_steps + 3):
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+    ranks.train(range(case.num_steps, case.num_steps + 3), agree=False)
     assert ranks.optimizer.num_exchanges == case.num_steps + 3
     return weights, momentum, inner
 
@@ -183,14 +162,13 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
         for number, name in enumerate(case.shapes):
             saved = state["state"][number]
             for key, found in (("node_weights", weights), ("momentum_buffer", inner)):
-                if name not in found:
-                    continue
-                of_nodes = saved[key]
-                assert of_nodes.shape[0] == before[0]
-                assert not torch.equal(of_nodes[0], of_nodes[1])
-                node = rank // after[1]
-                expected = of_nodes[node] if after[0] == before[0] else of_nodes.double().mean(0)
-                assert_close({name: found[name]}, {name: expected}, 0 if after[0] == before[0] else 1e-6)
+                if name in found:
+                    of_nodes = saved[key]
+                    assert of_nodes.shape[0] == before[0]
+                    assert not torch.equal(of_nodes[0], of_nodes[1])
+                    is_kept = after[0] == before[0]
+                    expected = of_nodes[rank // after[1]] if is_kept else of_nodes.double().mean(0)
+                    assert_close({name: found[name]}, {name: expected}, 0 if is_kept else 1e-6)
             assert torch.equal(momentum[name], saved["outer_momentum"])
 
 
@@ -199,8 +177,7 @@ def _sums_still_to_be_sent() -> list[int]:
     ranks = Ranks(_case((3, 1), DiLoCo(period=4, overlap=True)))
     waiting: list[int] = []
     for step in range(7):
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+        ranks.train([step], agree=False)
         waiting.append(len(ranks.optimizer._sync.groups.waiting))
     return waiting
 

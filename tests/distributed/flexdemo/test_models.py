@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from lightning_muon import DCTTopK, DiLoCo, Random
+from lightning_muon import DCTTopK, ParallelMuon, Random
 from tests.distributed.flexdemo.models import Plan, ShardedNet, reference
 from tests.distributed.flexdemo.setup import assert_close, assert_equal, local, train, train_all
 from tests.reference.flexdemo import Rules
@@ -18,6 +19,7 @@ from tests.support.recorded_ops import recorded_ops
 TOP_K: dict[str, Any] = {"chunk_size": 8, "top_k": 5}
 # Several buffers, and nearly all weights compressed.
 OPTIONS: dict[str, Any] = {"replicator": DCTTopK(**TOP_K), "dense_below": 16, "chunk_bytes": 600, "lr": 0.1}
+EXACT_MUON = {"compute_dtype": "float32", "wire_dtype": "float32"}
 FLOAT32: dict[str, Any] = {"value_format": "fp32", "sign": False, "merge": "mean"}
 # float32 against float64, as for drawn gradients; those of a model are smaller, and lr is 0.1.
 EXACT = 1e-5
@@ -60,8 +62,40 @@ def test_a_sharded_model_trains_as_the_reference(
 
 
 def test_muon_takes_the_matrices_of_a_model(gloo: ProcessPool) -> None:
-    muon = {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32", "weight_decay": 0.1}
+    muon = {"base": "muon", "weight_decay": 0.1} | EXACT_MUON
     _check(gloo, Plan(mesh_shape=(2, 2), options=OPTIONS | FLOAT32 | muon, num_steps=2), matrices=MATRICES)
+
+
+def _base(model: nn.Module, base: str) -> torch.optim.Optimizer:
+    """The optimizer that FlexDeMo claims to be."""
+    if base == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+    if base == "adamw":
+        group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+        return ParallelMuon([group], lr=0.01, weight_decay=0.1)
+    return ParallelMuon(model, lr=0.01, weight_decay=0.1, momentum=0.0, nesterov=False, **EXACT_MUON)
+
+
+def _one_node_model(mesh_shape: tuple[int, int], base: str) -> tuple[dict[str, Tensor], ...]:
+    """Weights of FlexDeMo and of its base, with accumulation and clipping."""
+    options = {"base": base, "weight_decay": 0.0 if base == "sgd" else 0.1, "sign": False}
+    options |= EXACT_MUON if base == "muon" else {}
+    plan = Plan(mesh_shape=mesh_shape, options=options, micro_batches=2, max_norm=0.5)
+    results = []
+    for is_base in (False, True):
+        ranks = ShardedNet(plan)
+        if is_base:
+            ranks.optimizer = _base(ranks.model, base)  # type: ignore[assignment]
+        ranks.train()
+        results.append(ranks.weights())
+    return tuple(results)
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (1, 3)], ids=str)
+def test_one_node_is_fsdp_and_the_base_for_a_model(gloo: ProcessPool, mesh_shape: tuple[int, int], base: str) -> None:
+    for found, expected in gloo.run(_one_node_model, mesh_shape, base, world_size=mesh_shape[0] * mesh_shape[1]):
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -148,28 +182,22 @@ def _recorded(plan: Plan) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "options"),
+    ("fields", "options", "is_early"),
     [
-        ({"micro_batches": 2}, {"base": "muon", "compute_dtype": "float32"}),
-        ({"max_norm": 0.01}, {"base": "adamw"}),
-        ({}, {"overlap": "step", "delay": 1, "replicator": Random(rate=0.25)}),
-        ({"branch_nodes": (0,)}, {"replicator": Random(rate=0.25)}),
-        ({}, {"replicator": DiLoCo(period=2, overlap=True), "base": "muon", "compute_dtype": "float32"}),
+        ({"micro_batches": 2}, {"base": "muon", "compute_dtype": "float32"}, True),
+        ({}, {"overlap": "step", "delay": 1, "replicator": Random(rate=0.25)}, False),
+        ({"branch_nodes": (0,)}, {"replicator": Random(rate=0.25)}, True),
     ],
     ids=str,
 )
-def test_steps_run_the_program_op_by_op(gloo: ProcessPool, fields: dict[str, Any], options: dict[str, Any]) -> None:
+def test_steps_run_the_program_op_by_op(
+    gloo: ProcessPool, fields: dict[str, Any], options: dict[str, Any], is_early: bool
+) -> None:
     plan = Plan(mesh_shape=(3, 1), options=OPTIONS | {"sign": False} | options, num_steps=4, **fields)
     for ran in gloo.run(_recorded, plan, world_size=3):
-        if isinstance(plan.options["replicator"], DiLoCo):
-            assert [names.count("exchange[average]") for names in ran] == [1, 1, 1, 1]
-            continue
-        if not fields.keys() - {"micro_batches"} and plan.options.get("overlap") != "step":
-            # The unused layer keeps the bucket that it is in, the last one, from being complete before the step.
-            assert sum(name.startswith("early_exchange") for name in ran[1]) >= 3
         assert all("settle[n0]" in names and "decode[n0]" in names for names in ran)
-        is_early = ["early_exchange[n0]" in names for names in ran]
-        is_again = ["exchange[n0]" in names for names in ran]
         # The first step makes the plan.
-        assert is_early == [False, *[plan.options.get("overlap") != "step"] * 3] or "max_norm" in fields
-        assert is_again == [not early for early in is_early] or "max_norm" in fields
+        assert ["early_exchange[n0]" in names for names in ran] == [False, is_early, is_early, is_early]
+        assert ["exchange[n0]" in names for names in ran] == [True, not is_early, not is_early, not is_early]
+        # The unused layer keeps the bucket that it is in, the last one, from being complete before the step.
+        assert sum(name.startswith("early_exchange") for name in ran[1]) >= 3 or fields != {"micro_batches": 2}

@@ -137,8 +137,7 @@ def _losing_between_averages(steps_with_a_loss: tuple[int, ...]) -> dict[str, Te
     for step in range(6):
         if step in steps_with_a_loss:
             ranks.optimizer.state.clear()
-        ranks.set_gradients(step)
-        ranks.optimizer.step()
+        ranks.train([step], agree=False)
     ranks.check_nodes_agree()
     return ranks.weights()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,10 +43,11 @@ def _gradients(step: int, node: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def _set_gradients(parameters: list[nn.Parameter], step: int) -> None:
-    for parameter, gradient in zip(parameters, _gradients(step, dist.get_rank()), strict=True):
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+def _train(optimizer: FlexDeMo, parameters: list[nn.Parameter], steps: Iterable[int]) -> None:
+    for step in steps:
+        for parameter, gradient in zip(parameters, _gradients(step, dist.get_rank()), strict=True):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient) if parameter.requires_grad else None
+        optimizer.step()
 
 
 def _difference_from_mean_gradient(options: dict[str, Any], *, channels_last: bool) -> float:
@@ -54,8 +56,7 @@ def _difference_from_mean_gradient(options: dict[str, Any], *, channels_last: bo
     optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), decay=0.0, merge="mean", **options)
     base = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options["base"]](alone, lr=0.01, weight_decay=0.0)
     for step in range(3):
-        _set_gradients(parameters, step)
-        optimizer.step()
+        _train(optimizer, parameters, [step])
         for number, parameter in enumerate(alone):
             of_nodes = [_gradients(step, node)[number] for node in range(dist.get_world_size())]
             parameter.grad = torch.stack(of_nodes).mean(0)
@@ -90,12 +91,9 @@ def _spread(tensor: Tensor) -> float:
 def _freeze_within_a_period(overlap: bool) -> list[float]:
     parameters = _parameters()
     optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), replicator=DiLoCo(period=4, overlap=overlap))
-    for step in range(12):
-        if step == 2:
-            parameters[1].requires_grad_(False)
-            parameters[1].grad = None
-        _set_gradients(parameters, step)
-        optimizer.step()
+    _train(optimizer, parameters, range(2))
+    parameters[1].requires_grad_(False)
+    _train(optimizer, parameters, range(2, 12))
     frozen = [] if overlap else [_spread(parameter) for parameter in parameters]
     with optimizer.common_weights():
         return frozen + [_spread(parameter) for parameter in parameters]
@@ -110,15 +108,10 @@ def test_a_weight_frozen_within_a_period_is_averaged_once_more(gloo: ProcessPool
 def _freeze_with_delay() -> bool:
     parameters = _parameters()
     optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), delay=1, replicator=Full())
-    for step in range(2):
-        _set_gradients(parameters, step)
-        optimizer.step()
+    _train(optimizer, parameters, range(2))
     parameters[1].requires_grad_(False)
-    parameters[1].grad = None
     before = parameters[1].detach().clone()
-    for step in range(2, 5):
-        _set_gradients(parameters, step)
-        optimizer.step()
+    _train(optimizer, parameters, range(2, 5))
     return torch.equal(before, parameters[1]) and _spread(parameters[0]) == 0.0
 
 
@@ -126,11 +119,10 @@ def test_a_late_update_does_not_move_what_has_been_frozen(gloo: ProcessPool) -> 
     assert gloo.run(_freeze_with_delay, world_size=2) == [True, True]
 
 
-def _step_with(options_of_ranks: list[dict[str, Any]]) -> None:
-    parameters = _parameters()
+def _step_with(options_of_ranks: list[dict[str, Any]], *, seeds: tuple[int, int] = (0, 0)) -> None:
+    parameters = _parameters(seed=seeds[dist.get_rank()])
     optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), **options_of_ranks[dist.get_rank()])
-    _set_gradients(parameters, 0)
-    optimizer.step()
+    _train(optimizer, parameters, [0])
 
 
 @pytest.mark.parametrize(
@@ -142,18 +134,10 @@ def test_options_that_differ_between_ranks_are_an_error(gloo: ProcessPool, optio
     )
 
 
-def _unequal_weights(replicator: Any) -> None:
-    parameters = _parameters(seed=dist.get_rank())
-    optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), replicator=replicator)
-    _set_gradients(parameters, 0)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=4)], ids=["dct", "diloco"])
 def test_nodes_that_begin_with_other_weights_are_an_error(gloo: ProcessPool, replicator: Any) -> None:
-    gloo.expect_error_on_all_ranks(
-        _unequal_weights, replicator, match="begun with different weights", exception=RuntimeError, world_size=2
-    )
+    match, options = "begun with different weights", [{"replicator": replicator}] * 2
+    gloo.expect_error_on_all_ranks(_step_with, options, seeds=(0, 1), match=match, exception=RuntimeError, world_size=2)
 
 
 def _forgotten_root() -> None:
@@ -210,7 +194,7 @@ class _OnlyEven(Replicator):
 
 
 def _step_with_blocks_of_other_shapes() -> str:
-    """One rank of each node has blocks of 8 x 7, the other ones of 3 x 7."""
+    """One rank of each node has blocks of 8 x 7, the other one of 3 x 7."""
     mesh = _mesh(2)
     weight = nn.Parameter(distribute_tensor(torch.ones(11, 7), mesh["shard"], [Shard(0)]))
     optimizer = FlexDeMo([weight], lr=0.01, mesh=mesh, replicator=_OnlyEven(), dense_below=0)

@@ -121,22 +121,20 @@ def test_the_comparison_has_the_configured_one_first() -> None:
     assert others == [DiLoCo(period=5), *(DCTTopK(top_k=k) for k in TOP_KS)]
 
 
-@pytest.mark.parametrize(
-    ("exchange", "options", "expected"),
-    [
+def test_a_step_hides_what_the_options_let_it_hide() -> None:
+    averaging, overlapping = DiLoCo(period=3), DiLoCo(period=3, overlap=True)
+    table: list[tuple[float, dict[str, Any], float]] = [
         (1.0, {}, 3.0),
         (5.0, {}, 6.0),
         (5.0, {"overlap": "step"}, 8.0),
         (5.0, {"delay": 1}, 5.0),
         (1.0, {"delay": 1, "overlap": "step"}, 3.0),
-        (5.0, {"replicator": DiLoCo(period=3)}, 8.0),
-        (5.0, {"replicator": DiLoCo(period=3, overlap=True)}, 5.0),
-    ],
-)
-def test_a_step_hides_what_the_options_let_it_hide(exchange: float, options: dict[str, Any], expected: float) -> None:
-    config = FlexDeMoConfig(**options)
-    assert step_seconds(config, exchange, 3.0) == pytest.approx(expected)
-    assert step_seconds(config, exchange, None) == pytest.approx(exchange)
+        (5.0, {"replicator": averaging}, 8.0),
+        (5.0, {"replicator": overlapping}, 5.0),
+    ]
+    for exchange, options, expected in table:
+        assert step_seconds(FlexDeMoConfig(**options), exchange, 3.0) == pytest.approx(expected), options
+        assert step_seconds(FlexDeMoConfig(**options), exchange, None) == pytest.approx(exchange), options
 
 
 def _shipped(
@@ -183,21 +181,15 @@ def test_the_table_shows_bits_bytes_break_even_and_times() -> None:
     assert averaged[:2] == ["fp32", "0.640"] and averaged[6] == "never"
 
 
-def test_times_with_arithmetic_say_how_they_overlap() -> None:
-    _, text = _shipped(DCTTopK(), compute=3.0, delay=1)
-    assert "3.00 s of forward and backward" in text and "C / 3 + max(2 C / 3, E)" in text
-    assert "1 step late" in text and _row(text, "DCTTopK(64, 32) *")[7:9] == ["3.00", "s"]
-
-
 def test_the_dictionary_has_all_numbers_and_survives_json() -> None:
-    links, _ = _shipped(DCTTopK(top_k=8), nodes=3, compute=0.5)
+    links, text = _shipped(DCTTopK(top_k=8), nodes=3, compute=3.0, delay=1)
+    assert "3.00 s of forward and backward" in text and "C / 3 + max(2 C / 3, E)" in text
+    assert "1 step late" in text and _row(text, "DCTTopK(64, 8) *")[7:9] == ["3.00", "s"]
     found = json.loads(json.dumps(links))
-    assert (found["nodes"], found["base"], found["compute_seconds"]) == (3, "sgd", 0.5)
-    first = found["rows"][0]
+    assert (found["nodes"], found["base"], found["compute_seconds"]) == (3, "sgd", 3.0)
+    first, sent = found["rows"][0], found["rows"][0]["bytes"]["sent"]
     assert first["is_asked"] and not found["rows"][1]["is_asked"]
-    assert first["bytes"]["sent"] == 2 * first["bytes"]["message"] == 2 * first["bytes"]["gathered"]
-    assert first["exchange_seconds"] == {
-        name: pytest.approx(8 * first["bytes"]["sent"] / rate) for name, rate in LINKS.items()
-    }
+    assert sent == 2 * first["bytes"]["message"] == 2 * first["bytes"]["gathered"]
+    assert first["exchange_seconds"] == {name: pytest.approx(8 * sent / rate) for name, rate in LINKS.items()}
     assert found["all_reduce"]["break_even_nodes"] is None
     assert found["compressed"]["elements"] + found["dense"]["elements"] == 60_506_624

@@ -31,7 +31,6 @@ SHAPES: list[tuple[int, ...]] = [(13, 7), (127, 13), (3, 4), (16, 24), (6, 4, 3,
 
 
 def short_name(value: object) -> str:
-    """Of a parameter of a test."""
     return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
 
 
@@ -81,20 +80,13 @@ class Delivery:
 
 @dataclass
 class PostOffice:
-    """Stands in for the messages between nodes.
-
-    Attributes:
-        boxes: (leg, sender, receiver) -> messages.
-        sent_bytes: By sender.
-    """
+    """Stands in for the messages between nodes: (leg, sender, receiver) -> messages."""
 
     boxes: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
-    sent_bytes: dict[int, int] = field(default_factory=dict)
 
     def start_messages(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: Any) -> list[Delivery]:
         for receiver, tensor in send.items():
             self.boxes.setdefault((group.group, group.rank, receiver), []).append(tensor.clone())
-            self.sent_bytes[group.rank] = self.sent_bytes.get(group.rank, 0) + tensor.numel()
         return [Delivery(self, dict(receive), group.rank, group.group)] if receive else []
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> PostOffice:

@@ -39,7 +39,9 @@ def test_what_is_sent_and_what_stays_are_the_momentum(replicator: Replicator, va
     sent = bucket.encode(TURN)
     before = [part._replace(values=part.values.clone()) for part in sent]
     # Rounding again may not change anything: what a node keeps is what the others get.
-    _equal(unpack(bucket.plan, pack(bucket.plan, sent)), sent)
+    message = pack(bucket.plan, sent)
+    assert message.numel() == bucket.plan.message_bytes()
+    _equal(unpack(bucket.plan, message), sent)
     bucket.settle(sent, TURN, residuals)
     updates = bucket.decode(merged(bucket.plan, [sent], "mean"), TURN, set(tensors), sign=False)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Buckets and the sizes of their messages, against messages that are made and sent."""
+"""Which parameters share a bucket, and the sizes of its messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Replicator, Slicing
-from lightning_muon.flexdemo.bucket import pack
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
-from lightning_muon.flexdemo.node_exchange import Exchange
-from lightning_muon.flexdemo.replicators import ExchangeStep
 from tests.unit.flexdemo.cases import (
     FORMATS,
     REPLICATORS,
-    SHAPES,
-    PostOffice,
     drawn,
-    nodes_of,
-    one_bucket,
     plans_for,
     short_name,
 )
@@ -98,22 +91,3 @@ def test_bits_of_whole_blocks_are_those_of_the_docs(replicator: Replicator, valu
     config = FlexDeMoConfig(replicator=replicator, value_format=values, dense_below=0, chunk_bytes=1 << 30)
     (plan,) = plan_buckets([Shape((640, 1280), (640, 1280))], config)
     assert 8 * plan.message_bytes() / (640 * 1280) == pytest.approx(bits, rel=1e-12)
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("replicator", REPLICATORS, ids=short_name)
-def test_messages_have_the_planned_bytes(
-    monkeypatch: pytest.MonkeyPatch, replicator: Replicator, value_format: str
-) -> None:
-    for shapes in (SHAPES, [(40, 33), (127, 13), (5,), (3, 4)]):
-        bucket, _ = one_bucket(drawn(shapes, seed=0), replicator, seed=1, value_format=value_format)
-        plan, components = bucket.plan, bucket.encode(ExchangeStep(0, 0))
-        assert pack(plan, components).numel() == plan.message_bytes()
-    for num_nodes in (1, 2, 3, 4):
-        with monkeypatch.context() as patch:
-            post = PostOffice().take_over(patch)
-            exchanges = [Exchange(plan, components, groups) for groups in nodes_of(num_nodes)]
-            for each in exchanges:
-                each.groups.send_sums_until(each)
-        for node in range(num_nodes):
-            assert post.sent_bytes.get(node, 0) == plan.sent_bytes(node, num_nodes)

@@ -115,4 +115,4 @@ def test_an_exchange_of_nothing_sends_nothing(post: PostOffice) -> None:
     for nodes in nodes_of(3):
         assert Exchange(BucketPlan((0,), ()), [], nodes).result("mean") == []
         assert not nodes.waiting
-    assert not post.sent_bytes
+    assert not post.boxes
