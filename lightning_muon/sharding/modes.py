@@ -286,11 +286,7 @@ MODES: dict[str, type[ShardingMode]] = {mode.name: mode for mode in (Fsdp, Zero2
 
 
 def make_mode(name: str, mesh: DeviceMesh, options: ModeOptions) -> ShardingMode:
-    """The mode that users call ``name``.
-
-    Raises:
-        ValueError: For an unknown name.
-    """
+    """The mode that users call ``name``."""
     if name not in MODES:
         raise ValueError(f"sharding must be one of {tuple(MODES)}, got {name!r}")
     return MODES[name](mesh, options)

@@ -27,10 +27,6 @@ from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
-def _fault(network: Any, where: str) -> Any:
-    return fail_in(network.blocks[1].norm, where)
-
-
 def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
     """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
     pl = load(PACKAGES[0])
@@ -41,7 +37,7 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 
         def start(fitter: Any, *_: Any, model: Any = model, faults: list[Any] = faults) -> None:
             if fitter.global_step == 1 and not fitter.sanity_checking:
-                faults.append(_fault(model.network, where))
+                faults.append(fail_in(model.network.blocks[1].norm, where))
                 if where == "callback":
                     raise OutOfMemoryError(where)
 
@@ -72,7 +68,6 @@ def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: s
 
 
 def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
-    """A step that catches what its second batch raises, and leaves it out."""
     pl = load(PACKAGES[0])
     results = []
     for fails in (True, False):
@@ -84,7 +79,7 @@ def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
                 return
             optimizer = model.optimizers()
             optimizer.zero_grad()
-            fault = _fault(model.network, where) if batch_idx == 1 else None
+            fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
             try:
                 loss = loss_of(model(batch[0]), batch[1])
                 model.manual_backward(loss) if tells else loss.backward()
@@ -125,7 +120,7 @@ def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True
         if step in (1, 2) and fails:
             with fabric.no_backward_sync(model):
                 backward(77, 0, 2) if where == "backward" else None
-            fault = _fault(network, where)
+            fault = fail_in(network.blocks[1].norm, where)
             with suppress(OutOfMemoryError):
                 backward(78, 0, 1)
                 raise AssertionError("did not fail")
@@ -150,15 +145,10 @@ def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, opti
     assert all(is_watched for _, is_watched in results)
 
 
-def _with_flexdemo() -> list[Any]:
-    """Weights of two nodes that leave batches out, and of two that never saw them."""
+def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> None:
     config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
     options = {"optimizer": config, "replicate_size": 2}
-    return [_skip_with_fabric("backward", options, fails=fails)[0] for fails in (True, False)]
-
-
-def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> None:
-    failed, reference = gloo.run(_with_flexdemo, world_size=4)[0]
+    failed, reference = (gloo.run(_skip_with_fabric, "backward", options, fails=fails)[0][0] for fails in (True, False))
     assert max_difference(failed, reference) == 0.0
 
 
@@ -168,7 +158,7 @@ def _one_rank_skips() -> None:
     network = fabric_loop.network()
     model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
     fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
-    fault = _fault(network, "backward") if fabric.global_rank == 1 else None
+    fault = fail_in(network.blocks[1].norm, "backward") if fabric.global_rank == 1 else None
     with suppress(OutOfMemoryError):
         fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
     assert fault is not None
@@ -192,7 +182,7 @@ def _skip_with_accelerate(where: str) -> Any:
         model, optimizer = accelerator.prepare(model, fabric_loop.adamw(model))
         for step in range(4):
             for is_bad in (True, False) if step in (1, 2) else (False,):
-                fault = _fault(network, where) if is_bad else None
+                fault = fail_in(network.blocks[1].norm, where) if is_bad else None
                 batch = fabric_loop.micro_batch(77 if is_bad else step, 0)
                 rows = slice(accelerator.process_index, None, accelerator.num_processes)
                 try:

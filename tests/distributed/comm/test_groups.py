@@ -98,7 +98,7 @@ def _leave_unequally(group: AxisGroup) -> None:
 
 
 def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
-    """Owners that come and go; the number of groups that they had together."""
+    """The number of groups that owners have together which come and go."""
     axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
     groups: list[dist.ProcessGroup] = []
     received: list[float] = []
@@ -188,7 +188,6 @@ def test_groups_take_the_backend_of_their_mesh(gloo: ProcessPool) -> None:
 
 
 def _offload(backend: str) -> None:
-    """A model whose user has sharded it: weights on the host, the mesh of another device."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cuda")
     meta = TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32)
     weight = DTensor(torch.ones(2, 3), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=True)
@@ -206,35 +205,28 @@ def test_offloading_needs_a_backend_for_the_host(gloo: ProcessPool) -> None:
 def _sum_over(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Sum of the ranks, and size, of each group; the ranks of the mesh are not in their order."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = DeviceMesh("cpu", torch.arange(size).flip(0).view(shape))
-    found = [axis_group(mesh, axes) for axes in ((0,), (1,), (0, 1))]
-    for group in found:
+    meshes = [DeviceMesh("cpu", torch.arange(size).flip(0).view(shape))] * 3
+    if size == 4:  # A part of the world.
+        even, odd = (DeviceMesh("cpu", [[last], [first]]) for first, last in ((0, 2), (1, 3)))
+        meshes.append(odd if rank % 2 else even)
+    found = [axis_group(mesh, axes) for mesh, axes in zip(meshes, ((0,), (1,), (0, 1), (0, 1)), strict=False)]
+    for mesh, group in zip(meshes, found, strict=True):
         assert group.coordinates[group.rank] == tuple(mesh.get_coordinate())  # type: ignore[arg-type]
     return [(_sum_of_ranks(group) if group.group is not None else rank, group.size) for group in found]
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((2, 2), [[2, 4, 2, 4], [1, 1, 5, 5], [6] * 4]), ((2, 1), [[1, 1], [0, 1], [1, 1]])],
+    ("shape", "sums", "sizes"),
+    [
+        ((2, 2), [[2, 4, 2, 4], [1, 1, 5, 5], [6] * 4, [2, 4, 2, 4]], [2, 2, 4, 2]),
+        ((2, 1), [[1, 1], [0, 1], [1, 1]], [2, 1, 2]),
+    ],
 )
-def test_a_group_spans_its_axes_only(gloo: ProcessPool, shape: tuple[int, ...], expected: list[list[int]]) -> None:
+def test_a_group_spans_its_axes_only(
+    gloo: ProcessPool, shape: tuple[int, ...], sums: list[list[int]], sizes: list[int]
+) -> None:
     for rank, found in enumerate(gloo.run(_sum_over, shape, world_size=math.prod(shape))):
-        assert [total for total, _ in found] == [sums[rank] for sums in expected]
-        assert [size for _, size in found] == [*shape, math.prod(shape)]
-
-
-def _sum_over_half() -> int:
-    """A mesh that is only a part of the world, in another order than the ranks."""
-    even, odd = (DeviceMesh("cpu", [[last], [first]]) for first, last in ((0, 2), (1, 3)))
-    other = even if dist.get_rank() in (0, 2) else odd
-    found = axis_group(other, (0, 1))
-    members = dist.get_process_group_ranks(found.group)
-    assert [int(other.mesh[coordinate]) for coordinate in found.coordinates] == members
-    return _sum_of_ranks(found)
-
-
-def test_a_mesh_on_a_part_of_the_world_has_its_own_group(gloo: ProcessPool) -> None:
-    assert gloo.run(_sum_over_half) == [2, 4, 2, 4]
+        assert found == [(of_ranks[rank], size) for of_ranks, size in zip(sums, sizes, strict=True)]
 
 
 def _nodes() -> tuple[list[int], list[int]]:

@@ -16,8 +16,6 @@ from lightning_muon.sharding.shard_model import shard_model
 
 
 class Expert(nn.Module):
-    """Two odd matrices."""
-
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         self.up = nn.Linear(7, width)
@@ -28,8 +26,6 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Experts of which a rank chooses some, between two dense maps."""
-
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.before = nn.Linear(7, 7)
@@ -44,8 +40,6 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two layers of experts and a head."""
-
     def __init__(self, widths: Sequence[int] = (13, 13)) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(widths) for _ in range(2))

@@ -76,14 +76,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-def reference_gradients(world_size: int, repeats: int = 1) -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = Net()
-    for _ in range(repeats):
-        model.training_step(tokens_of_all(world_size).flatten(0, 1)).backward()
-    return gradients_of(model)
-
-
 def assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():

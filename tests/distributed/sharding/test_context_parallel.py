@@ -92,7 +92,6 @@ def _reference() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
     [
-        (4, {"shard_size": 2, "context_size": 2}),
         (4, {"replicate_size": 2, "context_size": 2}),
         (3, {"context_size": 3}),
     ],

@@ -161,7 +161,6 @@ def test_other_axes_are_an_error(gloo: ProcessPool, names: tuple[str, ...]) -> N
 
 
 def _one_node_alone(shape: tuple[int, int]) -> bool:
-    """The nodes run different units, which is their own business."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mode = make_mode("fsdp", mesh_of(shape), ModeOptions(decoupled_nodes=True, wrap_policy=(nn.Linear,)))
     mode.prepare(net)

@@ -50,17 +50,6 @@ def test_other_experts_by_rank_are_an_error_everywhere(
     assert len({failure.message for failure in failures.values()}) == 1
 
 
-def test_experts_inside_one_unit_train_as_in_one_process(gloo: ProcessPool) -> None:
-    """What the error advises."""
-    chosen = ([0], [1, 0], [], [0])
-    torch.manual_seed(0)
-    model = Mixture()
-    for rank, mine in enumerate(chosen):
-        (model(inputs_of(rank), mine).square().mean() / len(chosen)).backward()
-    for result in gloo.run(_run, (2, 2), ["Layer"], chosen):
-        assert_close(result, gradients_of(model))
-
-
 def _notes_of_a_step() -> tuple[list[int], list[int], int]:
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
     call_log = agreement.call_log
@@ -90,8 +79,6 @@ class Slots:
 
 
 class Outputs(nn.Linear):
-    """Returns tensors inside of containers."""
-
     def forward(self, x: Tensor) -> dict[str, object]:  # type: ignore[override]
         return {"nested": [Slots(super().forward(x)), "text"]}
 
@@ -107,11 +94,7 @@ def _backward_through_containers() -> list[int]:
 
 def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
     assert gloo.run(_backward_through_containers, world_size=2) == [[0, 1]] * 2
-
-
-def test_containers_that_contain_themselves_are_searched_once() -> None:
-    tensor = torch.ones(3)
-    nested: list[object] = [tensor, Slots]
+    nested: list[object] = [tensor := torch.ones(3), Slots]
     nested.append({"again": nested, "slots": Slots(tensor)})
     assert [id(found) for found in tensors_in(nested, set())] == [id(tensor)] * 2
 

@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat import torch as compat
 from tests.distributed import backward_passes
-from tests.distributed.sharding.training import (
-    Run,
-    Training,
-    largest_difference,
-    loss,
-    mesh_of,
-    train_alone,
-)
+from tests.distributed.sharding.training import Run, Training, largest_difference, loss, mesh_of, train_alone
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool
 

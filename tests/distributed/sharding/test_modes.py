@@ -43,6 +43,7 @@ CASES = [
     ("zero2", (4,), ODD),
     *(("fsdp", (3,), name) for name in ("plain", "accumulated", "clipped")),
     *(("fsdp", shape, "clipped") for shape in ((1,), (4,), (2, 2))),
+    ("fsdp", (4, 1), "accumulated"),
 ]
 
 
@@ -131,7 +132,6 @@ def test_state_that_is_lost_on_any_rank_begins_with_zeros_on_all(gloo: ProcessPo
 
 
 def _train_with_a_default_device(mode: str) -> bool:
-    """Whether the weights are the same where torch makes tensors on the meta device by default."""
     results: list[dict[str, Tensor]] = []
     for device in ("cpu", "meta"):
         training = Training.start(mode, mesh_of((2,)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.distributed.sharding.models import (
     full,
     gradients_of,
     make_mesh,
-    reference_gradients,
     shard_net,
     tokens_of_all,
 )
@@ -67,41 +65,41 @@ def test_weights_are_those_of_rank_0_and_gradients_exact(
 ) -> None:
     world_size = shape[0] * shape[1]
     torch.manual_seed(0)
-    state = Net().state_dict()
+    model = Net()
+    state = model.state_dict()
+    model.training_step(tokens_of_all(world_size).flatten(0, 1)).backward()
     for weights, gradients, names in gloo.run(_train, shape, sharded, options, world_size=world_size):
         assert units is None or names == units
         assert all(torch.equal(weights[name], value) for name, value in state.items())
-        assert_close(gradients, reference_gradients(world_size))
+        assert_close(gradients, gradients_of(model))
 
 
-# What a rank builds, and how it chooses units.
-_DIFFERENT: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {
-    r"Sequential differs .*'0.weight' \(4, 4\) float32.*\(5, 4\)": lambda rank: (
-        nn.Sequential(nn.Linear(4, 4 + rank)),
-        "auto",
-    ),
-    "Sequential differs between ranks: .*FSDP2 unit": lambda rank: (
-        nn.Sequential(Block(), Block()),
-        lambda name, _: name == str(rank),
-    ),
-    "no module is a Missing": lambda rank: (nn.Sequential(nn.Linear(4, 4)), ["Linear" if rank == 0 else "Missing"]),
-    "KeyError": lambda rank: (nn.Sequential(nn.Linear(4, 4)), lambda *_: {}["missing"] if rank == 1 else False),
-}
-
-
-def _shard_different(message: str) -> str:
-    model, policy = _DIFFERENT[message](dist.get_rank())
+def _shard_different(what: str) -> None:
+    rank = dist.get_rank()
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4 + (rank if what == "shapes" else 0)), Block(), Block())
+    policies: dict[str, Any] = {
+        "shapes": "auto",
+        "units": lambda name, _: name == str(1 + rank % 2),
+        "class": ["Linear" if rank == 0 else "Missing"],
+        "policy": lambda *_: {}["missing"] if rank == 1 else False,
+    }
     try:
-        shard_model(model, make_mesh((1, 3)), wrap_policy=policy)
+        shard_model(model, make_mesh((1, 3)), wrap_policy=policies[what])
     except (RuntimeError, ValueError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("message", _DIFFERENT)
-def test_what_differs_between_ranks_is_an_error_on_every_rank(gloo: ProcessPool, message: str) -> None:
-    for text in gloo.run(_shard_different, message, world_size=3):
-        assert re.search(message, text), text
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("shapes", r"Sequential differs .*'0.weight' \(4, 4\) float32.*\(5, 4\)"),
+        ("units", "Sequential differs between ranks: .*FSDP2 unit"),
+        ("class", "no module is a Missing"),
+        ("policy", "KeyError"),
+    ],
+)
+def test_what_differs_between_ranks_is_an_error_on_all(gloo: ProcessPool, what: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_shard_different, what, world_size=3, exception=RuntimeError, match=match)
 
 
 def _no_root(is_tied: bool) -> tuple[list[str], list[Tensor | None]]:
@@ -131,7 +129,6 @@ def test_without_a_root_every_child_is_one(gloo: ProcessPool) -> None:
 
 
 def _mixed_dtypes() -> tuple[list[str], list[torch.dtype]]:
-    """A norm in float32 after a layer in bfloat16, sharded on the meta device."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
     shard_model(model, make_mesh((1, 2)))

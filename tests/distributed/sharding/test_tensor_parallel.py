@@ -18,13 +18,6 @@ from lightning_muon.sharding.shard_model import check_tensor_parallel, shard_mod
 from tests.distributed.sharding.models import assert_close, full, gradients_of
 from tests.support.processes import ProcessPool
 
-MESHES = [
-    (2, {"tensor_size": 2}),
-    (4, {"shard_size": 2, "tensor_size": 2}),
-    (4, {"replicate_size": 2, "tensor_size": 2}),
-    (4, {"context_size": 2, "tensor_size": 2}),
-]
-
 
 class Net(nn.Module):
     """Two layers for the plan, with 7 rows on each of two tensor ranks; the rest is not in it."""
@@ -83,7 +76,14 @@ def _train(sizes: dict[str, int]) -> tuple[dict[str, Any], int, dict[str, Tensor
     return weights, model.up.weight.device_mesh.ndim, gradients_of(model)
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), MESHES)
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [
+        (2, {"tensor_size": 2}),
+        (4, {"replicate_size": 2, "tensor_size": 2}),
+        (4, {"context_size": 2, "tensor_size": 2}),
+    ],
+)
 def test_weights_and_gradients_are_those_of_one_process(
     gloo: ProcessPool, world_size: int, sizes: dict[str, int]
 ) -> None:
@@ -103,7 +103,6 @@ def test_weights_and_gradients_are_those_of_one_process(
 
 
 def _different(num_outputs: tuple[int, ...]) -> None:
-    """The ranks have heads of these sizes."""
     meshes = _make({"shard_size": 2, "tensor_size": 2})
     torch.manual_seed(0)
     model = Net(num_outputs=num_outputs[dist.get_rank()])

@@ -16,12 +16,7 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
-from tests.distributed.sharding.models import (
-    Net,
-    full,
-    make_mesh,
-    tokens_of_all,
-)
+from tests.distributed.sharding.models import Net, full, make_mesh, tokens_of_all
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
@@ -46,7 +41,6 @@ def _plain() -> _Normed:
 
 
 def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: str) -> tuple[dict[str, Tensor], bool]:
-    """Weights, and whether tied ones share memory."""
     model = _plain()
     if compiled:
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")

@@ -69,19 +69,15 @@ def branch_by_rank(step: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What is varied."""
-
     accumulate: int = 1
     max_norm: float | None = None
     branch_of: Callable[[int, int], int] = first_branch
     steps: int = 4
-    dtype: torch.dtype = torch.float32
-    reuse_blocks: bool = False
 
 
-def model(dtype: torch.dtype = torch.float32) -> OddNet:
+def model() -> OddNet:
     torch.manual_seed(3)
-    return OddNet().to(dtype)
+    return OddNet()
 
 
 def optimizer_for(net: nn.Module) -> ParallelMuon:
@@ -92,12 +88,12 @@ def loss(net: nn.Module, run: Run, step: int, micro_batch: int, rank: int) -> Te
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
     tokens = torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
     logits = net(tokens, run.branch_of(step, rank))
-    return F.cross_entropy(logits.flatten(0, 1).float(), (3 * tokens.flatten() + 1) % WORDS) / run.accumulate
+    return F.cross_entropy(logits.flatten(0, 1), (3 * tokens.flatten() + 1) % WORDS) / run.accumulate
 
 
 def train_alone(run: Run, num_ranks: int) -> dict[str, Tensor]:
     """One process computes the losses of all ranks, one after the other."""
-    net = model(run.dtype)
+    net = model()
     optimizer = optimizer_for(net)
     for step in range(run.steps):
         optimizer.zero_grad()
@@ -112,15 +108,13 @@ def train_alone(run: Run, num_ranks: int) -> dict[str, Tensor]:
 
 @dataclass
 class Training:
-    """A model under a mode, on this rank."""
-
     mode: ShardingMode
     net: OddNet
     optimizer: ParallelMuon
 
     @classmethod
-    def start(cls, name: str, mesh: DeviceMesh, dtype: torch.dtype = torch.float32, **options: Any) -> Training:
-        net = model(dtype)
+    def start(cls, name: str, mesh: DeviceMesh, **options: Any) -> Training:
+        net = model()
         with torch.no_grad():  # Ranks begin with different weights; those of the first one count.
             for parameter in net.parameters():
                 parameter.add_(dist.get_rank())
@@ -155,8 +149,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def train(name: str, shape: tuple[int, ...], run: Run, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """Weights after some steps, on this rank."""
-    training = Training.start(name, mesh_of(shape), run.dtype, **(options or {}))
+    training = Training.start(name, mesh_of(shape), **(options or {}))
     for step in range(run.steps):
         training.step(run, step)
     return training.weights()

@@ -17,11 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
-    forward_resharding,
     inherit_timeout,
     new_group,
-    set_forward_resharding,
-    shards_over_one_rank,
     world_timeout,
 )
 
@@ -30,7 +27,6 @@ _SECONDS = timedelta(seconds=77)
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_SECONDS)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -68,17 +64,6 @@ def test_a_new_group_has_its_name_and_splits_no_other() -> None:
     with pytest.raises(ValueError, match="already been"):
         new_group([0], "ours", backend="gloo", timeout=_SECONDS)
     assert world.bound_device_id == torch.device("cuda", 0)
-
-
-def test_resharding_after_forward_can_be_read_and_put_back(mesh: DeviceMesh) -> None:
-    unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    saved = forward_resharding(unit)
-    unit.set_reshard_after_forward(False)
-    assert forward_resharding(unit) == [None] and saved != [None]
-    set_forward_resharding(unit, saved)
-    assert forward_resharding(unit) == saved
-    assert shards_over_one_rank(unit)
-    assert not shards_over_one_rank(fully_shard(nn.Sequential(), mesh=mesh))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])

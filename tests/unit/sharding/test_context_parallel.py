@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.sharding import context_parallel
-from lightning_muon.sharding.context_parallel import (
-    context_attention,
-    gather_sequence,
-    pad_to_multiple,
-    split_sequence,
-)
+from lightning_muon.sharding.context_parallel import context_attention, gather_sequence, pad_to_multiple, split_sequence
 
 
 class OneAxis:

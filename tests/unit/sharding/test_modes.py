@@ -15,8 +15,6 @@ from tests.support.processes import ProcessPool
 
 
 class _Fourth(SingleProcess):
-    """Another mode, in a file of its own."""
-
     name = "fourth"
     takes = frozenset({"wrap_policy"})
 
