@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric.loop import (
-    HYPER,
-    MATRICES,
     adamw,
     end,
     launch,
@@ -24,40 +22,7 @@ from tests.integration.integrations.fabric.loop import (
     set_up,
 )
 from tests.integration.training import full_weights, loss_of, max_difference
-from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
-
-
-def _norms(sharding: str, world_size: int) -> list[float]:
-    fabric, model, optimizer = set_up(sharding=sharding)
-    norms = []
-    for step in range(3):
-        tokens, targets = own_rows(fabric, micro_batch(step, 0))
-        fabric.backward(loss_of(model(tokens), targets))
-        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.3)))
-        # What was clipped stays clipped.
-        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.3)))
-        optimizer.step()
-        optimizer.zero_grad()
-    fabric.strategy.teardown()
-    return norms
-
-
-@pytest.mark.parametrize(("sharding", "world_size"), [("fsdp", 2), ("zero2", 3), ("ddp", 2)])
-def test_clipping_returns_the_norm_before_it(gloo: ProcessPool, sharding: str, world_size: int) -> None:
-    module = network()
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
-    expected = []
-    for step in range(3):
-        tokens, targets = micro_batch(step, 0)
-        module.zero_grad()
-        loss_of(module(tokens), targets).backward()
-        norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.3))
-        expected += [norm, min(norm, 0.3)]
-        optimizer.step()
-    assert expected[0] > 0.3
-    for norms in gloo.run(_norms, sharding, world_size, world_size=world_size):
-        assert norms == pytest.approx(expected, rel=1e-4)
 
 
 def _with_closure() -> dict[str, Tensor]:

@@ -37,6 +37,9 @@ from lightning_muon.engine.mesh_sizes import MeshSizes
         ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
         ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
         ({"bucket_bytes": 0}, "bucket_bytes must be 'auto' or an integer of at least 1, got 0"),
+        ({"optimizer": FlexDeMoConfig(), "sharding": "zero2"}, "needs sharding='fsdp', got 'zero2'"),
+        ({"optimizer": FlexDeMoConfig(), "tensor_parallel_size": 2}, "does not go with tensor_size=2"),
+        ({"optimizer": FlexDeMoConfig(), "data_parallel_size": 4}, "replaces by Lightning's; give replicate_size and"),
         ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
         ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
         ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
@@ -53,19 +56,6 @@ def test_everything_goes_with_what_it_needs() -> None:
     Options(optimizer=FlexDeMoConfig(), replicate_size=2, context_size=2, loss_scaling="tokens")
     for policy in ("auto", [], ("Block",), {dict}, lambda name, module: name == "blocks.0"):
         Options(wrap_policy=policy)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sharding": "zero2"}, "needs sharding='fsdp', got 'zero2'"),
-        ({"tensor_parallel_size": 2}, "does not go with tensor_size=2"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4 replaces by Lightning's; give replicate_size and shard_size"),
-    ],
-)
-def test_nodes_need_a_mesh_and_a_sharding_that_know_them(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Options(optimizer=FlexDeMoConfig(), **options)
 
 
 def test_the_parts_of_the_engine_get_what_they_take() -> None:

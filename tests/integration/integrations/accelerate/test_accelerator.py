@@ -166,6 +166,8 @@ def _wrong(what: str) -> None:
         optimizer = adamw(model)
         if what == "meta" and dist.get_rank() == 1:
             model.head.to("meta")
+        if what == "clip":
+            accelerator.clip_grad_norm_(accelerator.prepare(model).parameters(), 1.0)
         model, _ = accelerator.prepare(model, optimizer)
         if what == "again":
             accelerator.prepare(network())
@@ -183,6 +185,7 @@ def _wrong(what: str) -> None:
         ("meta", Exception, "head.weight .* is on the meta device"),
         ("again", ValueError, "1 models after another one"),
         ("norm", ValueError, "only the 2-norm"),
+        ("clip", RuntimeError, "a module that no optimizer was set up for"),
         ("tokens", RuntimeError, "loss_scaling='tokens'"),
     ],
 )

@@ -248,8 +248,6 @@ def _not_set_up(what: str) -> None:
     foreign = adamw(Network())
     if what == "ranks" and fabric.global_rank == 1:
         fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if what == "clip":
-        fabric.clip_gradients(fabric.setup_module(model), foreign, max_norm=1.0)
     if what == "setup":
         model = fabric.setup_module(model)
         fabric.setup_optimizers(foreign)
@@ -271,7 +269,6 @@ def _not_set_up(what: str) -> None:
     ("what", "exception", "match"),
     [
         ("ranks", RuntimeError, "differs between ranks"),
-        ("clip", RuntimeError, "a module that no optimizer was set up for"),
         ("setup", ValueError, "parameters of no module that was set up before it"),
         ("step", ValueError, "this AdamW was not set up"),
         ("shared", ValueError, r"Sequential shares parameters with \w*Network, which has been set up"),
@@ -333,46 +330,19 @@ def test_empty_modules_are_initialized_and_load_weights(gloo: ProcessPool, shard
     assert max_difference(trained, reference()) <= 1e-6
 
 
-def _masked(step: int, index: int) -> tuple[Tensor, Tensor]:
-    """The rows of all ranks; row r keeps r % 4 + index targets."""
-    tokens, targets = micro_batch(step, index)
-    for row, labels in enumerate(targets):
-        labels[row % 4 + index :] = -100
-    return tokens, targets
-
-
-def _train_on_tokens(sharding: str, *, silent: bool = False) -> dict[str, Tensor]:
-    fabric, model, optimizer = set_up(sharding=sharding, loss_scaling="tokens")
-    for step in range(3):
-        for index in range(2):
-            tokens, targets = own_rows(fabric, _masked(step, index))
-            with fabric.no_backward_sync(model, enabled=index == 0):
-                loss = summed_loss(model(tokens), targets)
-                if not (silent and fabric.global_rank == 1 and index == 0):
-                    fabric.strategy.report_tokens((targets != -100).sum())
-                fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return end(fabric, model)
-
-
-def test_gradients_are_the_mean_over_all_tokens(gloo: ProcessPool) -> None:
-    module = network()
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
-    for step in range(3):
-        module.zero_grad()
-        batches = [_masked(step, index) for index in range(2)]
-        num_tokens = sum(int((targets != -100).sum()) for _, targets in batches)
-        for tokens, targets in batches:
-            (summed_loss(module(tokens), targets) / num_tokens).backward()
-        optimizer.step()
-    expected = dict(module.state_dict())
-    for sharding in ("fsdp", "zero2"):
-        assert max_difference(gloo.run(_train_on_tokens, sharding, world_size=2)[0], expected) <= 1e-6
+def _one_rank_reports_no_tokens() -> None:
+    fabric, model, optimizer = set_up(loss_scaling="tokens")
+    for index in range(2):
+        tokens, targets = own_rows(fabric, micro_batch(0, index))
+        with fabric.no_backward_sync(model, enabled=index == 0):
+            loss = summed_loss(model(tokens), targets)
+            if index or fabric.global_rank == 0:
+                fabric.strategy.report_tokens(targets.numel())
+            fabric.backward(loss)
+    optimizer.step()
 
 
 def test_a_rank_that_reports_no_tokens_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    failures = gloo.expect_error_on_all_ranks(
-        _train_on_tokens, "fsdp", silent=True, match="rank 1 reported no tokens in micro-batch 1 of 2", world_size=2
-    )
+    match = "rank 1 reported no tokens in micro-batch 1 of 2"
+    failures = gloo.expect_error_on_all_ranks(_one_rank_reports_no_tokens, match=match, world_size=2)
     assert "fabric.strategy.report_tokens(n)" in failures[0].traceback
