@@ -56,11 +56,10 @@ def assign_owners(
 def longest_first(
     costs: Sequence[int], sizes: Sequence[int], loads: list[Load], *, taken: Sequence[int]
 ) -> dict[int, int]:
-    """Give each job, dearest first, to the rank with the least load so far; a rank is within 4/3 of the optimum.
+    """Job -> rank, for the jobs ``taken``: each, dearest first, to the rank with the least load so far.
 
-    Job index -> rank, the same on every rank, for the jobs ``taken``. Bytes (``sizes``) break ties between equal loads;
-    ``loads`` are updated in place, so that the next bucket evens this one out. Takes ``O(n log n)`` for n jobs and
-    ranks. Source: Graham 1969, Bounds on multiprocessing timing anomalies.
+    The largest load is within 4/3 of the optimum (Graham 1969, Bounds on multiprocessing timing anomalies). Bytes
+    (``sizes``) break ties; ``loads`` are updated in place, so that the next bucket evens this one out.
     """
     heap = [(*load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)

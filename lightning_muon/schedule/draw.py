@@ -39,13 +39,10 @@ _LETTER_WIDTH = 4.4  # Points, at the size of the labels.
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str) -> None:
-    """Draw timelines below each other on one time axis, and save them as what the suffix of ``path`` says.
+    """Draw timelines below each other on one time axis, cut off where one is far longer than the shortest.
 
-    Each rank is a row with two lanes, transfers above arithmetic; ranks that all do the same are one row. Of more than
-    16 ranks the busiest, the median and the idlest are shown, beside the load of all of them. Timelines that are far
-    longer than the shortest are cut off.
-
-    ``path`` ends in ``.png``, ``.svg`` or ``.pdf``; ``title`` is that of the figure.
+    Each rank is a row with two lanes, transfers above arithmetic. Of more than 16 ranks the busiest, the median and the
+    idlest are shown, beside the load of all of them. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: pictures are .png, .svg or .pdf files")

@@ -161,10 +161,9 @@ class ShardExchange:
 
 
 def node_grid(nodes: Sequence[int]) -> Grid:
-    """For each node its ranks, or nothing unless there are several nodes of several ranks each, equally many.
+    """For each node its ranks, by the node of each rank; empty unless several nodes have several ranks, equally many.
 
-    ``nodes`` has the number of the node of each rank. The ranks of equal place in their nodes must be in the order of
-    the nodes, so that every rank adds up the nodes in the same order.
+    The ranks of equal place must be in the order of the nodes, so that every rank adds up the nodes in the same order.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):

@@ -65,9 +65,8 @@ def step_program(
     - AdamW runs while the first gathers are on their way. If the check is deferred, or gradients are late, it follows
       the check instead.
 
-    ``program``, ``look_ahead`` and ``memory_bytes`` are those of :func:`~.passes.prefetch`. ``early`` has the keys
-    of the buckets that may be sent during backward; ``is_late``: gradients may still be arriving when the step begins;
-    ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
+    ``early`` has the keys of the buckets that may be sent during backward; ``is_late``: gradients may still be arriving
+    when the step begins; ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
     issued = prefetch(program, look_ahead, memory_bytes)
     added = added or {}

@@ -62,13 +62,6 @@ def test_equal_matrices_are_divided_or_computed_everywhere() -> None:
     assert _moved(outcomes["redundant"]) == {("gather", "within"): (4 * floor, floor)}
 
 
-def test_serial_strategies_hide_nothing() -> None:
-    outcomes = _compare(64, 1, 4)
-    assert outcomes["lpt"].timeline.hidden == pytest.approx(0, abs=1e-9)
-    assert outcomes[PIPELINE].timeline.hidden > 0.5
-    assert outcomes[PIPELINE].timeline.makespan < outcomes["lpt"].timeline.makespan
-
-
 def test_the_owner_grid_removes_the_work_that_replicas_repeat() -> None:
     outcomes = _compare(16, 2, 2)
     assert max(outcomes[PIPELINE].plan.flops) == 2 * max(outcomes[GRID].plan.flops)
@@ -114,11 +107,11 @@ def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
     outcome = _compare(5, 1, 3, kind="stack")["lpt"]
     assert outcome.numbers["load"]["bound_flops"] == 10 * _FLOPS
     assert outcome.plan.flops[2] == 0
-
-
-def test_the_lower_bound_is_the_mean_or_the_dearest_matrix() -> None:
+    # The bound of matrices that travel is the mean or the dearest one.
     for shard, bound in ((2, 1.5 * _FLOPS), (100, _FLOPS)):
         assert _compare(3, 1, shard)["lpt"].numbers["load"]["bound_flops"] == bound
+    with pytest.raises(ValueError, match="model has no matrices that are trained"):
+        _compare(0, 1, 2)
 
 
 def test_buffers_are_bounded_for_the_pipeline_only() -> None:
@@ -162,63 +155,38 @@ def test_buckets_are_told_by_the_bytes_of_an_owner() -> None:
     assert outcomes[PIPELINE].numbers["newton_schulz_bytes"] == 2 * (2 * 256 * 128 + 2 * 128 * 128)
 
 
-def test_plans_of_few_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    monkeypatch.setattr(f"{_MODULE}.check_step", lambda program, plans: checked.append(len(program)))
-    for shard in (4, 2 * MOST_RANKS_IN_FULL):
-        _compare(16, 1, shard)
-        assert checked == [4, 4, 4, 4]
-
-
-def test_a_model_without_matrices_is_refused() -> None:
-    with pytest.raises(ValueError, match="model has no matrices that are trained"):
-        _compare(0, 1, 2)
-
-
 # Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/estimates.py).
 _LARGE, _SMALL = 4096, 64
 
 
-def _choice(replicate: int, shard: int, sides: list[int], **options: Any) -> tuple[int | None, str | None]:
+@pytest.mark.parametrize(
+    ("replicate", "shard", "sides", "options", "num_shared", "row"),
+    [
+        # Without replicas assignment and overlap name the row.
+        (1, 2, [_LARGE] * 8, {}, None, PIPELINE),
+        (1, 2, [_LARGE] * 8, {"overlap": "off"}, None, "lpt"),
+        (1, 2, [_LARGE] * 8, {"assignment": "round_robin", "overlap": "off"}, None, "round_robin"),
+        (1, 2, [_LARGE] * 8, {"assignment": "round_robin"}, None, None),
+        (1, 2, [_LARGE] * 8, {"assignment": "redundant"}, None, "redundant"),
+        (1, 2, [_LARGE] * 8, {"assignment": "redundant", "overlap": "off"}, None, None),
+        # With replicas dedupe decides.
+        (2, 2, [_LARGE] * 64, {}, 64, GRID),
+        (2, 2, [_SMALL] * 64, {}, 0, PIPELINE),
+        (2, 2, [_LARGE] * 40 + [_SMALL] * 24, {}, 40, None),
+        (2, 2, [_LARGE] * 64, {"dedupe": "never"}, 0, PIPELINE),
+        (2, 2, [_SMALL] * 64, {"dedupe": "always"}, 64, GRID),
+        (2, 2, [_LARGE] * 64, {"overlap": "off"}, 64, None),
+        (2, 2, [_SMALL] * 64, {"overlap": "off"}, 0, "lpt"),
+        # Replicas without shards compute all or divide it.
+        (2, 1, [_SMALL] * 8, {}, 0, "redundant"),
+        (2, 1, [_LARGE] * 8, {}, 8, PIPELINE),
+        (2, 1, [*[_LARGE] * 8, _SMALL], {}, 8, None),
+    ],
+)
+def test_a_config_is_the_row_that_shares_as_it_does(
+    replicate: int, shard: int, sides: list[int], options: dict[str, Any], num_shared: int | None, row: str | None
+) -> None:
     shapes = [ParameterShape(name=f"w{i}", shape=(side, side), kind="matrix") for i, side in enumerate(sides)]
     model = ModelShapes(name="m", source="", parameters=tuple(shapes))
     found = choice_of(MuonConfig(**options), model, Mesh(replicate=replicate, shard=shard), _OPTIONS)
-    return found["num_shared"], found["row"]
-
-
-@pytest.mark.parametrize(
-    ("options", "row"),
-    [
-        ({}, PIPELINE),
-        ({"overlap": "step"}, PIPELINE),
-        ({"overlap": "off"}, "lpt"),
-        ({"assignment": "round_robin", "overlap": "off"}, "round_robin"),
-        ({"assignment": "round_robin"}, None),
-        ({"assignment": "redundant"}, "redundant"),
-        ({"assignment": "redundant", "overlap": "off"}, None),
-    ],
-)
-def test_without_replicas_assignment_and_overlap_name_the_row(options: dict[str, Any], row: str | None) -> None:
-    assert _choice(1, 2, [_LARGE] * 8, **options) == (None, row)
-
-
-@pytest.mark.parametrize(
-    ("shard", "sides", "options", "num_shared", "row"),
-    [
-        (2, [_LARGE] * 64, {}, 64, GRID),
-        (2, [_SMALL] * 64, {}, 0, PIPELINE),
-        (2, [_LARGE] * 40 + [_SMALL] * 24, {}, 40, None),
-        (2, [_LARGE] * 64, {"dedupe": "never"}, 0, PIPELINE),
-        (2, [_SMALL] * 64, {"dedupe": "always"}, 64, GRID),
-        (2, [_LARGE] * 64, {"overlap": "off"}, 64, None),
-        (2, [_SMALL] * 64, {"overlap": "off"}, 0, "lpt"),
-        # Replicas without shards compute all or divide it.
-        (1, [_SMALL] * 8, {}, 0, "redundant"),
-        (1, [_LARGE] * 8, {}, 8, PIPELINE),
-        (1, [*[_LARGE] * 8, _SMALL], {}, 8, None),
-    ],
-)
-def test_with_replicas_dedupe_decides(
-    shard: int, sides: list[int], options: dict[str, Any], num_shared: int, row: str | None
-) -> None:
-    assert _choice(2, shard, sides, **options) == (num_shared, row)
+    assert (found["num_shared"], found["row"]) == (num_shared, row)
