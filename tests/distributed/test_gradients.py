@@ -28,22 +28,12 @@ def _tensors(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def _make(mesh: DeviceMesh) -> tuple[dict[str, nn.Parameter], ParallelMuon]:
-    parameters = {
-        name: nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for name, tensor in _tensors(0).items()
-    }
-    options = {"lr": 0.02, "compute_dtype": "float32", "chunk_bytes": 400}
-    return parameters, ParallelMuon(parameters.items(), **options)  # type: ignore[arg-type]
-
-
-def _full(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}  # type: ignore[attr-defined]
-
-
 def _step_with_missing(missing: dict[int, list[str]]) -> tuple[dict[str, Tensor], dict[str, bool]]:
     """One step; ``missing`` says which gradients a rank does not have. Returns weights and what was left untouched."""
     mesh = _mesh()
-    parameters, optimizer = _make(mesh)
+    placed = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _tensors(0).items()}
+    parameters = {name: nn.Parameter(tensor) for name, tensor in placed.items()}
+    optimizer = ParallelMuon(parameters.items(), lr=0.02, compute_dtype="float32", chunk_bytes=400)
     grads = {name: distribute_tensor(grad, mesh, [Shard(0)]) for name, grad in _tensors(1).items()}
     for name, parameter in parameters.items():
         parameter.grad = None if name in missing.get(dist.get_rank(), []) else grads[name]
@@ -54,7 +44,7 @@ def _step_with_missing(missing: dict[int, list[str]]) -> tuple[dict[str, Tensor]
         and not any(local_tensor(value).any() for value in optimizer.state[parameter].values())
         for name, parameter in parameters.items()
     }
-    return _full(parameters), untouched
+    return {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}, untouched  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
