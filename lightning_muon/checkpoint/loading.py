@@ -102,8 +102,7 @@ class Checkpoint:
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names, and return what else is in the checkpoint, without shards.
 
-        ``target`` gets what is neither module nor optimizer, unless it can load it itself, as schedulers can.
-        Collective over all ranks; every rank must call it.
+        What cannot load itself goes into ``target``. Collective over all ranks; every rank must call it.
         """
         absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
@@ -120,16 +119,6 @@ class Checkpoint:
             else:
                 target[key] = self.content.pop(key)
         return {key: value for key, value in self.content.items() if key not in state.modules | state.optimizers}
-
-    def load_alone(self, state: State, *, strict: bool) -> None:
-        """Fill all there is in ``state`` from a file that is its state dict. Collective; every rank must call it."""
-        if self.is_sharded:
-            raise ValueError(
-                f"{self.path} is a directory of shards, which are found by their keys only: "
-                "fabric.load(path, {'model': model}), with the keys of fabric.save"
-            )
-        self.content = {"": self.content}
-        self.load(state, {}, strict=strict)
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}
@@ -184,12 +173,6 @@ class Checkpoint:
         return absent
 
 
-def count_optimizers(path: Path) -> int:
-    """How many states of optimizers a Trainer has saved among the shards in ``path``."""
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata
-    return len({key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")})
-
-
 def named_optimizer_state(
     state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
@@ -210,12 +193,10 @@ def named_optimizer_state(
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse entries that are missing or too many, which torch leaves out or drops.
-
-    Not checked are optimizers that create state at their first step, and parameters that are frozen now.
-    """
+    """Refuse entries that are missing or too many, which torch leaves out or drops."""
     for name, state in own.items():
         there = set(saved.get(name, ()))
+        # Optimizers that create state at their first step, and parameters that are frozen now, have none.
         if state and set(state) != there:
             raise ValueError(
                 f"{name} has {sorted(state)} here, but {sorted(there)} in the checkpoint: only here "

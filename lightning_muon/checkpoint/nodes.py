@@ -26,10 +26,9 @@ from lightning_muon.sharding.weights import mesh_device
 
 
 class NodeWeights:
-    """Whose weights a module has while nodes train by themselves: those of its node, or those that all have in common.
+    """Keeps the weights of the node while a module has those that all nodes have in common (DiLoCo: the last average).
 
-    While it has the common ones (DiLoCo: the last average), this keeps the others. All of it is local; every rank must
-    make the same calls.
+    All of it is local; every rank must make the same calls.
     """
 
     def __init__(self) -> None:

@@ -73,10 +73,7 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
-    """Whole weights under the names that the module itself uses, ``_orig_mod`` of compiled modules included.
-
-    On rank 0, an empty dict elsewhere. Collective over all ranks; every rank must call it.
-    """
+    """Whole weights on rank 0, under the names of the module, ``_orig_mod`` included. Collective over all ranks."""
     own = {clean_name(name): name for name in module.state_dict()}
     return {own.get(name, name): value for name, value in full_state_dict(module).items()}
 

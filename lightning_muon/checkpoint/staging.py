@@ -81,10 +81,7 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
 
 
 def last_written(path: Path) -> Path:
-    """Where the checkpoint ``path`` is to be read: the last one that was written completely; local, changes nothing.
-
-    Ranks may see files at different times, so rank 0 decides for all. Nothing may be there.
-    """
+    """Where ``path`` is to be read, the last one written completely, if any; local. Rank 0 should decide for all."""
     target = path.resolve()
     return next((folder / target.name for folder in _finished_with(target)), path)
 
@@ -110,10 +107,8 @@ def remove(path: Path) -> None:
 
 
 def _folder(kind: str, target: Path, first: Path) -> Path:
-    """Folder beside ``target`` for what is saved together with ``first``.
-
-    Its name does not contain that of a checkpoint: Lightning takes any entry with ``hpc_ckpt_`` in it for one.
-    """
+    """Folder beside ``target`` for what is saved together with ``first``."""
+    # Its name does not contain that of a checkpoint: Lightning takes any entry with `hpc_ckpt_` in it for one.
     return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
 
 
@@ -122,10 +117,8 @@ def _other_kind(folder: Path, kind: str) -> Path:
 
 
 def _place_of(path: Path) -> Path:
-    """What a save to ``path`` replaces: a link's target, or the link if it is another name of a neighbour.
-
-    Lightning's ``save_last="link"`` makes such links; what they point to is another checkpoint, which has to stay.
-    """
+    """What a save to ``path`` replaces: a link's target, or the link if it is another name of a neighbour."""
+    # Lightning's `save_last="link"` makes such links; what they point to is another checkpoint, which has to stay.
     place, target = path.parent.resolve() / path.name, path.resolve()
     return place if target.parent == place.parent else target
 

@@ -27,7 +27,19 @@ _WIDTH = 110
 
 def config_command(args: Sequence[str]) -> None:
     """Run ``lightning-muon config``."""
-    arguments = _parser().parse_args(args)
+    parser = argparse.ArgumentParser(prog="lightning-muon config", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    add("--optimizer", choices=tuple(_OPTIMIZERS), default="muon", help="default: %(default)s")
+    add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
+    add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
+    add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
+    processes = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
+    add("--num-processes", type=int, metavar="N", help=processes)
+    add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
+    add("--cpu", action="store_true", help="processes with gloo on the CPU")
+    arguments = parser.parse_args(args)
     text = _config_file(arguments)
     if arguments.output is None:
         sys.stdout.write(text)
@@ -146,19 +158,3 @@ def _num_processes(arguments: argparse.Namespace) -> int:
 
 def _size(text: str) -> int | str:
     return text if text == "auto" else int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-muon config", description=_DESCRIPTION)
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
-    add("--optimizer", choices=tuple(_OPTIMIZERS), default="muon", help="default: %(default)s")
-    add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
-    add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
-    add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
-    processes = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
-    add("--num-processes", type=int, metavar="N", help=processes)
-    add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
-    add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
-    add("--cpu", action="store_true", help="processes with gloo on the CPU")
-    return parser

@@ -8,7 +8,6 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,7 +43,16 @@ def convert_command(args: Sequence[str]) -> None:
         raise FileExistsError(f"{file} exists; --force overwrites it")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}")
-    content = _load_metadata(metadata, trust_pickle=arguments.trust_pickle)
+    is_trusted = arguments.trust_pickle
+    try:
+        content = torch.load(metadata, map_location="cpu", weights_only=not is_trusted)
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
+        if is_trusted or not isinstance(error, pickle.UnpicklingError):
+            raise ValueError(f"{metadata} cannot be read: {error}") from error
+        raise ValueError(
+            f"{metadata} has objects that torch.load(weights_only=True) refuses; if you trust whoever wrote it, use "
+            f"--trust-pickle ({str(error).strip().splitlines()[0]})"
+        ) from error
     content.pop("optimizer_states", None)
     try:
         with warnings.catch_warnings():
@@ -61,15 +69,3 @@ def convert_command(args: Sequence[str]) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _load_metadata(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
-    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
-        if trust_pickle or not isinstance(error, pickle.UnpicklingError):
-            raise ValueError(f"{path} cannot be read: {error}") from error
-        raise ValueError(
-            f"{path} has objects that torch.load(weights_only=True) refuses; if you trust whoever wrote it, use "
-            f"--trust-pickle ({str(error).strip().splitlines()[0]})"
-        ) from error

@@ -58,10 +58,7 @@ def launch_command(words: Sequence[str]) -> None:
 
 @contextmanager
 def split_config(path: str | None) -> Generator[str | None]:
-    """Inside, ``LIGHTNING_MUON_CONFIG`` names a file with our section of ``path``, and the rest is in another file.
-
-    Both are temporary; yields the one for Accelerate, which is ``path`` itself if there is no section of ours.
-    """
+    """Inside, ``LIGHTNING_MUON_CONFIG`` names a file with our section of ``path``; yields one for Accelerate."""
     content = {} if path is None else read_yaml(path)
     if path is None or SECTION not in content:
         yield path

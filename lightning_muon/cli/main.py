@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_muon.cli.config import config_command
 from lightning_muon.cli.convert import convert_command
+from lightning_muon.cli.launch import launch_command
 from lightning_muon.cli.plan import plan_command
 from lightning_muon.cli.trace import trace_command
 from lightning_muon.engine.options import Options
@@ -49,10 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check_strategy_options(words: Sequence[str]) -> None:
-    """End the process with the nearest right key where a config file has a wrong one for the strategy.
-
-    LightningCLI would name the wrong one only, among all types that a strategy may have.
-    """
+    """End the process where a config file has a wrong key, with the nearest right one, which LightningCLI does not."""
     values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
     for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
         try:
@@ -65,16 +63,10 @@ def _check_strategy_options(words: Sequence[str]) -> None:
             pass  # Values, and what is no file of options at all, are for LightningCLI to judge.
 
 
-def _launch(words: Sequence[str]) -> None:
-    from lightning_muon.cli.launch import launch_command  # Accelerate is an optional extra.
-
-    launch_command(words)
-
-
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "config": config_command,
     "convert": convert_command,
-    "launch": _launch,
+    "launch": launch_command,
     "plan": plan_command,
     "trace": trace_command,
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_muon.config import Assignment, MuonConfig
-from lightning_muon.monitor.calibrate import Comparison, compare
+from lightning_muon.monitor.calibrate import compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines
@@ -53,13 +53,11 @@ def trace_command(args: Sequence[str]) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     run = partial(compare, model, num_replicas=arguments.replicate, num_steps=arguments.steps, options=[options])
     (comparison,) = run_on_ranks(run, num_ranks=arguments.ranks)
-    if not is_launched or os.environ["RANK"] == "0":
-        title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
-        _write(comparison, arguments.out, title)
-
-
-def _write(comparison: Comparison, folder: Path, title: str) -> None:
-    trace, cost = folder / "trace.json", comparison.cost
+    if is_launched and os.environ["RANK"] != "0":
+        return
+    title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
+    folder, cost = arguments.out, comparison.cost
+    trace = folder / "trace.json"
     trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")
     (folder / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}

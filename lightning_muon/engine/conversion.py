@@ -316,11 +316,10 @@ def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerProxy:
-    """Lets the given optimizer go on as a handle on the learning rates of the used one, which does the work.
+    """Lets the given optimizer go on as a handle on the learning rates of the used one, for schedulers that hold it.
 
-    Schedulers that were made before the optimizer was set up hold the given one, and nobody knows of them. So it shares
-    the param groups of the used one, and takes a step without parameters whenever that has stepped, by which schedulers
-    see that they are called in the right order. Stepping it by itself is an error.
+    It shares the param groups of the used one, and takes a step without parameters whenever that has stepped, by which
+    schedulers see that they are called in the right order. Stepping it by itself is an error.
     """
 
     def __init__(self, given: torch.optim.Optimizer, used: torch.optim.Optimizer) -> None:

@@ -94,7 +94,6 @@ class _Gather:
         self._has_gathered = False
 
     def before(self, *_: Any) -> None:
-        """Gather unless a step or an outer call has."""
         root: Any = self._root()
         if self._depth == 0 and root is not None and isinstance(getattr(self._owner(), self._attribute), DTensor):
             root.unshard()

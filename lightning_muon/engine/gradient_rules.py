@@ -57,11 +57,8 @@ class GradientRules:
         clip_value_(self._clipped(parameters), max_value, layout=self._mode.layout)
 
     def check_finite(self, optimizer: torch.optim.Optimizer) -> None:
-        """After clipping: an optimizer that does not look for NaN itself gets no gradients if there is one.
-
-        Nothing is communicated if :meth:`clip_by_norm` has taken the norm of these gradients.
-        """
-        norm = self._norms.pop(optimizer, None)
+        """After clipping: an optimizer that does not look for NaN itself gets no gradients if there is one."""
+        norm = self._norms.pop(optimizer, None)  # With it nothing is communicated.
         if isinstance(optimizer, PlannedOptimizer):
             return
         parameters = parameters_of(optimizer)

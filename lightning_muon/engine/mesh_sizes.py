@@ -22,8 +22,8 @@ _NUM_PROCESSES = "the number of processes (devices and num_nodes of a Trainer or
 class Meshes:
     """The meshes of a run, seen from one rank."""
 
-    # What the program sees (`LightningModule.device_mesh`): axes `("replicate", "shard")`, then `"context"` and
-    # `"tensor"` where they are larger than 1; or Lightning's `("data_parallel", "tensor_parallel")`.
+    # `LightningModule.device_mesh`: axes `("replicate", "shard")`, then `"context"` and `"tensor"` where larger than 1;
+    # or Lightning's `("data_parallel", "tensor_parallel")`.
     user: DeviceMesh
     # Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard axis
     # covers shard x context ranks, because context ranks hold gradients of different parts of a batch.

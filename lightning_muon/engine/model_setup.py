@@ -138,10 +138,8 @@ def _fill_with_nan(tensor: Tensor) -> None:
 
 @contextmanager
 def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let each rank draw its own numbers if it fills parts of tensors: on a CPU equal seeds would give equal parts.
-
-    CUDA's generator knows the place of a part. What must be equal on several ranks becomes so when it is sharded.
-    """
+    """Let each rank draw its own numbers if it fills parts of tensors: on a CPU equal seeds would give equal parts."""
+    # CUDA's generator knows the place of a part. What must be equal on several ranks becomes so when it is sharded.
     parts = [p for p in module.parameters() if p.is_meta and isinstance(p, DTensor)]
     if not parts or device.type != "cpu":
         yield

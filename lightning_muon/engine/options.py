@@ -8,14 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from lightning_muon.config import (
-    MuonConfig,
-    check_flag,
-    check_one_of,
-    check_whole,
-    from_arguments,
-    takes_options,
-)
+from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, from_arguments, takes_options
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
@@ -138,7 +131,6 @@ class Options(ShardingOptions, MeshSizes):
         return isinstance(self.optimizer, FlexDeMoConfig)
 
     def _check_values(self) -> None:
-        """Raise ``ValueError`` for a value that does not exist."""
         check_one_of("sharding", self.sharding, tuple(MODES))
         check_one_of("clip_groups", self.clip_groups, get_args(ClipGroups))
         check_one_of("loss_scaling", self.loss_scaling, get_args(LossScaling))

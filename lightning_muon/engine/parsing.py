@@ -17,6 +17,7 @@ from lightning_muon.errors import UnknownOptionError
 
 T = TypeVar("T")
 
+# Anything else, but for a mapping with `class_path`, is an object that is built already.
 _PLAIN = (str, int, float, list, tuple, Mapping, type(None))
 # Where a class_path without dots is looked up.
 _PACKAGE = "lightning_muon"
@@ -38,9 +39,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """``kind(**mapping)``, with values converted to the types of its parameters. Needs jsonargparse.
 
-    A mapping with ``class_path`` is an object to build; what is neither text, number, sequence nor mapping is one that
-    is built already. Errors begin with ``where``; a wrong key at any depth is an ``UnknownOptionError``, what ``kind``
-    refuses is a ``ValueError``.
+    A wrong key at any depth is an ``UnknownOptionError``, what ``kind`` refuses a ``ValueError``; both name ``where``.
     """
     from jsonargparse import ArgumentParser
 

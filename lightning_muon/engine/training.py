@@ -293,10 +293,7 @@ class TrainingEngine:
             self._guard.end_step()
 
     def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        take_step: Callable[..., Any],
-        closure: Callable[[], Any] | None = None,
+        self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
     ) -> Any:
         """Return what ``take_step(optimizer)`` returns; it also takes ``closure`` if there is one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -28,22 +28,18 @@ TRAINERS = {
     "lightning.pytorch": LightningPackage("lightning.pytorch"),
     "pytorch_lightning": LightningPackage("pytorch_lightning"),
 }
-FABRICS = {
-    "lightning.fabric": LightningPackage("lightning.pytorch"),
-    "lightning_fabric": LightningPackage("pytorch_lightning"),
-}
+FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
 
 
 def register_strategies() -> None:
     """Register :data:`STRATEGIES` with all packages, now if they are imported already, else as soon as they are."""
-    for package in TRAINERS:
-        register_post_import_hook(partial(_register, "StrategyRegistry"), package)
-    for package in FABRICS:
-        register_post_import_hook(partial(_register, "STRATEGY_REGISTRY"), package)
+    for package in (*TRAINERS, *FABRICS):
+        register_post_import_hook(_register, package)
 
 
-def _register(attribute: str, package: ModuleType) -> None:
-    registry = getattr(importlib.import_module(f"{package.__name__}.strategies"), attribute)
+def _register(package: ModuleType) -> None:
+    strategies = importlib.import_module(f"{package.__name__}.strategies")
+    registry = strategies.StrategyRegistry if package.__name__ in TRAINERS else strategies.STRATEGY_REGISTRY
     for name, (description, arguments) in STRATEGIES.items():
         if name not in registry:
             registry.register(name, _strategy(package.__name__), description=description, **arguments)
@@ -74,8 +70,8 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
         from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
 
         name, known, user = "ParallelMuonFabricStrategy", FABRICS[package], "Fabric"
-    is_second_trainer = package == "pytorch_lightning"
-    module = "lightning_muon.integrations.lightning.pytorch_lightning" if is_second_trainer else "lightning_muon"
+    second = "lightning_muon.integrations.lightning.pytorch_lightning"
+    module = second if package == "pytorch_lightning" else "lightning_muon"
     body = {"__doc__": Ours.__doc__, "__module__": module, "package": known, "user": user}
     return type(name, (Ours, base), body)
 

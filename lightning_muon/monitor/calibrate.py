@@ -6,19 +6,18 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, empty
 
 from lightning_muon.comm.collectives import parts, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.monitor.ranks import run_on_ranks, this_device
@@ -54,20 +53,12 @@ def _mesh(num_replicas: int) -> DeviceMesh:
 
 
 def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
-    """With a gradient."""
-    placements: tuple[Placement, ...] = (Replicate(), Shard(parameter.shard_dim) if parameter.shape else Replicate())
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    shape = torch.Size(parameter.shape)
-    local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), coordinate, placements)
-    stride = torch.empty(shape, device="meta").stride()
-
-    def draw() -> Tensor:
-        local = torch.randn(local_shape, device=mesh.device_type)
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    weight = nn.Parameter(draw())
-    weight.grad = draw()
+    placements = (Replicate(), Shard(parameter.shard_dim) if parameter.shape else Replicate())
+    weight, gradient = (empty(parameter.shape, device_mesh=mesh, placements=placements) for _ in range(2))
+    for tensor in (weight, gradient):
+        tensor.to_local().normal_()
+    weight = nn.Parameter(weight)
+    weight.grad = gradient
     return weight
 
 
@@ -98,7 +89,7 @@ def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas
         raise ValueError("there are no matrices to measure; give the shape of at least one")
     if num_replicas < 1 or num_ranks % num_replicas:
         raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
-    return CostModel.from_dict(run_on_ranks(_measure, dict(counts), num_replicas, options, num_ranks=num_ranks))
+    return run_on_ranks(_measure, dict(counts), num_replicas, options, num_ranks=num_ranks)
 
 
 def sample_matrices(counts: dict[tuple[int, int], int], num_ranks: int, device_type: str = "cpu") -> ModelShapes:
@@ -137,11 +128,8 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: str) -> CostModel:
-    """Correct ``flops_per_second`` so that whole steps, predicted, take as long as they did in geometric mean.
-
-    The mean duration of ops is too short a measure where ranks share cores: they take turns, and at each communication
-    all wait for the one that came last.
-    """
+    """Correct ``flops_per_second`` so that whole steps, predicted, take as long as they did in geometric mean."""
+    # Ops alone would take too short: ranks that share cores take turns, and wait for the last at each communication.
 
     def surplus(factor: float) -> float:
         changed = replace(cost, flops_per_second=factor * cost.flops_per_second)
@@ -168,7 +156,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return fmean(ys) / fmean(xs), 0.0
 
 
-def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> CostModel:
     """Collective over the default process group; every rank must call it."""
     device_type = this_device().type
     model = sample_matrices(counts, dist.get_world_size(), device_type)
@@ -186,7 +174,7 @@ def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dic
         latencies.append(latency)
         bandwidths.append(1 / per_byte)
     fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
-    return asdict(fit_steps(fitted, (serial, pipelined), device_type=device_type))
+    return fit_steps(fitted, (serial, pipelined), device_type=device_type)
 
 
 def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]) -> Recording:

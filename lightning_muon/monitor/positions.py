@@ -54,10 +54,7 @@ def waiting_place(thread: int) -> tuple[str, int] | None:
 
 
 def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
-    """The reason why these ranks, by their global number, can never meet; ``None`` if they may.
-
-    Ranks that get on have published nothing, or something old. ``call_log`` names the units.
-    """
+    """The reason why these ranks, by their global number, can never meet; ``None`` if they may."""
     # Compare the calls of ranks in the same step: all of them inside each shard group, others over each mesh.
     of_shards: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
     of_meshes: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}

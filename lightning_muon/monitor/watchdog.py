@@ -41,20 +41,18 @@ _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files 
 class Watchdog:
     """A thread that compares where the ranks wait, once this rank has not got on for ``patience`` seconds.
 
-    A rank that stands still publishes its position in the store of the default process group: the units it has run in
-    this step, the collective it waits in, and how many it has launched. The lowest rank that still trains compares.
-    Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they can never meet: their orders of
-    units differ, or two of them wait for each other in different collectives, or one has failed or died. A rank that
-    loads data, compiles, writes a checkpoint or stands in a debugger proves nothing, so the others wait for it: its
-    thread still says every two seconds that it is alive.
+    A rank that stands still publishes its :class:`Position` in the store of the default process group, and the lowest
+    rank that still trains compares. Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they
+    can never meet: their orders of units differ, or two of them wait for each other in different collectives, or one
+    has failed or died. A rank that loads data, compiles, writes a checkpoint or stands in a debugger proves nothing, so
+    the others wait for it: its thread still says every two seconds that it is alive.
 
-    A rank has died when another rank on its host sees that its process is gone (Linux only). A rank whose process
-    exists, or cannot be seen, may be silent for a long time and healthy: a library that holds the interpreter lock,
-    for example to unpickle a large file, keeps its thread from running. It is given up after ``silence``; ``None`` is
-    four fifths of the timeout of the default process group, after which its collectives would fail anyway.
+    A rank has died when another rank on its host sees that its process is gone (Linux only). Others may be silent for
+    a long time and healthy, where a library holds the interpreter lock, for example to unpickle a large file. They are
+    given up after ``silence``; ``None`` is four fifths of the timeout of the default process group.
 
     With gloo, where messages of different sizes end the process, ranks also wait for each other through the store
-    before they run units in an order that is new to them, at most for the timeout of the default process group.
+    before they run units in an order that is new to them.
 
     On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
     a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
@@ -161,11 +159,7 @@ class Watchdog:
             raise
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others why this rank does not come, and stop watching; local, may wait some seconds for the cause.
-
-        What this rank does afterwards, such as saving a checkpoint together with others that have failed, is not
-        judged. A second call does nothing.
-        """
+        """Tell the others why this rank does not come, and stop watching; local, may wait seconds for the cause."""
         if self._thread is None or self._closed.is_set():
             return
         self._has_failed = True
@@ -192,10 +186,8 @@ class Watchdog:
         self._stop_watching()
 
     def resume(self) -> None:
-        """Watch again after :meth:`failed`, because the program has caught the exception; local, on every rank alike.
-
-        Does nothing where this rank was told to stop: its communication is broken.
-        """
+        """Watch again after :meth:`failed`, once the program has caught the exception; local, on every rank alike."""
+        # Where this rank was told to stop, its communication is broken.
         if self._thread is None or not self._has_failed or self._message:
             return
         self._thread.join(timeout=2 * self._interval)
@@ -223,26 +215,23 @@ class Watchdog:
             if time.monotonic() > deadline:
                 # Ranks that come later must not pass.
                 self._store.add(arrived, len(barrier.ranks))
-                raise RuntimeError(self._late(barrier))
+                self._publish(beat=1)
+                time.sleep(self._interval)  # Those that are here publish it as well.
+                seen = {rank: self._read(rank) for rank in barrier.ranks}
+                mine = self._num_barriers[name]
+                missing = [str(rank) for rank, at in seen.items() if at is None or at.counts.get(name, 0) < mine]
+                raise RuntimeError(
+                    f"rank {self._rank} {self._call_log.text(barrier.call)} and has waited {self._timeout:.0f} s for "
+                    f"the other ranks to do the same; missing: {', '.join(missing) or 'none any more'}. They have died "
+                    "or are slower than the timeout of the process group, an option of the strategy and of "
+                    "init_process_group."
+                )
         self._barrier = None
         if self._rank == barrier.ranks[0]:
             # All ranks are here, so none reads the keys of the barrier before any more.
             for key in self._barrier_keys.get(name, []):
                 self._store.delete_key(key)
         self._barrier_keys[name] = [arrived, everyone]
-
-    def _late(self, barrier: Barrier) -> str:
-        """Which ranks have not come to a barrier in time."""
-        self._publish(beat=1)
-        time.sleep(self._interval)  # Those that are here publish it as well.
-        seen = {rank: self._read(rank) for rank in barrier.ranks}
-        mine = self._num_barriers[barrier.name]
-        missing = [rank for rank, where in seen.items() if where is None or where.counts.get(barrier.name, 0) < mine]
-        return (
-            f"rank {self._rank} {self._call_log.text(barrier.call)} and has waited {self._timeout:.0f} s for the other "
-            f"ranks to do the same; missing: {', '.join(map(str, missing)) or 'none any more'}. They have died or are "
-            "slower than the timeout of the process group, an option of the strategy and of init_process_group."
-        )
 
     def _watch(self) -> None:
         """Body of the thread: look, and after some seconds without progress publish, compare, obey."""

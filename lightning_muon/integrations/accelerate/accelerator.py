@@ -33,16 +33,13 @@ OptionsLike = Options | Mapping[str, Any] | str | Path | None
 class ShardedOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper, which steps where ``accumulate`` says so, around an optimizer of a sharded model."""
 
+    # Whether a NaN or Inf in a gradient has made all ranks skip the last step; schedulers then wait.
+    step_was_skipped = False  # type: ignore[assignment]
+
     def __init__(self, optimizer: torch.optim.Optimizer, engine: TrainingEngine) -> None:
         # Its state is on the device of its parameters already.
         super().__init__(optimizer, device_placement=False)
         self._engine = engine
-        self._was_skipped = False
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether a NaN or Inf in a gradient has made all ranks skip the last step; schedulers then wait."""
-        return self._was_skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
@@ -54,21 +51,12 @@ class ShardedOptimizer(AcceleratedOptimizer):
         before = self._engine.skipped_steps(self.optimizer)
         stock = super().step
         result = self._engine.step(self.optimizer, lambda _, closure=None: stock(closure), closure)
-        self._was_skipped = self._engine.skipped_steps(self.optimizer) > before
+        self.step_was_skipped = self._engine.skipped_steps(self.optimizer) > before  # type: ignore[assignment]
         return result
 
 
 class MuonAccelerator:
-    """The part that this package adds to an ``accelerate.Accelerator``, the class beside it.
-
-    Everything that is not said here is as in Accelerate: launcher, process group, data loaders, metrics, trackers.
-
-    Args:
-        *args: Of ``accelerate.Accelerator``.
-        options: ``Options``, a mapping of the same keys, or the path of a YAML file. ``None``: the file that the
-            environment variable ``LIGHTNING_MUON_CONFIG`` names, else the defaults.
-        **kwargs: Of ``accelerate.Accelerator``.
-    """
+    """The part that this package adds to an ``accelerate.Accelerator``, the class beside it."""
 
     options: Options  # What was given, read.
     # Of the class beside it.
@@ -90,10 +78,9 @@ class MuonAccelerator:
         self.use_options(read, error)
 
     def use_options(self, options: Options, error: Exception | None = None) -> None:
-        """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it.
+        """Begin, on an Accelerator that exists, or raise on all ranks: ``error`` could not be told to others before.
 
-        Raises on all ranks: ``error``, which this rank could not tell the others before; what Accelerate was told and
-        the engine cannot honour; options that differ between ranks.
+        Collective over all ranks; every rank must call it.
         """
         try:
             check_state(self.state, options)
@@ -218,10 +205,9 @@ class MuonAccelerator:
         yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip by the 2-norm over all shards, and return the norm before.
+        """Clip by the 2-norm over all shards, and return the norm before; 0 where ``accumulate`` reduces no gradients.
 
-        Where ``accumulate`` has left gradients unreduced nothing happens, and the norm is 0. Collective over all ranks;
-        every rank must call it.
+        Collective over all ranks; every rank must call it.
         """
         engine = self._engine
         if engine is None:
@@ -244,8 +230,7 @@ class MuonAccelerator:
         """As in Accelerate for FSDP2. Collective over all ranks; every rank must call it.
 
         Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
-        ``save_distributed_checkpoint=False``) a file for each object. Where every rank has whole weights, hooks get
-        them, and the model is written unless rank 0 has taken them.
+        ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
         """
         stock = partial(super().save_state, *args, **kwargs)  # type: ignore[misc]
         return stock() if self._engine is None else save_state(self, self._engine, stock)
@@ -253,7 +238,6 @@ class MuonAccelerator:
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """As in Accelerate; the number of ranks, and the way in which the model is sharded, may have changed since.
 
-        Where every rank has whole weights, hooks get the model, and one that they take is not loaded.
         Collective over all ranks; every rank must call it.
         """
         stock = partial(super().load_state, input_dir, *args, **kwargs)  # type: ignore[misc]
@@ -289,8 +273,9 @@ class Accelerator(MuonAccelerator, accelerate.Accelerator):
     """An ``accelerate.Accelerator`` that shards the model with this package, and trains it with ParallelMuon.
 
     Mesh and precision are those of the accelerate config (``fsdp_version: 2``, ``parallelism_config``,
-    ``mixed_precision``); see :class:`~lightning_muon.integrations.accelerate.accelerator.MuonAccelerator` for what else
-    it takes.
+    ``mixed_precision``), and everything that is not said here is as in Accelerate. Beside its arguments it takes
+    ``options``: ``Options``, a mapping of the same keys, or the path of a YAML file; by default the file that the
+    environment variable ``LIGHTNING_MUON_CONFIG`` names, if it does.
 
     Example::
 

@@ -25,10 +25,7 @@ _OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
 
 
 def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any]) -> Any:
-    """Call ``stock``, Accelerate's ``save_state``, with models and optimizers written by us; return its result.
-
-    Collective over all ranks; every rank must call it.
-    """
+    """Call ``stock``, Accelerate's ``save_state``; we write models and optimizers. Collective over all ranks."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     whole = whole or not accelerator.options.save_distributed_checkpoint
@@ -61,10 +58,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 
 def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
-    """Call ``stock``, Accelerate's ``load_state``, with models and optimizers loaded by us.
-
-    Collective over all ranks; every rank must call it.
-    """
+    """Call ``stock``, Accelerate's ``load_state``; we load models and optimizers. Collective over all ranks."""
     missing = directory is not None and not Path(directory).expanduser().is_dir()
     fail_together(FileNotFoundError(f"there is no directory {directory}") if missing else None, None)
 
@@ -78,10 +72,8 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
             part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
         engine.weights_have_changed()
 
-    def models() -> Sequence[Any]:
-        return () if engine.mode.shards_weights else prepared_models(accelerator)
-
-    _among_hooks(accelerator, "load", stock, load, models)
+    models = [] if engine.mode.shards_weights else prepared_models(accelerator)
+    _among_hooks(accelerator, "load", stock, load, lambda: models)
     # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
     step = [accelerator.step]
     dist.broadcast_object_list(step, src=0)
@@ -101,10 +93,7 @@ def _among_hooks(
     action: Callable[[str, bool], None],
     offer: Callable[[], Sequence[Any]],
 ) -> Any:
-    """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks; every rank must call it.
-
-    Hooks and objects of the user may fail on any rank, before ``action`` or after it; then all ranks raise.
-    """
+    """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks; every rank must call it."""
     is_agreeing = False
 
     def act(directory: str, with_model: bool) -> None:
@@ -115,7 +104,7 @@ def _among_hooks(
         action(directory, with_model)
 
     error, result = None, None
-    try:
+    try:  # Hooks and objects of the user may fail on any rank, before `action` or after it; then all ranks raise.
         with in_place_of_states(accelerator, when, act, offer):
             result = stock()
     except Exception as problem:

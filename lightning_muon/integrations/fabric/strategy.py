@@ -228,11 +228,16 @@ class FabricStrategy(MuonStrategy):
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )
-        remainder: dict[str, Any] = {}
         if isinstance(state, dict):
             remainder = checkpoint.load(self._by_kind(state), state, strict=strict)
-        else:
-            checkpoint.load_alone(self._by_kind({"": state}), strict=strict)
+        elif checkpoint.is_sharded:
+            raise ValueError(
+                f"{checkpoint.path} is a directory of shards, which are found by their keys only: "
+                "fabric.load(path, {'model': model}), with the keys of fabric.save"
+            )
+        else:  # A file that is the state dict of one object.
+            checkpoint.content = {"": checkpoint.content}
+            remainder = checkpoint.load(self._by_kind({"": state}), {}, strict=strict)
         for engine in self._engines:
             engine.weights_have_changed()
         return remainder
@@ -292,11 +297,9 @@ def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> Traini
 
 
 class Entry(nn.Module):
-    """Calls ``module``, and nothing else of the model is different.
+    """Calls ``module``: Fabric sends ``fabric_model.method(...)`` through the forward of what is around it.
 
-    Fabric sends ``fabric_model.method(...)``, for a method of a LightningModule or one given to
-    ``mark_forward_method``, through the forward of whatever a strategy has put around the module, as DDP does. Calling
-    such a method on the module itself would find shards where FSDP2 has not gathered the weights.
+    Calling a method on the module itself would find shards where FSDP2 has not gathered the weights.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[TrainingEngine]) -> None:

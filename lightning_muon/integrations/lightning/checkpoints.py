@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typing_extensions import override
 
-from lightning_muon.checkpoint.loading import Checkpoint, count_optimizers
+from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.compat.torch import default_store
 from lightning_muon.engine.training import TrainingEngine
 
@@ -31,9 +32,10 @@ class TrainerCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
         super().__init__(path, content, is_sharded=is_sharded)
-        if is_sharded and (num_optimizers := count_optimizers(path)):
+        keys = FileSystemReader(path).read_metadata().state_dict_metadata if is_sharded else {}
+        if optimizers := {key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")}:
             # Lightning asks whether the key is there; the states follow later.
-            content["optimizer_states"] = [{} for _ in range(num_optimizers)]
+            content["optimizer_states"] = [{} for _ in optimizers]
 
     def load_pending_weights(self, engine: TrainingEngine) -> None:
         """Load the weights, if some wait. Collective over all ranks; every rank must call it."""

@@ -132,10 +132,7 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
 
 
 def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
-    """All ranks if each has all of the model and averaged gradients (DDP), so that they divide the work.
-
-    Collective over all ranks in that case; every rank must call it. Raises for anything but DDP, FSDP2, or nothing.
-    """
+    """All ranks if they divide the work, having averaged gradients (DDP). Then collective; every rank must call it."""
     from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
 
     state = AcceleratorState()
