@@ -132,8 +132,7 @@ def optimizer_warnings(
     if is_given and conversions and all(conversion.is_as_configured for conversion in conversions):
         name = type(conversions[0].optimizer).__name__
         warnings.append(
-            f"The option optimizer={type(choice).__name__}(...) has no effect: the program made a {name} of its own, "
-            "which is used as it is."
+            f"The option optimizer={type(choice).__name__}(...) has no effect: the program made a {name} of its own."
         )
     return warnings
 
@@ -236,10 +235,7 @@ def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
         return "only AdamW, Adam, torch.optim.Muon and ParallelMuon run on Muon"
     for group in optimizer.param_groups:
         if group.get("momentum"):
-            return (
-                f"momentum={group['momentum']} would be a second one, after FlexDeMoConfig(decay=...), that of each "
-                "node; remove it"
-            )
+            return f"momentum={group['momentum']} would be a second one, beside FlexDeMoConfig(decay=...); remove it"
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
             instead = "FlexDeMoConfig(weight_decay=...)" if kind is torch.optim.SGD else "AdamW"
             return (

@@ -81,8 +81,7 @@ class MeshSizes:
         if self.replicate_size not in ("auto", 1) or self.shard_size not in ("auto", self.data_parallel_size):
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size} shards one replica over that many ranks, which "
-                f"contradicts replicate_size={self.replicate_size!r} and shard_size={self.shard_size!r}; give only "
-                "those two"
+                f"contradicts replicate_size={self.replicate_size!r}, shard_size={self.shard_size!r}; give only these"
             )
         if self.context_size > 1:
             raise ValueError(

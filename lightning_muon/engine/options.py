@@ -162,10 +162,7 @@ class Options(ShardingOptions, MeshSizes):
         """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
         mode = MODES[self.sharding]
         if num_tensor_ranks > 1 and not mode.shards_weights:
-            raise ValueError(
-                f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}, which keeps plain "
-                "weights"
-            )
+            raise ValueError(f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")
         for field in fields(ShardingOptions):
             key, value = field.name, getattr(self, field.name)
             if value != field.default and key not in mode.takes:
@@ -185,6 +182,5 @@ class Options(ShardingOptions, MeshSizes):
         if self.has_lightning_names:
             raise ValueError(
                 "optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which "
-                f"data_parallel_size={self.data_parallel_size!r} replaces by Lightning's; give replicate_size and "
-                "shard_size in its place"
+                f"data_parallel_size={self.data_parallel_size!r} replaces; give replicate_size and shard_size instead"
             )

@@ -406,8 +406,7 @@ class TrainingEngine:
             self._stop()
         except RuntimeError as error:
             self._warn(
-                f"The weights of the last step have not arrived from all ranks ({error}); do not save this model, load "
-                "a checkpoint"
+                f"The weights of the last step have not arrived from all ranks ({error}); load a checkpoint, save none"
             )
 
     def _watch(self) -> None:

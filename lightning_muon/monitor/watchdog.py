@@ -223,8 +223,7 @@ class Watchdog:
                 raise RuntimeError(
                     f"rank {self._rank} {self._call_log.text(barrier.call)} and has waited {self._timeout:.0f} s for "
                     f"the other ranks to do the same; missing: {', '.join(missing) or 'none any more'}. They have died "
-                    "or are slower than the timeout of the process group, an option of the strategy and of "
-                    "init_process_group."
+                    "or are slower than the timeout of the process group, an option of the strategy."
                 )
         self._barrier = None
         if self._rank == barrier.ranks[0]:

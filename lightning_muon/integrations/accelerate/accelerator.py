@@ -126,8 +126,7 @@ class MuonAccelerator:
             engine = self._engines[0]
             if engine.optimizers:
                 raise ValueError(
-                    f"prepare was given {type(optimizers[0]).__name__} after other optimizers of the same model; give "
-                    "all of them in one call"
+                    f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
                 )
             plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
             used = engine.attach(plain, schedulers, source="what was given to prepare")
@@ -300,9 +299,8 @@ class TrainerAccelerator(Accelerator):
         if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
             what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
             error = error or ValueError(
-                f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not everything "
-                f"with {what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp in the section "
-                "lightning_muon"
+                f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not all with "
+                f"{what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp under lightning_muon"
             )
         super().use_options(options, error)
 
@@ -335,8 +333,7 @@ def prepare(
     kind = type(accelerator)
     if prepared_models(accelerator):
         raise ValueError(
-            f"this {kind.__name__} has prepared a model already; call lightning_muon.accelerate.prepare in place of "
-            "accelerator.prepare"
+            f"this {kind.__name__} has prepared a model already; call lightning_muon.accelerate.prepare instead"
         )
     read, error = _read(options)
     if read.process_group_backend is not None or read.timeout != Options.timeout:

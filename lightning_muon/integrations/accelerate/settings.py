@@ -55,8 +55,7 @@ def check_state(state: Any, options: Options) -> None:
         )
     if kind not in (DistributedType.FSDP, DistributedType.NO) and not kind.value.startswith("MULTI_"):
         raise ValueError(
-            f"distributed_type: {kind.value} brings a division of the model of its own; use FSDP with fsdp_version: 2, "
-            "or one of several devices"
+            f"distributed_type: {kind.value} brings a division of its own; use FSDP with fsdp_version: 2, or MULTI_GPU"
         )
     if state.mixed_precision not in ("no", "bf16"):
         raise ValueError(
@@ -69,8 +68,7 @@ def check_state(state: Any, options: Options) -> None:
             raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
         if options.sharding != "fsdp":
             raise ValueError(
-                f"sharding={options.sharding!r} contradicts distributed_type: FSDP; remove one of them (MULTI_GPU goes "
-                "with every sharding)"
+                f"sharding={options.sharding!r} contradicts distributed_type: FSDP; MULTI_GPU goes with every sharding"
             )
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
@@ -80,8 +78,7 @@ def check_state(state: Any, options: Options) -> None:
             )
         if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
             raise ValueError(
-                "fsdp_activation_checkpointing: true needs an fsdp_auto_wrap_policy, which says where activations are "
-                "dropped"
+                "fsdp_activation_checkpointing: true drops activations where an fsdp_auto_wrap_policy says; set one"
             )
     for key in ("context_size", "tensor_size"):
         if getattr(options, key) > 1:
@@ -113,8 +110,7 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
         # There Accelerate itself fills in that all ranks are replicas, which says nothing of what the user wants.
         if config.dp_shard_size > 1:
             raise ValueError(
-                f"parallelism_config_dp_shard_size: {config.dp_shard_size} needs distributed_type: FSDP with "
-                "fsdp_version: 2"
+                f"parallelism_config_dp_shard_size: {config.dp_shard_size} needs distributed_type: FSDP, version 2"
             )
         return sizes
     theirs = {key: getattr(config, other) for key, other in _OTHER_NAMES.items()}
@@ -152,8 +148,7 @@ def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions
     if units != "auto":
         if options.wrap_policy != "auto":
             raise ValueError(
-                f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units of the model; give "
-                "only one of them"
+                f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units; give only one"
             )
         chosen = replace(chosen, wrap_policy=units)
     return replace(chosen, reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward)

@@ -186,8 +186,7 @@ class FabricStrategy(MuonStrategy):
         norm = engine.clip_by_norm(parameters_of(current), max_norm)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
-                f"the norm of the gradients is {norm.item()}; with clip_gradients(error_if_nonfinite=False) all ranks "
-                "skip the step instead"
+                f"the norm of the gradients is {norm.item()}; clip_gradients(error_if_nonfinite=False) skips the step"
             )
         return norm
 
@@ -264,8 +263,7 @@ class FabricStrategy(MuonStrategy):
             if current is not None:
                 return engine, current
         raise ValueError(
-            f"this {type(optimizer).__name__} was not set up; use what fabric.setup or fabric.setup_optimizers has "
-            "returned"
+            f"this {type(optimizer).__name__} was not set up; use what fabric.setup or setup_optimizers has returned"
         )
 
     def _by_kind(self, state: Mapping[str, Any]) -> State:

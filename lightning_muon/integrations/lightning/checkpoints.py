@@ -66,6 +66,5 @@ def require_all_ranks(trainer: Any) -> None:
     if num_ranks < dist.get_world_size():
         raise RuntimeError(
             f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, "
-            f"but only {num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from the last one of "
-            "ModelCheckpoint"
+            f"but only {num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from an earlier one"
         )

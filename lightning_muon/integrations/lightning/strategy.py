@@ -329,8 +329,7 @@ class TrainerStrategy(MuonStrategy):
         opened, num_saved = self._checkpoint, len(checkpoint["optimizer_states"])
         if num_saved != len(self.optimizers):
             raise ValueError(
-                f"{opened.path} has the states of {num_saved} optimizers, but configure_optimizers returned "
-                f"{len(self.optimizers)}"
+                f"{opened.path} has the states of {num_saved} optimizers, configure_optimizers {len(self.optimizers)}"
             )
         for index, optimizer in enumerate(self.optimizers):
             if not is_placeholder_optimizer(self.package, optimizer):

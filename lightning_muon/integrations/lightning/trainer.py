@@ -96,8 +96,7 @@ def wait_before_callbacks(
     if readers:
         warn(
             f"{', '.join(readers)}: with sharding={trainer.strategy.options.sharding!r} no rank has whole gradients, "
-            "so parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' if the hook "
-            "needs gradients"
+            "so parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' instead"
         )
     hooks = dict.fromkeys(_AT_ENDS, lambda *_, **__: finish())
     first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
@@ -221,8 +220,7 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
-            "whose skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed', or one of "
-            f"{SUPPORTED}"
+            f"whose skipped steps the sharded optimizer cannot agree on; use one of {SUPPORTED}"
         )
     raise ValueError(
         f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "

@@ -150,8 +150,7 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
         )
     if state.mixed_precision == "fp16":
         raise ValueError(
-            "fp16 scales the loss, and each rank would decide for itself which steps to skip; set bf16=True, or train "
-            "without mixed precision"
+            "fp16 scales the loss, and each rank would decide for itself which steps to skip; set bf16=True, or neither"
         )
     if one_or_sharded:
         return None
