@@ -220,7 +220,7 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     if precision in ("16-mixed", "16-true"):
         raise ValueError(
             f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
-            f"whose skipped steps the sharded optimizer cannot agree on; use one of {SUPPORTED}"
+            "whose skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed' or 'bf16-true'"
         )
     raise ValueError(
         f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
