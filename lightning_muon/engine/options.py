@@ -181,6 +181,6 @@ class Options(ShardingOptions, MeshSizes):
             )
         if self.has_lightning_names:
             raise ValueError(
-                "optimizer=FlexDeMoConfig(...) needs the mesh axes replicate (nodes) and shard, which "
-                f"data_parallel_size={self.data_parallel_size!r} replaces; give replicate_size and shard_size instead"
+                "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, which data_parallel_size="
+                f"{self.data_parallel_size!r} replaces by Lightning's; give replicate_size and shard_size"
             )
