@@ -29,20 +29,20 @@ from tests.integration.training import (
 from tests.support.processes import ProcessPool
 
 
-def _sum_of_losses(network: nn.Module, batch: Sequence[Tensor], *, keep: bool = True) -> tuple[Tensor, int]:
+def _sum_of_losses(network: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Each row counts for as many tokens as its first word says, some for none."""
     tokens, targets = batch
-    counted = torch.arange(LENGTH) < (tokens[:, :1] % LENGTH) * keep
+    counted = torch.arange(LENGTH) < (tokens[:, :1] % LENGTH)
     losses = F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * counted.flatten()).sum(), int(counted.sum())
 
 
-def _by_tokens(package: str, sharding: str, accumulate: int, *, keep: bool = True, **options: Any) -> dict[str, Any]:
-    pl = load(package)
+def _by_tokens(sharding: str, accumulate: int, **options: Any) -> dict[str, Any]:
+    pl = load(PACKAGES[0])
     model = language_model(pl, configure=None)
 
     def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        loss, count = _sum_of_losses(self.network, batch, keep=keep)
+        loss, count = _sum_of_losses(self.network, batch)
         self.trainer.strategy.report_tokens(count)
         return loss
 
@@ -50,7 +50,7 @@ def _by_tokens(package: str, sharding: str, accumulate: int, *, keep: bool = Tru
     # In the middle of an accumulated batch, through the same code.
     type(model).validation_step = training_step
     del type(model).on_train_batch_end
-    strategy = strategy_class(package)(sharding=sharding, loss_scaling="tokens", optimizer=EXACT, **options)
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, loss_scaling="tokens", optimizer=EXACT, **options)
     fitter = trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=3)
     fitter.fit(model, loader(), loader())
     return full_weights(model)
@@ -80,64 +80,45 @@ def _whole_batch(accumulate: int) -> dict[str, Tensor]:
 def test_gradients_are_divided_by_the_tokens_of_all_ranks(
     gloo: ProcessPool, sharding: str, world_size: int, options: dict[str, Any], accumulate: int
 ) -> None:
-    weights = gloo.run(_by_tokens, PACKAGES[0], sharding, accumulate, world_size=world_size, **options)[0]
+    weights = gloo.run(_by_tokens, sharding, accumulate, world_size=world_size, **options)[0]
     assert max_difference(weights, _whole_batch(accumulate)) < 1e-6
 
 
-def test_a_window_without_tokens_is_no_nan(gloo: ProcessPool) -> None:
-    weights = gloo.run(_by_tokens, PACKAGES[0], "fsdp", 2, keep=False, world_size=2)[0]
-    assert all(weight.isfinite().all() for weight in weights.values())
-
-
-def _report_wrongly(package: str, what: str) -> None:
-    pl = load(package)
+def _report_needlessly() -> None:
+    pl = load(PACKAGES[0])
     model = language_model(pl)
-    if what == "needless":
-        type(model).on_before_backward = lambda self, loss: self.trainer.strategy.report_tokens(3)
-        trainer(pl).fit(model, loader())
-    else:
-        trainer(pl, strategy=strategy_class(package)(loss_scaling="tokens")).fit(model, loader())
+    type(model).on_before_backward = lambda self, loss: self.trainer.strategy.report_tokens(3)
+    trainer(pl).fit(model, loader())
 
 
-@pytest.mark.parametrize(
-    ("what", "exception", "match"),
-    [("none", ValueError, "report_tokens"), ("needless", RuntimeError, "loss_scaling='tokens'")],
-)
-def test_a_wrong_report_of_tokens_is_an_error_on_all_ranks(
-    gloo: ProcessPool, what: str, exception: type[Exception], match: str
-) -> None:
-    gloo.expect_error_on_all_ranks(_report_wrongly, PACKAGES[0], what, world_size=2, exception=exception, match=match)
+def test_a_report_of_tokens_that_nobody_uses_is_an_error(gloo: ProcessPool) -> None:
+    match = "loss_scaling='tokens'"
+    gloo.expect_error_on_all_ranks(_report_needlessly, world_size=2, exception=RuntimeError, match=match)
 
 
-def _norms(package: str, sharding: str, options: dict[str, Any], **kwargs: Any) -> list[dict[str, float]]:
+def _norms(sharding: str) -> list[float]:
     """What was logged after each step."""
-    pl = load(package)
+    pl = load(PACKAGES[0])
     model = language_model(pl)
-    logged: list[dict[str, float]] = []
-    type(model).on_train_batch_end = lambda self, *_: logged.append(
-        {key: float(value) for key, value in self.trainer.callback_metrics.items()}
-    )
-    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT, **options)
-    trainer(pl, strategy=strategy, max_epochs=1, **kwargs).fit(model, loader())
+    logged: list[float] = []
+    type(model).on_train_batch_end = lambda self, *_: logged.append(float(self.trainer.callback_metrics["grad_norm"]))
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT)
+    trainer(pl, strategy=strategy, max_epochs=1, gradient_clip_val=0.2).fit(model, loader())
     return logged
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
 def test_the_norm_before_clipping_is_logged(gloo: ProcessPool, sharding: str) -> None:
-    kwargs = {"gradient_clip_val": 0.2, "accumulate_grad_batches": 2}
-    alone = gloo.run(_norms, PACKAGES[0], "none", {}, world_size=1, **kwargs)[0]
-    found = gloo.run(_norms, PACKAGES[0], sharding, {}, world_size=4, **kwargs)
-    for logged in found:
-        assert [step["grad_norm"] for step in logged[1::2]] == pytest.approx(
-            [step["grad_norm"] for step in alone[1::2]], rel=1e-5
-        )
-    assert alone[-1]["grad_norm"] > 0.2
+    (alone,) = gloo.run(_norms, "none", world_size=1)
+    for logged in gloo.run(_norms, sharding):
+        assert logged == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] > 0.2
 
 
-def _clipped_weights(package: str, sharding: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    pl = load(package)
+def _clipped_weights(sharding: str) -> dict[str, Tensor]:
+    pl = load(PACKAGES[0])
     model = language_model(pl)
-    strategy = strategy_class(package)(sharding=sharding, optimizer=EXACT, **options)
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT, clip_groups="elementwise")
     trainer(pl, strategy=strategy, gradient_clip_val=1e-3, max_epochs=1).fit(model, loader())
     return full_weights(model)
 
@@ -160,16 +141,13 @@ def _clip_elementwise_alone() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
 def test_the_gradients_of_matrices_can_be_left_as_they_are(gloo: ProcessPool, sharding: str) -> None:
-    options = {"clip_groups": "elementwise"}
-    weights = gloo.run(_clipped_weights, PACKAGES[0], sharding, options, world_size=2)[0]
+    weights = gloo.run(_clipped_weights, sharding, world_size=2)[0]
     assert max_difference(weights, _clip_elementwise_alone()) < 5e-5
 
 
-def _poisoned(
-    package: str, sharding: str, bad_steps: Sequence[int], configure: str, **kwargs: Any
-) -> tuple[list[bool], float]:
+def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs: Any) -> tuple[list[bool], float]:
     """Whether each step has changed the weights, and the logged counter; rank 1 has a NaN in some steps."""
-    pl = load(package)
+    pl = load(PACKAGES[0])
     make = {
         "muon": lambda module: ParallelMuon(module.parameters(), lr=1e-2),
         "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
@@ -194,9 +172,8 @@ def _poisoned(
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    fitter = trainer(
-        pl, strategy=strategy_class(package)(sharding=sharding), max_epochs=1, callbacks=[Poison()], **kwargs
-    )
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding)
+    fitter = trainer(pl, strategy=strategy, max_epochs=1, callbacks=[Poison()], **kwargs)
     fitter.fit(model, loader())
     return changed, float(fitter.callback_metrics.get("skipped_steps", 0.0))
 
@@ -215,7 +192,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(
     gloo: ProcessPool, sharding: str, configure: str, kwargs: dict[str, Any]
 ) -> None:
     bad_steps = (1, 2, 4)
-    for changed, skipped in gloo.run(_poisoned, PACKAGES[0], sharding, bad_steps, configure, world_size=2, **kwargs):
+    for changed, skipped in gloo.run(_poisoned, sharding, bad_steps, configure, world_size=2, **kwargs):
         assert changed == [step not in bad_steps for step in range(6)]
         assert skipped == 3
 
@@ -223,7 +200,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(
 @pytest.mark.parametrize(("sharding", "configure"), [("zero2", "muon"), ("fsdp", "sgd")])
 def test_too_many_skipped_steps_in_a_row_stop_all_ranks(gloo: ProcessPool, sharding: str, configure: str) -> None:
     failures = gloo.expect_error_on_all_ranks(
-        _poisoned, PACKAGES[0], sharding, range(6), configure,
+        _poisoned, sharding, range(6), configure,
         world_size=2, exception=NonFiniteGradientError, match=r"network\.\S+.*after 3 skipped steps in a row",
     )  # fmt: skip
     assert "network.embedding.weight" in failures[0].message

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_muon
+from lightning_muon import ParallelMuon
 from tests.integration.training import (
     PACKAGES,
     Network,
@@ -30,30 +30,18 @@ def _scheduled(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def _muon(module: nn.Module) -> Any:
-    return lightning_muon.ParallelMuon(module.parameters(), lr=1e-2)
-
-
-def _sgd(module: nn.Module) -> Any:
-    return torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9)
-
-
-def _elementwise(module: nn.Module) -> Any:
-    return lightning_muon.ParallelMuon([{"params": module.parameters(), "algorithm": "adamw"}], lr=1e-2)
-
-
 def _two_groups(module: nn.Module) -> Any:
     parameters = list(module.parameters())
     return torch.optim.AdamW([{"params": parameters[:4]}, {"params": parameters[4:]}], lr=1e-2)
 
 
-_CONFIGURE = {
+_CONFIGURE: dict[str, Any] = {
     "groups": _two_groups,
-    "elementwise": _elementwise,
+    "elementwise": lambda module: ParallelMuon([{"params": module.parameters(), "algorithm": "adamw"}], lr=1e-2),
     "adamw": adamw,
     "scheduled": _scheduled,
-    "muon": _muon,
-    "sgd": _sgd,
+    "muon": lambda module: ParallelMuon(module.parameters(), lr=1e-2),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9),
     "default": None,
 }
 
@@ -110,16 +98,6 @@ def test_a_resumed_run_is_bit_equal(
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_run_resumes_on_another_number_of_ranks(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    kind = {"sharded": sharded, "configure": "adamw"}
-    losses, _, _ = gloo.run(_run, str(tmp_path / "first"), world_size=4, **kind)[0]
-    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(_run, str(tmp_path / "second"), resume=checkpoint, world_size=2, **kind)[0]
-    # bfloat16 Newton-Schulz, and gradients summed in another order.
-    assert resumed[0] == pytest.approx(losses[len(losses) // 2 :], abs=5e-3)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
 def test_resuming_takes_a_scheduler_but_no_other_state(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
     kind = {"world_size": 2, "sharded": sharded}
     first = gloo.run(_run, str(tmp_path / "a"), configure="adamw", max_epochs=1, **kind)
@@ -131,11 +109,6 @@ def test_resuming_takes_a_scheduler_but_no_other_state(gloo: ProcessPool, tmp_pa
         ("elementwise", "does not fit ParallelMuon.*exp_avg"),
     ):
         gloo.expect_error_on_all_ranks(
-            _run,
-            str(tmp_path / "c"),
-            resume=checkpoint,
-            configure=configure,
-            exception=RuntimeError,
-            match=match,
-            **kind,
-        )
+            _run, str(tmp_path / "c"), resume=checkpoint, configure=configure,
+            exception=RuntimeError, match=match, **kind,
+        )  # fmt: skip

@@ -29,7 +29,7 @@ from tests.support.processes import ProcessPool
 
 
 class _Run:
-    """A training with a scheduler and a counter, in what a program would save."""
+    """A training with a scheduler and a counter."""
 
     def __init__(self, *, seed: int = 0, **options: Any) -> None:
         self.fabric = launch(**options)
@@ -48,7 +48,7 @@ class _Run:
         """Whole weights (rank 0), what this rank holds of the optimizer's state, and the learning rate."""
         names = {parameter: name for name, parameter in self.model.module.named_parameters()}
         state = {
-            f"{names[parameter]}.{key}": _local(value).clone()
+            f"{names[parameter]}.{key}": (value.to_local() if isinstance(value, DTensor) else value).clone()
             for parameter, entries in self.optimizer.state.items()
             for key, value in entries.items()
             if isinstance(value, Tensor)
@@ -56,10 +56,6 @@ class _Run:
         result = weights(self.model), state, self.optimizer.param_groups[0]["lr"]
         self.fabric.strategy.teardown()
         return result
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _save(path: str, *, at: int = 2, until: int = 4, **options: Any) -> Any:
@@ -86,7 +82,6 @@ _AVERAGING = FlexDeMoConfig(base="adamw", replicator=DiLoCo(period=3))
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (2, {"save_distributed_checkpoint": False}),
         (2, {"sharding": "zero2", "save_distributed_checkpoint": False}),
         (4, {"replicate_size": 2, "optimizer": _NODES}),
         (2, {"replicate_size": 2, "optimizer": _NODES, "save_distributed_checkpoint": False}),
@@ -197,10 +192,8 @@ def _broken(path: str, what: str) -> None:
     run = _Run()
     run.train(1)
     state = {"model": run.model, "optimizer": run.optimizer}
-    if what == "missing":
-        run.fabric.load(f"{path}/nothing", state)
-    if what == "empty":
-        run.fabric.load(f"{path}/nothing", {})
+    if what in ("missing", "empty"):
+        run.fabric.load(f"{path}/nothing", state if what == "missing" else {})
     if what == "filter":
         run.fabric.save(f"{path}/checkpoint", state, filter={"model": _refuses_on_rank_1})
     if what == "raw shards":
@@ -229,7 +222,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
 
 
 def _evaluated_after_loading(path: str) -> list[float]:
-    """The loss on one batch, of weights that were loaded after a forward pass has seen others, in two formats."""
+    """Losses with weights that were loaded, in two formats, after a forward pass has seen others."""
     run = _Run(seed=1)
     batch = own_rows(run.fabric, micro_batch(9, 0))
     losses: list[float] = []

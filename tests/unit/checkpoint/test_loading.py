@@ -25,15 +25,14 @@ def _trained() -> tuple[nn.Module, ParallelMuon]:
     return module, optimizer
 
 
-def _by_name(module: nn.Module, optimizer: ParallelMuon) -> dict[str, Any]:
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[p]: state for p, state in optimizer.state.items()}, "param_groups": groups}
-
-
 def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     module, optimizer = _trained()
-    named = _by_name(module, optimizer)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    named: dict[str, Any] = {
+        "state": {names[p]: state for p, state in optimizer.state.items()},
+        "param_groups": groups,
+    }
     numbered = numbered_optimizer_state(named, module, optimizer)
     own = optimizer.state_dict()
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]

@@ -35,7 +35,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_program_runs_in_its_folder_as_main_and_its_exit_code_counts(script: Path) -> None:
+def test_a_program_runs_in_its_folder_and_its_exit_code_counts(script: Path) -> None:
     with pytest.raises(AssertionError, match=r"exit codes \[3\]") as failed:
         run_program(script, "--flag", directory=script.parent)
     assert re.search(rf"beside __main__ \['--flag'\] {script.parent}\nat exit", str(failed.value))
