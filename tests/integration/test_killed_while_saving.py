@@ -50,12 +50,12 @@ def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int)
     """As :func:`_fit`, until ``rank`` is about to do ``event`` to a path that matches ``name`` for the n-th time."""
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    is_one_of_us = dist.get_rank() == rank
+    kills = dist.get_rank() == rank
     seen = 0
 
     def observe(what: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
-        if not is_one_of_us or what != event or not args or not re.search(name, str(args[0])):
+        if not kills or what != event or not args or not re.search(name, str(args[0])):
             return
         seen += 1
         if seen == count:
@@ -67,34 +67,20 @@ def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int)
     _fit(directory)
 
 
-@pytest.fixture(scope="module")
-def reference(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Any]:
-    """Losses and weights of the run that nobody kills."""
-    return gloo.run(_fit, str(tmp_path_factory.mktemp("reference")), world_size=2)[0]
-
-
-@pytest.mark.parametrize(
-    ("place", "num_epochs"),
-    [
+def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(gloo: ProcessPool, tmp_path: Path) -> None:
+    losses, weights = gloo.run(_fit, str(tmp_path / "reference"), world_size=2)[0]
+    for num_epochs, *place in (
         # The last rank is about to write its shard of the second epoch; the other one has.
-        ((1, "open", "__1_0.distcp"), 1),
+        (1, 1, "open", "__1_0.distcp"),
         # The directory in the place of the checkpoint is empty.
-        ((0, "os.rename", r"\.finished-\w+/last\.ckpt$"), 2),
-    ],
-)
-def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(
-    gloo: ProcessPool,
-    tmp_path: Path,
-    reference: tuple[list[float], Any],
-    place: tuple[int, str, str],
-    num_epochs: int,
-) -> None:
-    losses, weights = reference
-    with pytest.raises(RanksFailedError):
-        gloo.run_fresh(_fit_killed, str(tmp_path / "run"), *place, count=2, world_size=2)
-    # A Trainer finds the last one by looking into the directory, before it asks the strategy.
-    resumed = gloo.run(_fit, str(tmp_path / "run"), resume="last", world_size=2)
-    assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :]
-    assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
-    assert max_difference(resumed[0][1], weights) == 0.0
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["last.ckpt"]
+        (2, 0, "os.rename", r"\.finished-\w+/last\.ckpt$"),
+    ):
+        directory = tmp_path / str(num_epochs)
+        with pytest.raises(RanksFailedError):
+            gloo.run_fresh(_fit_killed, str(directory), *place, count=2, world_size=2)
+        # A Trainer finds the last one by looking into the directory, before it asks the strategy.
+        resumed = gloo.run(_fit, str(directory), resume="last", world_size=2)
+        assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :], place
+        assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
+        assert max_difference(resumed[0][1], weights) == 0.0, place
+        assert [path.name for path in directory.iterdir()] == ["last.ckpt"], place

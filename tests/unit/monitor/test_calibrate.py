@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.monitor.calibrate import (
@@ -29,15 +30,18 @@ from lightning_muon.schedule.simulate import Span, simulate
 from tests.support.processes import ProcessPool
 
 
-def test_a_line_is_found_exactly() -> None:
-    assert fit_line([(1.0, 5.0), (3.0, 9.0), (2.0, 7.0)]) == pytest.approx((2.0, 3.0))
-
-
-@pytest.mark.parametrize("points", [[(2.0, 6.0), (2.0, 8.0)], [(1.0, 9.0), (3.0, 5.0)], [(1.0, 1.0), (3.0, 13.0)]])
-def test_points_without_a_sensible_line_have_no_constant(points: list[tuple[float, float]]) -> None:
-    slope, constant = fit_line(points)
-    assert constant == 0.0
-    assert slope == pytest.approx(sum(y for _, y in points) / sum(x for x, _ in points))
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(1.0, 5.0), (3.0, 9.0), (2.0, 7.0)], (2.0, 3.0)),
+        # Without a sensible line there is no constant, and the slope is the sum of y over the sum of x.
+        ([(2.0, 6.0), (2.0, 8.0)], (3.5, 0.0)),
+        ([(1.0, 9.0), (3.0, 5.0)], (3.5, 0.0)),
+        ([(1.0, 1.0), (3.0, 13.0)], (3.5, 0.0)),
+    ],
+)
+def test_a_line_is_found(points: list[tuple[float, float]], expected: tuple[float, float]) -> None:
+    assert fit_line(points) == pytest.approx(expected)
 
 
 def test_the_rates_behind_simulated_durations_are_found_again() -> None:
@@ -144,38 +148,29 @@ def test_the_same_ops_are_measured_and_predicted(gloo: ProcessPool) -> None:
         measured, predicted = comparison.recording.timeline, comparison.predicted
         assert len(comparison.measured_seconds) == 2
         assert comparison.measured == min(comparison.measured_seconds) == measured.makespan
-        assert comparison.ratio == pytest.approx(predicted.makespan / measured.makespan)
-        assert comparison.ratio > 0
+        assert comparison.ratio == pytest.approx(predicted.makespan / measured.makespan) and comparison.ratio > 0
         for rank in (0, 1):
             names = [span.op.name for span in measured.spans[rank]]
             assert names == [span.op.name for span in predicted.spans[rank]]
 
 
-def _make(num_replicas: int) -> dict[str, object]:
+def _make(num_replicas: int) -> list[Tensor]:
     optimizer = make_optimizer(MODEL, num_replicas=num_replicas)
-    muon, adamw = optimizer.param_groups
-    before = [parameter.full_tensor().clone() for parameter in muon["params"]]
+    muon, adamw = (group["params"] for group in optimizer.param_groups)
+    found = [(route.name, route.algorithm) for route in optimizer.routes]
+    assert found == [("a", "muon"), ("qkv", "muon"), ("experts", "muon"), ("norm", "adamw")]
+    assert optimizer.routes[1].splits == (2, 2, 2)
+    assert [tuple(parameter.shape) for parameter in (*muon, *adamw)] == [(5, 3), (6, 2), (3, 4, 2), (3,)]
+    assert [parameter.placements for parameter in muon] == [(Replicate(), Shard(dim)) for dim in (0, 0, 1)]
+    before = [parameter.full_tensor().clone() for parameter in muon]
     optimizer.step()
-    return {
-        "routes": [(route.name, route.algorithm) for route in optimizer.routes],
-        "splits": optimizer.routes[1].splits,
-        "shapes": [tuple(parameter.shape) for parameter in (*muon["params"], *adamw["params"])],
-        "placements": [parameter.placements for parameter in muon["params"]],
-        "weights": before,
-        "moved": [not torch.equal(b, p.full_tensor()) for b, p in zip(before, muon["params"], strict=True)],
-    }
+    assert not any(torch.equal(old, parameter.full_tensor()) for old, parameter in zip(before, muon, strict=True))
+    return before
 
 
 @pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (4, 2)])
-def test_the_weights_have_the_shapes_and_placements_asked_for(
+def test_weights_have_the_shapes_and_placements_asked_for(
     gloo: ProcessPool, world_size: int, num_replicas: int
 ) -> None:
-    results = gloo.run(_make, num_replicas, world_size=world_size)
-    first = results[0]
-    assert first["routes"] == [("a", "muon"), ("qkv", "muon"), ("experts", "muon"), ("norm", "adamw")]
-    assert first["splits"] == (2, 2, 2)
-    assert first["shapes"] == [(5, 3), (6, 2), (3, 4, 2), (3,)]
-    assert first["placements"] == [(Replicate(), Shard(0)), (Replicate(), Shard(0)), (Replicate(), Shard(1))]
-    assert all(first["moved"])
-    for result in results:
-        assert all(map(torch.equal, result["weights"], first["weights"])), "replicas hold equal weights"
+    first, *others = gloo.run(_make, num_replicas, world_size=world_size)
+    assert all(all(map(torch.equal, other, first)) for other in others), "replicas hold equal weights"

@@ -105,16 +105,12 @@ def test_slow_ranks_prove_nothing(call_log: FsdpCallLog, mine: Position, theirs:
     assert find_mismatch({0: theirs, 1: mine}, call_log) is None
 
 
-def test_a_thread_outside_of_collectives_waits_nowhere() -> None:
-    assert waiting_place(threading.get_ident()) is None
-    assert waiting_place(-1) is None
-
-
-def test_a_group_that_is_being_made_has_no_name_to_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_without_a_collective_wait_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     class Frame:
         f_code = SimpleNamespace(co_filename=dist.distributed_c10d.__file__)
         f_locals: ClassVar[dict[str, Any]] = {"pg": dist.ProcessGroup(0, 1)}
 
+    assert waiting_place(threading.get_ident()) is None and waiting_place(-1) is None
     monkeypatch.setattr(sys, "_current_frames", lambda: {7: Frame})
     assert waiting_place(7) is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -125,14 +121,13 @@ def test_a_group_that_is_being_made_has_no_name_to_wait_in(monkeypatch: pytest.M
         dist.destroy_process_group()
 
 
-def test_a_running_process_is_not_gone() -> None:
+def test_a_killed_process_is_gone_before_its_parent_has_looked() -> None:
     own = process_on_this_host(describe_process())
     assert own is not None and own[0] == os.getpid()
     assert not is_gone(*own)
     assert is_gone(own[0], "1"), "another process of the same number"
-
-
-def test_a_killed_process_is_gone_before_its_parent_has_looked() -> None:
+    assert process_on_this_host("another/pid:[1] 7 3") is None, "processes of other hosts cannot be seen"
+    assert process_on_this_host(" 7 ") is None
     child = subprocess.Popen(["sleep", "60"])
     start = _state_and_start(child.pid)[1]
     os.kill(child.pid, signal.SIGSTOP)
@@ -142,8 +137,3 @@ def test_a_killed_process_is_gone_before_its_parent_has_looked() -> None:
     assert is_gone(child.pid, start)
     child.wait()
     assert is_gone(child.pid, start)
-
-
-def test_processes_of_other_hosts_cannot_be_seen() -> None:
-    assert process_on_this_host("another/pid:[1] 7 3") is None
-    assert process_on_this_host(" 7 ") is None

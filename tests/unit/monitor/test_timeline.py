@@ -72,7 +72,6 @@ def test_every_op_is_recorded_after_what_it_depends_on(
 
 
 def _is_unchanged() -> bool:
-    """Whether a recorded step gives the weights of one that was not."""
     results: list[list[torch.Tensor]] = []
     for step in (record_step, ParallelMuon.step):
         optimizer = make_optimizer(MODEL)
