@@ -24,7 +24,9 @@ def test_after_an_error_everything_is_as_before(tmp_path: Path, monkeypatch: pyt
 
     with fresh_accelerate({"ACCELERATE_TORCH_DEVICE": "cpu"}):
         accelerator: Any = Accelerator()
+        assert accelerator._models == accelerator._optimizers == []
         model = accelerator.prepare(nn.Linear(2, 2))
+        assert model._is_accelerate_prepared
         for directory in (tmp_path, tmp_path / "missing"):  # After the action began, and before it.
             with pytest.raises((OSError, ValueError)), in_place_of_states(accelerator, "load", fail):
                 accelerator.load_state(str(directory))

@@ -35,3 +35,11 @@ def test_the_stand_in_optimizer_is_recognized(package: LightningPackage) -> None
     optimizers, *_ = core._configure_optimizers(core._MockOptimizer())
     assert is_placeholder_optimizer(package, optimizers[0])
     assert not is_placeholder_optimizer(package, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+
+
+def test_names_that_are_assigned_exist(package: LightningPackage) -> None:
+    strategy = package.module("strategies").ModelParallelStrategy()
+    assert callable(strategy._setup_distributed)
+    assert strategy._device_mesh is None and strategy._layer_sync is None
+    assert package.module().LightningModule()._device_mesh is None
+    assert hasattr(package.fabric("strategies").FSDPStrategy(accelerator=None), "_backward_sync_control")

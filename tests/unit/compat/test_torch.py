@@ -17,8 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
+    has_unfinished_backward,
+    has_unfinished_forward,
     inherit_timeout,
+    is_in_backward,
     new_group,
+    reset_fsdp,
+    reset_fsdp_by_hand,
     world_timeout,
 )
 
@@ -76,3 +81,29 @@ def test_gradients_without_reduction_can_be_dropped(mesh: DeviceMesh, reduce_dty
         drop_unreduced_gradients(unit, [] if is_reduced else [unit.weight])
     assert unit.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 2
     assert unit.bias.grad.full_tensor().tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("reset", [reset_fsdp, reset_fsdp_by_hand])
+def test_a_pass_that_has_raised_is_seen_and_undone(mesh: DeviceMesh, reset: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh)
+    root = fully_shard(model, mesh=mesh)
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def look(*_: Any) -> None:
+        seen.append((is_in_backward(), has_unfinished_forward(root), has_unfinished_backward(root)))
+        raise ValueError
+
+    hook = model[0].register_forward_hook(look)
+    with pytest.raises(ValueError):
+        model(torch.ones(1, 2))
+    hook.remove()
+    assert has_unfinished_forward(root)
+    reset(root)
+    output = model(torch.ones(1, 2))
+    model[1].weight.register_hook(look)
+    with pytest.raises(ValueError):
+        output.sum().backward()
+    assert seen == [(False, True, False), (True, False, True)] and has_unfinished_backward(root)
+    reset(root)
+    assert not has_unfinished_backward(root) and not is_in_backward()
