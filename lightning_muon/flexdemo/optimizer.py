@@ -27,8 +27,7 @@ from lightning_muon.flexdemo.config import (
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
-from lightning_muon.flexdemo.node_state import Rule, require_node_mesh
-from lightning_muon.flexdemo.replica_consistency import check_equal
+from lightning_muon.flexdemo.node_state import Rule, check_equal, require_node_mesh
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.replica_consistency import check_equal, checksums
+from lightning_muon.flexdemo.node_state import check_equal, checksums
 from tests.support.processes import ProcessPool
 
 

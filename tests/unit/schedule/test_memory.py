@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from lightning_muon.schedule.memory import Peak, peak_memory
-from lightning_muon.schedule.passes import prefetch
+from lightning_muon.schedule.passes import Peak, peak_memory, prefetch
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
 from tests.unit.schedule.programs import UNIT, collective, compute, programs

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_muon.schedule.memory import peak_memory
-from lightning_muon.schedule.passes import host_order, prefetch
+from lightning_muon.schedule.passes import host_order, peak_memory, prefetch
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from tests.unit.schedule.specs import plan_of, sharded, with_adamw
 
