@@ -148,16 +148,22 @@ class _Ranks:
         like = {rank: rank for rank in program}
         if self.matrices.num_ranks > MOST_RANKS_IN_FULL:
             program, like = merge_equal_ranks(program)
-        try:
-            issued = step_program(program, look_ahead=options.look_ahead, memory_bytes=options.buffer_bytes)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. A bucket has at least one matrix for each rank that shares it, so divide fused weights with "
-                "--fused where a smaller --chunk-bytes does not help"
-            ) from error
+        look_ahead = options.look_ahead
+        while True:
+            issued = step_program(program, look_ahead=look_ahead)
+            simulated = simulate(branch(issued, ALL_IN_STEP), options.cost)
+            if options.buffer_bytes is None or simulated.peak_bytes <= options.buffer_bytes:
+                break
+            if look_ahead <= 1:
+                raise ValueError(
+                    f"a rank needs {simulated.peak_bytes} bytes of buffers with --look-ahead {look_ahead}, but "
+                    f"--buffer-bytes is {options.buffer_bytes}; raise it or lower --chunk-bytes. A bucket has at least "
+                    "one matrix for each rank that shares it, so divide fused weights with --fused where that does not "
+                    "help"
+                )
+            look_ahead -= 1
         if self.matrices.num_ranks <= MOST_RANKS_IN_FULL:
             check_step(issued, [plan])
-        simulated = simulate(branch(issued, ALL_IN_STEP), options.cost)
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, options.cost) for ops in program.values()])
         notes: list[str] = []

@@ -53,7 +53,6 @@ def step_program(
     look_ahead: int,
     early: Collection[str] = (),
     is_late: bool = False,
-    memory_bytes: int | None = None,
     added: Mapping[int, AddedOps] | None = None,
 ) -> Program:
     """Overlap transfers with arithmetic (:func:`~.passes.prefetch`), and add the branches of the step.
@@ -68,7 +67,7 @@ def step_program(
     ``early`` has the keys of the buckets that may be sent during backward; ``is_late``: gradients may still be arriving
     when the step begins; ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
-    issued = prefetch(program, look_ahead, memory_bytes)
+    issued = prefetch(program, look_ahead)
     added = added or {}
     return {
         rank: _with_branches(program[rank], ops, set(early), added.get(rank, NOTHING_ADDED), is_late=is_late)

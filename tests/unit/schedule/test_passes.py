@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_muon.schedule.passes import host_order, peak_memory, prefetch
+from lightning_muon.schedule.passes import host_order, prefetch
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from tests.unit.schedule.specs import plan_of, sharded, with_adamw
 
@@ -49,16 +49,6 @@ def test_lists_of_several_exchange_groups_are_one_sequence() -> None:
     issued = prefetch({0: [op for group in groups for op in group.program[0]]}, 1)[0]
     assert _order(issued) == "Ma0 Ga0 Ca0 Sa0 Mb0 Cb0 Ua0 Ub0"
     assert next(op for op in issued if op.name == "momentum[b0]").deps == ("newton_schulz[a0]",)
-
-
-def test_the_look_ahead_is_lowered_until_the_buffers_fit() -> None:
-    program = _program(6)
-    peaks = [peak_memory(prefetch(program, look_ahead)).bytes for look_ahead in (1, 2, 3)]
-    assert peaks == sorted(set(peaks))
-    assert prefetch(program, 5, memory_bytes=peaks[1]) == prefetch(program, 2)
-    assert prefetch(program, 5, memory_bytes=peaks[1] - 1) == prefetch(program, 1)
-    with pytest.raises(ValueError, match=rf"rank 0 needs {peaks[0]} bytes of buffers at \w+\[\d\] with look_ahead=1"):
-        prefetch(program, 5, memory_bytes=peaks[0] - 1)
 
 
 def test_prefetch_refuses_what_it_cannot_place() -> None:
