@@ -151,6 +151,8 @@ class _Ranks:
         look_ahead = options.look_ahead
         while True:
             issued = step_program(program, look_ahead=look_ahead)
+            if self.matrices.num_ranks <= MOST_RANKS_IN_FULL:
+                check_step(issued, [plan])
             simulated = simulate(branch(issued, ALL_IN_STEP), options.cost)
             if options.buffer_bytes is None or simulated.peak_bytes <= options.buffer_bytes:
                 break
@@ -162,8 +164,6 @@ class _Ranks:
                     "help"
                 )
             look_ahead -= 1
-        if self.matrices.num_ranks <= MOST_RANKS_IN_FULL:
-            check_step(issued, [plan])
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, options.cost) for ops in program.values()])
         notes: list[str] = []

@@ -118,7 +118,7 @@ def test_buffers_are_bounded_for_the_pipeline_only() -> None:
     bound = _compare(64, 1, 4)[PIPELINE].timeline.peak_bytes * 3 // 4
     bounded = _compare(64, 1, 4, replace(_OPTIONS, buffer_bytes=bound))
     assert bounded[PIPELINE].timeline.peak_bytes <= bound
-    with pytest.raises(ValueError, match="--buffer-bytes is 1000; .* --fused"):
+    with pytest.raises(ValueError, match=r"--buffer-bytes is 1000; .* --fused"):
         _compare(64, 1, 4, replace(_OPTIONS, buffer_bytes=1000))
 
 
