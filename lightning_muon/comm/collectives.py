@@ -110,42 +110,6 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
     return group.track(dist.batch_isend_irecv(messages) if messages else [])
 
 
-@dataclass(frozen=True, eq=False)
-class Delivery:
-    """Messages that travel as one all-to-all; see :func:`start_messages_together`."""
-
-    work: dist.Work
-    arrived: Sequence[Tensor]
-    receive: Sequence[Tensor]
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        """Wait, and put the messages to where they belong."""
-        self.work.wait()
-        for tensor, message in zip(self.receive, self.arrived, strict=True):
-            tensor.copy_(message)
-
-
-def start_messages_together(
-    send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup
-) -> list[Delivery]:
-    """As :func:`start_messages`, 1-D tensors in the order of the ranks, with handles that know when they are completed.
-
-    gloo's messages between two ranks are completed only by waiting for them. Costs a copy. Collective over ``group``;
-    every rank of it must call it, and send or receive something.
-    """
-    first = next(iter((*send.values(), *receive.values())))
-    to = parts(list(send), [tuple(message.shape) for message in send.values()], group.size)
-    source = parts(list(receive), [tuple(message.shape) for message in receive.values()], group.size)
-    packed = torch.cat(list(send.values())) if send else first.new_empty(0)
-    arrived = first.new_empty(source.numel)
-    (work,) = start_all_to_all(packed, to, arrived, source, group)
-    return [Delivery(work, source.views(arrived), list(receive.values()))]
-
-
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     """Begin the elementwise sum, in place. Collective over ``group``; every rank of it must call it."""
     let_gloo_finish_at_exit()

@@ -185,25 +185,22 @@ def paired_views(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iter
         first = place.first * (part.block_numel if part.block_shape else 1)
         yield batch.view(-1)[first : first + rows * cols], local.view(-1)
         return
-    # The whole blocks, those at the lower and the right edge, and the corner.
-    height, width = part.block_shape
-    down, right = -(-rows // height), -(-cols // width)
-    whole_down, whole_right = rows // height, cols // width
-    own = batch[place.first : place.first + place.count].view(down, right, height, width)
-    matrix = local.view(rows, cols)
-    inner_rows, inner_cols = whole_down * height, whole_right * width
-    if whole_down and whole_right:
-        inner = matrix[:inner_rows, :inner_cols].unflatten(0, (whole_down, height)).unflatten(2, (whole_right, width))
-        yield own[:whole_down, :whole_right].transpose(1, 2), inner
-    if inner_rows < rows and whole_right:
-        below = matrix[inner_rows:, :inner_cols].unflatten(1, (whole_right, width))
-        yield own[whole_down, :whole_right, : rows - inner_rows].transpose(0, 1), below
-    if inner_cols < cols and whole_down:
-        beside = matrix[:inner_rows, inner_cols:].unflatten(0, (whole_down, height))
-        yield own[:whole_down, whole_right, :, : cols - inner_cols], beside
-    if inner_rows < rows and inner_cols < cols:
-        corner = own[whole_down, whole_right, : rows - inner_rows, : cols - inner_cols]
-        yield corner, matrix[inner_rows:, inner_cols:]
+    (height, width), matrix = part.block_shape, local.view(rows, cols)
+    own = batch[place.first : place.first + place.count].view(-(-rows // height), -(-cols // width), height, width)
+    # The whole blocks, those at the right and the lower edge, and the corner.
+    for down, row, tall in _bands(rows, height):
+        for right, col, wide in _bands(cols, width):
+            blocks = own[down, right, :tall, :wide].transpose(1, 2)
+            yield blocks, matrix[row, col].unflatten(0, (-1, tall)).unflatten(2, (-1, wide))
+
+
+def _bands(length: int, side: int) -> list[tuple[slice, slice, int]]:
+    """Of one dimension the whole blocks, and the shorter one after them: their numbers, elements, and side."""
+    num_whole = length // side
+    bands = [(slice(0, num_whole), slice(0, num_whole * side), side)] if num_whole else []
+    if length % side:
+        bands.append((slice(num_whole, None), slice(num_whole * side, None), length % side))
+    return bands
 
 
 def merge(components: Sequence[Components], rule: str, block_numel: int) -> Components:

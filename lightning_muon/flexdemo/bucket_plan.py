@@ -99,7 +99,7 @@ class BucketPlan:
 
         With two nodes a whole message costs the same bytes, and half of the waiting.
         """
-        return num_nodes > 2 and not any(part.replicator.sends_indices for part in self.parts)
+        return num_nodes > 2 and bool(self.parts) and not any(part.replicator.sends_indices for part in self.parts)
 
     @property
     def returned_dtype(self) -> torch.dtype:

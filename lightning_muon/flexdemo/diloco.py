@@ -129,7 +129,7 @@ class DiLoCoSync(InterNodeSync):
         if self._since:
             # Sums are sent after half a period, which leaves the other half for their way; waits for their summands.
             for _, exchange in self._in_flight:
-                self.groups.send_sums_until(exchange)
+                exchange.send_sums()
             return ()
         states, parameters = self._trained.states, self._trained.parameters
         moved = [parameter for parameter in parameters if states[parameter]["has_moved"]]
@@ -226,6 +226,8 @@ class DiLoCoSync(InterNodeSync):
     def _mean(self) -> dict[Tensor, Tensor]:
         """The means that are on their way; waits for them."""
         means: dict[Tensor, Tensor] = {}
+        for _, exchange in self._in_flight:
+            exchange.send_sums()
         for number, (bucket, exchange) in enumerate(self._in_flight):
             merged = exchange.result("mean")
             means |= bucket.decode(merged, ExchangeStep(0, number), set(bucket.parameters), sign=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_muon.compat import foreach
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -112,22 +112,11 @@ def _versions(parameters: Sequence[Tensor], gradients: Gradients) -> list[tuple[
 
 
 def _fingerprints(parameters: Sequence[Tensor], gradients: Gradients) -> Tensor:
-    """Dot products of rows of the gradients with numbers drawn at random, 1-D."""
+    """Sum and norm of each gradient, on CUDA of all together; 1-D."""
     flat = [gradients[p].detach().reshape(-1).float() for p in parameters]
     if flat[0].is_cuda:
-        flat = [torch.cat(flat)]  # Many small products cost more than a copy.
-    draws = _draws(flat[0].device)
-    products: list[Tensor] = []
-    for tensor in flat:
-        rows, rest = tensor.tensor_split([tensor.numel() // draws.numel() * draws.numel()])
-        products += [rows.view(-1, draws.numel()) @ draws, (rest @ draws[: rest.numel()])[None]]
-    return torch.cat(products)
-
-
-@cache
-def _draws(device: torch.device) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(1 << 16, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        flat = [torch.cat(flat)]  # Many small sums cost more than a copy.
+    return torch.stack([*foreach.norm(flat, 2), *(tensor.sum() for tensor in flat)])
 
 
 def _early_exchange(key: str) -> Op:
@@ -215,13 +204,15 @@ class MomentumSync(InterNodeSync):
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         early = {} if self.early is None else {key: _early_exchange(key) for key in self.buckets}
-        ops: list[Op] = []
+        exchanges: list[Op] = []
+        settles: list[Op] = []  # After all exchanges, since they wait for what is summed up on the way.
         for key in self.buckets:
             # What was sent during backward, and is valid, is not sent again.
             unless = (Condition.VALID,) if early else ()
             exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
             sent = (exchange.name, early[key].name) if early else (exchange.name,)
-            ops += [exchange, Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,))]
+            exchanges.append(exchange)
+            settles.append(Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,)))
         users: dict[Tensor, set[str]] = {}
         for name, tensors in reads.items():
             for tensor in tensors:
@@ -234,7 +225,7 @@ class MomentumSync(InterNodeSync):
         if self.early is not None:
             actions[OpKind.EARLY_EXCHANGE] = self.early.run
         return StepPart(
-            ops=AddedOps(first=[*early.values(), *ops], needed=decode),
+            ops=AddedOps(first=[*early.values(), *exchanges, *settles], needed=decode),
             actions=actions,
             facts=lambda _: {Condition.GRADIENTS: {key for key in self.buckets if self._taking_part(key)}},
         )
@@ -266,11 +257,10 @@ class MomentumSync(InterNodeSync):
         Collective over the nodes; every rank must call it, in the same order of buckets.
         """
         bucket, number = self.buckets[key], ExchangeStep(self.num_steps, list(self.buckets).index(key))
-        self.groups.send_sums(self.num_steps)
+        for one in self._delayed.values():
+            one.exchange.send_sums()
         bucket.accumulate(gradients, self.config.decay)
-        due = self.num_steps + self.config.delay
-        exchange = Exchange(bucket.plan, bucket.encode(number), self.groups, due=due)
-        self._in_flight[key] = InFlight(bucket, number, exchange)
+        self._in_flight[key] = InFlight(bucket, number, Exchange(bucket.plan, bucket.encode(number), self.groups))
 
     def drop(self, key: str) -> None:
         """Wait for a bucket whose result is not wanted."""
@@ -284,8 +274,11 @@ class MomentumSync(InterNodeSync):
         """Take from the residuals what was sent of a bucket, early or in the step."""
         one = replace(self._in_flight.pop(op.key), taking_part=self._taking_part(op.key))
         one.bucket.settle(one.exchange.own, one.number, one.taking_part)
-        self.groups.send_sums(self.num_steps)
-        (self._delayed if self.config.delay else self._due)[op.key] = one
+        if self.config.delay:
+            self._delayed[op.key] = one
+        else:
+            one.exchange.send_sums()
+            self._due[op.key] = one
         return ()
 
     def _decode(self, op: Op) -> Sequence[Work]:

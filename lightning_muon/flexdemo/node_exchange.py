@@ -2,118 +2,84 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lightning_muon.comm.collectives import Delivery, start_messages, start_messages_together
+from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo.bucket import cut, merged, pack, unpack
 from lightning_muon.flexdemo.bucket_plan import BucketPlan
 from lightning_muon.flexdemo.replicators import Components
 
 
-@dataclass(frozen=True, eq=False)
-class NodeGroups:
+class NodeGroups(NamedTuple):
     """The ranks of all nodes that hold the same shards."""
 
     reduce_group: AxisGroup  # For what every rank sends first.
     gather_group: AxisGroup  # For the sums. A separate group: ranks interleave reduce and gather differently.
-    # Exchanges whose sums are still to be sent, in the order in which they were begun, equal on all ranks.
-    waiting: deque[Exchange] = field(default_factory=deque["Exchange"])
-
-    def send_sums(self, step: int) -> None:
-        """Send the sums that the step with this number waits for, as far as they can be sent without waiting.
-
-        Those of later steps stay: ranks differ in which they could send, and there may be no later step in which all
-        of them have sent the same.
-        """
-        while self.waiting and self.waiting[0].due <= step and self.waiting[0].start_last_leg(wait=False):
-            self.waiting.popleft()
-
-    def send_sums_until(self, exchange: Exchange) -> None:
-        """Send all sums up to those of ``exchange``; waits for what they are made of."""
-        while exchange in self.waiting:
-            self.waiting.popleft().start_last_leg(wait=True)
 
 
-@dataclass(eq=False)
 class Exchange:
-    """One bucket on its way.
+    """One bucket on its way; ``own`` is what this node sends, rounded.
 
-    Made by every rank of ``groups``, in the same order, which is the collective part; so is :meth:`result`. Nothing
-    travels if no rank holds anything of the bucket.
+    Collective over ``groups`` to construct, and so are its methods; every rank must call them in the same order of
+    buckets. Nothing travels if no rank holds anything of the bucket.
     """
 
-    plan: BucketPlan  # Of the bucket.
-    own: Sequence[Components]  # What this node sends, rounded.
-    groups: NodeGroups  # Who takes part.
-    due: int = 0  # Number of the step that takes the result.
-    _works: Sequence[Work | Delivery] = ()
-    _sent: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    _received: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    _total: Tensor | None = None  # The sum that this node sends to all others.
+    def __init__(self, plan: BucketPlan, own: Sequence[Components], groups: NodeGroups) -> None:
+        self.own, self._plan, self._groups = own, plan, groups
+        self._rank, self._num_nodes = groups.reduce_group.rank, groups.reduce_group.size
+        self._others = [node for node in range(self._num_nodes) if node != self._rank]
+        self._total: Tensor | None = None  # The sum that this node sends to all others.
+        if plan.is_summed(self._num_nodes):
+            sends = {node: pack(plan, cut(plan, own, node, self._num_nodes)) for node in self._others}
+            size = plan.message_bytes(self._rank, self._num_nodes)
+            self._send(sends, dict.fromkeys(sends, size), groups.reduce_group)
+        elif plan.parts:
+            sends = dict.fromkeys(self._others, pack(plan, own))
+            self._send(sends, dict.fromkeys(sends, plan.message_bytes()), groups.reduce_group)
 
-    def __post_init__(self) -> None:
-        plan, rank, num_nodes = self.plan, self.groups.reduce_group.rank, self.groups.reduce_group.size
-        if not plan.parts:
+    def send_sums(self) -> None:
+        """Add up what has arrived and send the sums, if that was not done; waits for what they are made of."""
+        plan, num_nodes = self._plan, self._num_nodes
+        if self._total is not None or not plan.is_summed(num_nodes):
             return
-        if plan.is_summed(num_nodes):
-            sends = {node: pack(plan, cut(plan, self.own, node, num_nodes)) for node in self._others()}
-            size = plan.message_bytes(rank, num_nodes)
-            self._send(sends, dict.fromkeys(sends, size), self.groups.reduce_group)
-            self.groups.waiting.append(self)
-        else:
-            sends = dict.fromkeys(self._others(), pack(plan, self.own))
-            self._send(sends, dict.fromkeys(sends, plan.message_bytes()), self.groups.reduce_group)
-
-    def start_last_leg(self, *, wait: bool) -> bool:
-        """Add up what has arrived and send the sums; ``False`` if it has not arrived, which ``wait`` waits for."""
-        if not wait and not all(work.is_completed() for work in self._works):
-            return False
-        group, dtype = self.groups.gather_group, self.plan.returned_dtype
         messages = self._messages()
         of_nodes = [
-            cut(self.plan, self.own, node, group.size)
-            if node == group.rank
-            else unpack(self.plan, messages[node], group.rank, group.size)
-            for node in range(group.size)
+            cut(plan, self.own, node, num_nodes)
+            if node == self._rank
+            else unpack(plan, messages[node], self._rank, num_nodes)
+            for node in range(num_nodes)
         ]
-        means = merged(self.plan, of_nodes, "mean")
-        self._total = torch.cat([values.view(-1) for values, _ in means]).to(dtype)
-        sends = dict.fromkeys(self._others(), self._total.view(torch.uint8))
-        sizes = {node: dtype.itemsize * sum(self.plan.segment_lengths(node, group.size)) for node in sends}
-        self._send(sends, sizes, group)
-        return True
+        dtype = plan.returned_dtype
+        self._total = torch.cat([values.view(-1) for values, _ in merged(plan, of_nodes, "mean")]).to(dtype)
+        sends = dict.fromkeys(self._others, self._total.view(torch.uint8))
+        sizes = {node: dtype.itemsize * sum(plan.segment_lengths(node, num_nodes)) for node in sends}
+        self._send(sends, sizes, self._groups.gather_group)
 
     def result(self, rule: str) -> list[Components]:
         """What the nodes sent, merged; waits for it."""
-        self.groups.send_sums_until(self)
-        rank, num_nodes = self.groups.reduce_group.rank, self.groups.reduce_group.size
-        if not self.plan.parts:
+        self.send_sums()
+        plan, nodes = self._plan, range(self._num_nodes)
+        if not plan.parts:
             return []
         messages = self._messages()
         if self._total is None:
-            of_nodes = [self.own if node == rank else unpack(self.plan, messages[node]) for node in range(num_nodes)]
-            return merged(self.plan, of_nodes, rule)
-        sums = {node: message.view(self._total.dtype) for node, message in messages.items()} | {rank: self._total}
-        by_node = [sums[node].float().split(self.plan.segment_lengths(node, num_nodes)) for node in range(num_nodes)]
+            return merged(plan, [self.own if n == self._rank else unpack(plan, messages[n]) for n in nodes], rule)
+        sums = {node: message.view(self._total.dtype) for node, message in messages.items()} | {self._rank: self._total}
+        by_node = [sums[node].float().split(plan.segment_lengths(node, self._num_nodes)) for node in nodes]
         return [Components(torch.cat(pieces)[None], None) for pieces in zip(*by_node, strict=True)]
-
-    def _others(self) -> list[int]:
-        return [node for node in range(self.groups.reduce_group.size) if node != self.groups.reduce_group.rank]
 
     def _send(self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup) -> None:
         """Begin one leg, with messages of ``sizes`` from the others."""
         device = self.own[0].values.device
         self._sent = sends  # Until they have arrived.
         self._received = {node: torch.empty(size, dtype=torch.uint8, device=device) for node, size in sizes.items()}
-        start = start_messages_together if self.plan.is_summed(group.size) else start_messages
-        self._works = start(
+        self._works: Sequence[Work] = start_messages(
             {node: message for node, message in sends.items() if message.numel()},
             {node: message for node, message in self._received.items() if message.numel()},
             group,

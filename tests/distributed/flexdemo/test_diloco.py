@@ -170,20 +170,3 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
                     expected = of_nodes[rank // after[1]] if is_kept else of_nodes.double().mean(0)
                     assert_close({name: found[name]}, {name: expected}, 0 if is_kept else 1e-6)
             assert torch.equal(momentum[name], saved["outer_momentum"])
-
-
-def _sums_still_to_be_sent() -> list[int]:
-    """After each step, how many messages of the mean wait for their second leg."""
-    ranks = Ranks(_case((3, 1), DiLoCo(period=4, overlap=True)))
-    waiting: list[int] = []
-    for step in range(7):
-        ranks.train([step], agree=False)
-        waiting.append(len(ranks.optimizer._sync.groups.waiting))
-    return waiting
-
-
-def test_sums_of_a_mean_are_sent_in_the_middle_of_a_period(gloo: ProcessPool) -> None:
-    for waiting in gloo.run(_sums_still_to_be_sent, world_size=3):
-        assert waiting[:3] == [0, 0, 0]
-        assert waiting[3] == waiting[4] > 1
-        assert waiting[5:] == [0, 0]

@@ -64,18 +64,10 @@ class Delivery:
     receive: Mapping[int, Tensor]
     rank: int
     leg: str
-    is_taken: bool = False
-
-    def is_completed(self) -> bool:
-        boxes = self.post.boxes
-        return self.is_taken or all(boxes.get((self.leg, sender, self.rank)) for sender in self.receive)
 
     def wait(self) -> None:
-        if self.is_taken:
-            return
         for sender, tensor in self.receive.items():
             tensor.copy_(self.post.boxes[self.leg, sender, self.rank].pop(0))
-        self.is_taken = True
 
 
 @dataclass
@@ -91,8 +83,7 @@ class PostOffice:
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> PostOffice:
         """Carry the messages of all exchanges of the test."""
-        for name in ("start_messages", "start_messages_together"):
-            monkeypatch.setattr(node_exchange, name, self.start_messages)
+        monkeypatch.setattr(node_exchange, "start_messages", self.start_messages)
         return self
 
 
