@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, weights_to_save
@@ -19,24 +22,26 @@ from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
-    ReplacedParameters,
     convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
 )
 from lightning_muon.engine.forward_methods import explain_shards
-from lightning_muon.engine.gradient_rules import GradientRules, SingleReductionGuard, parameters_of
+from lightning_muon.engine.gradient_rules import SingleReductionGuard, parameters_of
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
+from lightning_muon.grad_sync.clipping import clip_value_
+from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_call_log import tensors_in
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.shard_model import check_tensor_parallel
-from lightning_muon.sharding.weights import broadcast_buffers
+from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
@@ -85,13 +90,14 @@ class TrainingEngine:
         self._info, self._warn = info, warn
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
-        self._replaced = ReplacedParameters(module)
+        self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
         self._proxies: list[OptimizerProxy] = []
-        self._rules: GradientRules | None = None
+        self._is_attached = False
+        self._names: dict[Tensor, str] = {}
+        self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
         self._hooks: list[RemovableHandle] = []
-        self._is_explaining = False
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
@@ -103,10 +109,16 @@ class TrainingEngine:
         module = self.module
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
+        before = {name: weakref.ref(p) for name, p in module.named_parameters() if not isinstance(p, DTensor)}
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
         self.mode.prepare(module)
-        self._replaced.close(module)
+        current = set(module.parameters())
+        for name, reference in before.items():
+            parameter = reference()
+            if parameter is not None and parameter not in current:
+                self._replaced[parameter] = name
+        before.clear()  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
         self._watch()
@@ -114,13 +126,12 @@ class TrainingEngine:
     def attach(
         self,
         given: Sequence[torch.optim.Optimizer],
-        schedulers: Sequence[Any] = (),
         *,
         source: str,
         is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return what takes their places; schedulers follow it.
+        """Train with these optimizers, and return what takes their places; schedulers of the given ones go on.
 
         ``given`` are all that step the module from now on, those that were attached before included; with the
         parameters that the module has now, or had before :meth:`shard`. ``source`` says in errors where they are from,
@@ -130,13 +141,12 @@ class TrainingEngine:
         self.node_weights.forget()
         self.rebind(given)
         choice = options.optimizer
-        conversions = convert_optimizers(given, schedulers, module, choice=choice, is_placeholder=is_placeholder)
+        conversions = convert_optimizers(given, module, choice=choice, is_placeholder=is_placeholder)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
-        if self._is_loop_of_user:
-            pairs = zip(given, self.optimizers, strict=True)
-            self._proxies += [OptimizerProxy(old, new) for old, new in pairs if new is not old]
+        pairs = zip(given, self.optimizers, strict=True)
+        self._proxies += [OptimizerProxy(old, new) for old, new in pairs if new is not old]
 
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.
@@ -148,13 +158,8 @@ class TrainingEngine:
                     "The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW."
                 )
             raise
-        self._rules = GradientRules(
-            module,
-            self.mode,
-            self.optimizers,
-            clip_groups=options.clip_groups,
-            max_skipped_steps=options.config.max_skipped_steps,
-        )
+        self._is_attached = True
+        self._names = {parameter: name for name, parameter in names_of(module).items()}
         if options.loss_scaling == "tokens" and self.tokens is None:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._watch()
@@ -173,8 +178,21 @@ class TrainingEngine:
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Give optimizers the parameters that have taken the place of those from before :meth:`shard`; local."""
+        current = dict(self.module.named_parameters())
         for optimizer in optimizers:
-            self._replaced.rebind(optimizer, self.module)
+            is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    name = self._replaced.get(parameter)
+                    if name is None:
+                        continue
+                    if not is_fresh and parameter in optimizer.state:
+                        raise ValueError(
+                            f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
+                            "optimizer anew (in Lightning in configure_optimizers), and load its state after the "
+                            "sharding"
+                        )
+                    group["params"][index] = current[name]
 
     def follow_forward(self) -> None:
         """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
@@ -207,7 +225,7 @@ class TrainingEngine:
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """Forward and backward inside leave gradients unreduced; local."""
-        self._require_rules("no_backward_sync (no_sync)")
+        self._require_optimizer("no_backward_sync (no_sync)")
         before, self._is_last_micro_batch = self._is_last_micro_batch, False
         try:
             with self.mode.no_sync():
@@ -218,12 +236,12 @@ class TrainingEngine:
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next backward pass through this module reduces gradients; local."""
-        return self._rules is not None and self.has_run and self._is_last_micro_batch
+        return self._is_attached and self.has_run and self._is_last_micro_batch
 
     @property
     def is_accumulating(self) -> bool:
         """Whether the micro-batch of now leaves gradients unreduced; local."""
-        return self._rules is not None and not self._is_last_micro_batch
+        return self._is_attached and not self._is_last_micro_batch
 
     @contextmanager
     def around_backward(self, *, loss_divided_by: int = 1) -> Generator[None]:
@@ -249,7 +267,7 @@ class TrainingEngine:
 
     def finish_backward(self) -> None:
         """At the end of a backward pass make its gradients whole; :meth:`around_backward` does so, if nobody has."""
-        if self._rules is None or not self.has_run:
+        if not self._is_attached or not self.has_run:
             return
         self._is_reduced = self._is_last_micro_batch
         if self._is_last_micro_batch and not self._is_finished:
@@ -265,22 +283,35 @@ class TrainingEngine:
 
     def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
-        rules = self._reduced_gradients("clip_gradients (clip_grad_norm_)")
+        self._require_reduced("clip_gradients (clip_grad_norm_)")
         with self.explaining():
             self.finish_gradients()
-            return rules.clip_by_norm(parameters, max_norm)
+            trainable = {parameter for parameter in parameters if parameter.requires_grad}
+            for optimizer in self.optimizers:
+                own = parameters_of(optimizer)
+                if trainable == {parameter for parameter in own if parameter.requires_grad}:
+                    parameters = own
+                    if len(self._clipped(own)) == len(own):
+                        return self.mode.clip_grad_norm_(optimizer, max_norm)
+            return self.mode.clip_norm_(self._clipped(parameters), max_norm)
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
-        rules = self._reduced_gradients("clip_gradients (clip_grad_value_)")
+        self._require_reduced("clip_gradients (clip_grad_value_)")
         with self.explaining():
             self.finish_gradients()
-            rules.clip_by_value(parameters, max_value)
+            clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call it after clipping: NaN and Inf are found, whatever the optimizer makes of them."""
-        if self._rules is not None:
-            self._rules.check_finite(optimizer)
+        """Call it after clipping: an optimizer that does not look for NaN itself gets no gradients if there is one."""
+        if not self._is_attached or isinstance(optimizer, PlannedOptimizer):
+            return
+        parameters = parameters_of(optimizer)
+        named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
+        check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
+        if check.observe(find_nonfinite(parameters, named, layout=self.mode.layout)):
+            for parameter in parameters:
+                parameter.grad = None
 
     @contextmanager
     def around_step(self) -> Generator[None]:
@@ -299,7 +330,7 @@ class TrainingEngine:
 
         def with_whole_gradients() -> Any:
             result = None if closure is None else closure()
-            self._reduced_gradients("optimizer.step")
+            self._require_reduced("optimizer.step")
             self.finish_gradients()
             self.before_step(optimizer)
             return result
@@ -312,14 +343,12 @@ class TrainingEngine:
                 result = take_step(optimizer, closure=with_whole_gradients)
             # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
             free_unsharded(self.module)
-        for proxy in self._proxies:
-            if proxy.used is optimizer:
-                proxy.follow()
         return result
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
-        return self._require_rules("skipped_steps").skipped_steps(optimizer)
+        check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
+        return 0 if check is None else check.skipped_steps
 
     # ---- weights that somebody reads
 
@@ -375,16 +404,12 @@ class TrainingEngine:
     @contextmanager
     def explaining(self) -> Generator[None]:
         """If communication is broken off because ranks wait for each other, say why; local."""
-        if self._watchdog is None or self._is_explaining:
+        if self._watchdog is None:
             yield
             return
-        self._is_explaining = True
         self._watchdog.resume()
-        try:
-            with self._watchdog.explaining():
-                yield
-        finally:
-            self._is_explaining = False
+        with self._watchdog.explaining():
+            yield
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not come; local."""
@@ -454,26 +479,39 @@ class TrainingEngine:
             register_multi_grad_hook(outputs, self._backward_begins, mode="any")
 
     def _backward_begins(self, _: Tensor) -> None:
-        if self._rules is not None:
+        if self._is_attached:
             self._is_reduced = self._is_last_micro_batch
             self._is_finished = False
 
-    def _require_rules(self, what: str) -> GradientRules:
-        if self._rules is None:
+    def _require_optimizer(self, what: str) -> None:
+        if not self._is_attached:
             raise RuntimeError(
                 f"{what} of a module that no optimizer was set up for; set up (prepare) one with its parameters"
             )
-        return self._rules
 
-    def _reduced_gradients(self, what: str) -> GradientRules:
-        """The rules, once a backward pass outside of :meth:`no_sync` has reduced the gradients."""
-        rules = self._require_rules(what)
+    def _require_reduced(self, what: str) -> None:
+        """Raise unless a backward pass outside of :meth:`no_sync` has reduced the gradients."""
+        self._require_optimizer(what)
         if self._is_loop_of_user and not self._is_reduced:
             raise RuntimeError(
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "
                 "gradients of their own; run forward and backward of the last micro-batch of a step outside of it"
             )
-        return rules
+
+    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of ``parameters`` that the option ``clip_groups`` says."""
+        if self.options.clip_groups == "all":
+            return parameters
+        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
+        # during backward need not wait for the norm.
+        matrices = {
+            parameter
+            for optimizer in self.optimizers
+            if isinstance(optimizer, PlannedOptimizer)
+            for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
+            if route.algorithm != "adamw"
+        }
+        return [parameter for parameter in parameters if parameter not in matrices]
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

@@ -115,7 +115,7 @@ class FabricStrategy(MuonStrategy):
                 "first, and give each module optimizers of its own"
             )
         try:
-            return self._attach(owners[0], [optimizer], [])[0]
+            return self._attach(owners[0], [optimizer])[0]
         except ValueError as error:
             error.add_note(
                 "fabric.setup(module, *optimizers) takes several optimizers of a module together; of those given to "
@@ -128,8 +128,7 @@ class FabricStrategy(MuonStrategy):
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        used = self._attach(self._engines[-1], optimizers, [] if scheduler is None else [scheduler])
-        return entry, used, scheduler
+        return entry, self._attach(self._engines[-1], optimizers), scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -248,12 +247,10 @@ class FabricStrategy(MuonStrategy):
         self.accelerator.teardown()
         self.cluster_environment.teardown()
 
-    def _attach(
-        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
-    ) -> list[torch.optim.Optimizer]:
+    def _attach(self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         engine.tokens = self._tokens  # One count for all modules.
         every = [*engine.optimizers, *given]
-        used = engine.attach(every, schedulers, source="the optimizers that were set up")
+        used = engine.attach(every, source="the optimizers that were set up")
         self._tokens = engine.tokens
         return used[len(every) - len(given) :]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError
-from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
 from tests.support.processes import ProcessPool
 
@@ -49,48 +47,28 @@ def _break(parameters: dict[str, Tensor], where: dict[int, list[str]], value: fl
         local.view(-1)[-1:] = value
 
 
-def _find(where: dict[int, list[str]], value: float, clipped: bool, lacking: dict[int, list[str]]) -> list[str]:
+def _find(where: dict[int, list[str]], value: float, lacking: dict[int, list[str]]) -> list[str]:
     parameters = _parameters()
     for name in lacking.get(dist.get_rank(), []):
         parameters[name].grad = None
     _break(parameters, where, value)
-    norm = clip_norm_(parameters.values(), 1.0) if clipped else None
     names = {parameter: name for name, parameter in parameters.items()}
-    return find_nonfinite(list(parameters.values()), names, known_norm=norm)
+    return find_nonfinite(list(parameters.values()), names)
 
 
-@pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e18])
-def test_a_nan_on_one_rank_is_named_on_all_ranks(gloo: ProcessPool, value: float, clipped: bool) -> None:
+def test_a_nan_on_one_rank_is_named_on_all_ranks(gloo: ProcessPool, value: float) -> None:
     expected = [] if value == 1e18 else ["rows"]
-    assert gloo.run(_find, {2: ["rows"]}, value, clipped, {}, world_size=3) == [expected] * 3
+    assert gloo.run(_find, {2: ["rows"]}, value, {}, world_size=3) == [expected] * 3
 
 
 def test_what_is_broken_on_several_ranks_is_named_once_on_all(gloo: ProcessPool) -> None:
     where = {0: ["few", "rows"], 1: ["plain"], 2: ["few"], 3: ["rows", "factor", "replicated"]}
     lacking = {1: ["rows", "bias"], 0: ["replicated"]}
-    assert gloo.run(_find, {}, 0.0, False, lacking) == [[]] * 4
-    results = gloo.run(_find, where, float("nan"), False, lacking)
+    assert gloo.run(_find, {}, 0.0, lacking) == [[]] * 4
+    results = gloo.run(_find, where, float("nan"), lacking)
     assert all(result == results[0] for result in results)
     assert sorted(results[0]) == ["factor", "few", "plain", "replicated", "rows"]
-
-
-def _count_collectives(value: float) -> list[int]:
-    parameters = _parameters()
-    names = {parameter: name for name, parameter in parameters.items()}
-    _break(parameters, {1: ["rows"]}, value)
-    norm = clip_norm_(parameters.values(), float("inf"))
-    counts: list[int] = []
-    for known in (None, norm):  # Without and with a known norm.
-        with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
-            find_nonfinite(list(names), names, known_norm=known)
-        counts.append(all_reduce.call_count)
-    return counts
-
-
-def test_a_finite_norm_saves_all_communication(gloo: ProcessPool) -> None:
-    assert gloo.run(_count_collectives, 0.0) == [[1, 0]] * 4
-    assert gloo.run(_count_collectives, float("nan")) == [[1, 1]] * 4
 
 
 def _find_on_two_halves(broken_rank: int) -> list[str]:

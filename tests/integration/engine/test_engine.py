@@ -100,13 +100,24 @@ def _clip_without_optimizer() -> None:
     engine.clip_by_norm(list(engine.module.parameters()), 1.0)
 
 
+def _state_of_before() -> None:
+    module = network()
+    given = adamw(module)
+    loss_of(module(micro_batch(0, 0)[0]), micro_batch(0, 0)[1]).backward()
+    given.step()
+    _engine(module, []).attach([given], source="the test")
+
+
 @pytest.mark.parametrize(
-    ("program", "match"),
+    ("program", "exception", "match"),
     [
-        (_step_too_early, "optimizer.step after micro-batches that were all inside of no_backward_sync"),
-        (_different_optimizers, "what the test gave differs between ranks"),
-        (_clip_without_optimizer, "a module that no optimizer was set up for"),
+        (_step_too_early, RuntimeError, "optimizer.step after micro-batches that were all inside of no_backward_sync"),
+        (_different_optimizers, RuntimeError, "what the test gave differs between ranks"),
+        (_clip_without_optimizer, RuntimeError, "a module that no optimizer was set up for"),
+        (_state_of_before, ValueError, r"AdamW has state for \w+\.\S+, which was sharded since"),
     ],
 )
-def test_a_wrong_order_is_an_error_on_all_ranks(gloo: ProcessPool, program: Any, match: str) -> None:
-    gloo.expect_error_on_all_ranks(program, world_size=2, exception=RuntimeError, match=match)
+def test_a_wrong_order_is_an_error_on_all_ranks(
+    gloo: ProcessPool, program: Any, exception: type[Exception], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(program, world_size=2, exception=exception, match=match)
