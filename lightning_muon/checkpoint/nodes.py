@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,7 +21,7 @@ from lightning_muon.flexdemo.node_state import Rule, shared_among
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.sharding.weights import mesh_device
+from lightning_muon.sharding.weights import broadcast, mesh_device
 
 
 class NodeWeights:
@@ -130,13 +129,9 @@ def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """Copies of the weights of the first node of ``mesh``. Collective over the nodes; every rank must call it."""
     nodes = axis_group(mesh, (0,))
     copies = copied(state)
-    for value in {id(value): value for value in copies.values() if isinstance(value, Tensor)}.values():
-        local = local_tensor(value)
-        if nodes.group is not None and local.numel():
-            # Bytes travel: backends do not carry every dtype.
-            payload = local.to(mesh_device(mesh)).contiguous().reshape(-1).view(torch.uint8)
-            dist.broadcast(payload, group=nodes.group, group_src=0)
-            local.copy_(payload.view(local.dtype).view(local.shape))
+    if nodes.group is not None:
+        tensors = {id(value): value for value in copies.values() if isinstance(value, Tensor)}
+        broadcast(list(map(local_tensor, tensors.values())), nodes.group, mesh_device(mesh))
     return copies
 
 

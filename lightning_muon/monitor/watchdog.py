@@ -10,54 +10,157 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import collective_counts, default_store, process_groups
-from lightning_muon.monitor.positions import (
-    Position,
-    describe_process,
-    find_mismatch,
-    is_gone,
-    process_on_this_host,
-    waiting_place,
-)
-from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Tail
 
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
 _SHARE_OF_TIMEOUT = 0.8
+_TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """What one rank publishes, as JSON."""
+
+    step: int  # Steps and evaluations that this rank has ended.
+    shard: int  # The lowest rank with which it shares the weights.
+    mesh: int  # The lowest rank with which it shares gradients.
+    calls: Tail  # Of this step; ranks that are further apart prove nothing.
+    crossing: Tail  # Those that all ranks have in common.
+    # Name of the process group in whose collective the rank waits, `None` if it does something else. A barrier of the
+    # call log counts as a group of its own.
+    group: str | None
+    counts: Mapping[str, int]  # Collectives launched in each process group.
+    beat: int = 0  # How often the rank has looked since it last got on.
+    has_ended: bool = False  # The rank gives no more signs of life: it has left its run, or its step has raised.
+
+
+def waiting_place(thread: int) -> tuple[str, int] | None:
+    """The collective of torch.distributed in which a thread is: (name of its group, identity of the call)."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or _TORCH_DISTRIBUTED not in frame.f_code.co_filename:
+        return None
+    known = frame.f_locals
+    if "group" not in known and "pg" not in known:
+        return None
+    group = known.get("group") or known.get("pg") or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        return group.group_name, id(frame)
+    except RuntimeError:  # It is being made, and has no name yet.
+        return None
+
+
+def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
+    """The reason why these ranks, by their global number, can never meet; ``None`` if they may."""
+    # Compare the calls of ranks in the same step: all of them inside each shard group, others over each mesh.
+    lists = {
+        rank: (((at.step, at.shard), at.calls), ((at.step, at.mesh), at.crossing)) for rank, at in positions.items()
+    }
+    found = call_log.find_difference(lists, complete=False)
+    if found is not None:
+        return found
+    for (first, a), (second, b) in combinations(sorted(positions.items()), 2):
+        if _never_meet(a, b):
+            places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
+            calls = [position.calls[1][-1] for position in (a, b) if position.calls[1]]
+            return f"The ranks wait for each other in different places: {places}. {call_log.advice(calls)}"
+    return None
+
+
+def _never_meet(a: Position, b: Position) -> bool:
+    """Whether each waits for something that the other will not launch before it.
+
+    A rank waits in the last collective that it has launched in that group. Being ahead in one group proves nothing:
+    the other may be slow.
+    """
+    if a.group is None or b.group is None or a.step != b.step or min(a.beat, b.beat) < 2:
+        return False
+    if a.group == b.group:
+        if a.counts.get(a.group) != b.counts.get(a.group):
+            return False
+        # They have logged differently much of what they must have in common.
+        if a.shard == b.shard:
+            return _length(a.calls) != _length(b.calls)
+        return a.mesh == b.mesh and _length(a.crossing) != _length(b.crossing)
+    in_both = all(group in position.counts for group in (a.group, b.group) for position in (a, b))
+    return in_both and b.counts[a.group] < a.counts[a.group] and a.counts[b.group] < b.counts[b.group]
+
+
+def _length(calls: Tail) -> int:
+    return calls[0] + len(calls[1])
+
+
+def _place(position: Position, call_log: FsdpCallLog) -> str:
+    _, calls = position.calls
+    return f"waits after it {call_log.text(calls[-1])}" if calls else "has run no unit in this step"
+
+
+def describe_process() -> str:
+    """The calling process, for :func:`process_on_this_host` of another one: host, number and start time.
+
+    The host is the running kernel and the namespace of process numbers, and empty where the system does not tell them.
+    """
+    _, start = _state_and_start(os.getpid())
+    return f"{_host() if start else ''} {os.getpid()} {start}"
+
+
+def process_on_this_host(description: str) -> tuple[int, str] | None:
+    """Number and start time of a process that can be looked up here; never where the system has no ``/proc``."""
+    host, pid, start = description.split(" ")
+    return (int(pid), start) if host and host == _host() else None
+
+
+def is_gone(pid: int, start: str) -> bool:
+    """Whether a process of this host has ended."""
+    state, found = _state_and_start(pid)
+    # Z and X: it has ended, and its parent has not asked for its exit code yet.
+    return found != start or state in ("Z", "X")
+
+
+def _host() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State and start time in ticks of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0].decode(), fields[19].decode()
 
 
 class Watchdog:
     """A thread that compares where the ranks wait, once this rank has not got on for ``patience`` seconds.
 
-    A rank that stands still publishes its :class:`Position` in the store of the default process group, and the lowest
-    rank that still trains compares. Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they
-    can never meet: their orders of units differ, or two of them wait for each other in different collectives, or one
-    has failed or died. A rank that loads data, compiles, writes a checkpoint or stands in a debugger proves nothing, so
-    the others wait for it: its thread still says every two seconds that it is alive.
+    A rank that stands still publishes its :class:`Position` in the store, and the lowest rank that still trains
+    compares. Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they can never meet: their
+    orders of units differ, two wait for each other in different collectives, or one has failed or died (its process is
+    gone, as seen from the same host). A rank that loads data or stands in a debugger proves nothing while its thread
+    gives signs of life. It may be silent and healthy while a library holds the interpreter lock; it is given up after
+    ``silence``, by default four fifths of the timeout of the default process group.
 
-    A rank has died when another rank on its host sees that its process is gone (Linux only). Others may be silent for
-    a long time and healthy, where a library holds the interpreter lock, for example to unpickle a large file. They are
-    given up after ``silence``; ``None`` is four fifths of the timeout of the default process group.
-
-    With gloo, where messages of different sizes end the process, ranks also wait for each other through the store
-    before they run units in an order that is new to them.
-
-    On proof the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into
-    a ``RuntimeError`` that names the units. A process that waits on regardless is ended with the message on stderr.
-
-    Every rank must start it, the second one of a process group after the first one and so on.
+    Then the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into an
+    error that says why. Every rank must start it, the second one of a process group after the first one and so on.
     """
 
     def __init__(
@@ -121,7 +224,7 @@ class Watchdog:
         if self._has_left:
             return
         self._has_left = True
-        self._call_log.mark("left")
+        self._call_log.mark(LEFT)
         # The store may be gone together with its rank.
         with suppress(RuntimeError):
             self._publish(beat=0)
@@ -359,7 +462,7 @@ def _is_of_communication(error: BaseException) -> bool:
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A handle that is waited for raises where it is waited for, which may be anywhere.
-    is_in_torch = bool(files) and os.path.join("torch", "distributed") in files[-1]
+    is_in_torch = bool(files) and _TORCH_DISTRIBUTED in files[-1]
     return is_in_torch or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 

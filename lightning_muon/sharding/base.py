@@ -79,34 +79,27 @@ class ShardingMode(ABC):
 
     name: ClassVar[str]  # What users call it.
     shards_weights: ClassVar[bool]  # Whether parameters are DTensors between the steps.
-    parameters_arrive_late: ClassVar[bool] = (
-        False  # New values may still be on their way when an optimizer has stepped.
-    )
+    # New values may still be on their way when an optimizer has stepped.
+    parameters_arrive_late: ClassVar[bool] = False
     takes: ClassVar[frozenset[str]] = frozenset()  # The fields of `ModeOptions` that mean something to it.
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
-        # How far this rank is, and the FSDP2 units that it has run, from `watch` on.
-        self.call_log: FsdpCallLog | None = None
-        # Where the gradients of the parameters are found.
-        self.layout: Layout = Layout()
+        self.call_log: FsdpCallLog | None = None  # How far this rank is, from `watch` on.
+        self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
         """Give all ranks the weights and buffers of the first one, and divide the parameters."""
 
     def watch(self, module: nn.Module) -> None:
-        """Begin to log the calls that must be equal on all ranks, for a training or an evaluation; may be repeated."""
+        """Begin to log the calls that must be equal on all ranks; may be repeated."""
         if self.call_log is None:
             self.call_log = FsdpCallLog(module, self.mesh)
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Watch gradients, and create the state of all optimizers that step the parameters of the prepared module.
-
-        A :class:`~lightning_muon.ParallelMuon` has its routes already. Raises ``ValueError`` if an optimizer cannot
-        work with gradients that are divided like this.
-        """
+        """Watch gradients, and create the state of all optimizers that step the parameters of the prepared module."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -122,8 +115,7 @@ class ShardingMode(ABC):
     def backward_failed(self) -> None:  # noqa: B027 - without division there is nothing to do
         """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
 
-        Whatever catches the exception may go on with the next step. If not all ranks have failed, all raise: at the
-        latest in the next :meth:`finish_gradients`.
+        If not all ranks have failed, all raise: at the latest in the next :meth:`finish_gradients`.
         """
 
     def forward_failed(self) -> None:  # noqa: B027
@@ -143,11 +135,7 @@ class ShardingMode(ABC):
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip the gradients of an optimizer by one norm, and return the norm before, equal on all ranks.
-
-        ``torch.nn.utils.clip_grad_norm_`` sees no gradients that live outside of the parameters (``"zero2"``), and
-        refuses parameters of different meshes. Call it after :meth:`finish_gradients`.
-        """
+        """Clip the gradients of an optimizer by one norm after :meth:`finish_gradients`; returns the norm before."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = self.clip_norm_(parameters, max_norm)
         # Whoever has the norm has waited for all gradients.
@@ -183,8 +171,7 @@ def attach_optimizers(
 ) -> None:
     """Attach those that can be attached; the state of all others is made by themselves. Local.
 
-    ``layout`` says where gradients are found, if the tensors do not; ``nodes`` is the mesh if its replicas are
-    decoupled; with ``step`` optimizers send what all ranks must know before a step.
+    ``nodes`` is the mesh if its replicas are decoupled; with ``step`` optimizers send what all ranks must know.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
-from lightning_muon.sharding.fsdp_call_log import NO_WORD, NUM_WORDS, FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.fsdp_runtime import (
     fsdp_modules,
     fsdp_roots,
@@ -46,8 +46,7 @@ from lightning_muon.sharding.fsdp_runtime import (
 from lightning_muon.sharding.shard_model import shard_axis, shard_model
 from lightning_muon.sharding.weights import mesh_device
 
-_SECONDS_TO_FAIL_TOGETHER = 60.0
-_POLL_SECONDS = 0.01
+_TIME_TO_FAIL_TOGETHER = timedelta(seconds=60)
 # Whole weights by their number -> a gradient of zeros that takes no memory.
 _Zeros = dict[int, Tensor]
 
@@ -55,12 +54,8 @@ _Zeros = dict[int, Tensor]
 class GradientAgreement:
     """Makes gradients after the last backward pass of a step equal in meaning on all ranks.
 
-    FSDP2 reduces the gradients of a unit together. A parameter that one rank uses and another does not makes their
-    messages differ in size, and the ranks hang. So units fill in zeros, and this class remembers which parameters
-    really were used: a gradient that no rank has computed is removed again, because a zero gradient would still decay
-    the weight. A unit whose forward runs on some ranks only is beyond help: its all-gather has no partner, or a wrong
-    one. Ranks that ran different units get the same error; for those that wait there is
-    :class:`lightning_muon.monitor.watchdog.Watchdog`.
+    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. So units fill
+    in zeros, and a gradient that no rank has computed is removed again, because zeros would still decay the weight.
 
     Collective over ``mesh``, the ranks with batches of their own; every rank must construct it, with weights
     materialized (each unit is gathered once). If ``mesh`` is the shard axis of a decoupled node, ``nodes`` is the
@@ -76,11 +71,11 @@ class GradientAgreement:
         nodes: DeviceMesh | None = None,
     ) -> None:
         self._module = module
-        self._everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        self.call_log = call_log or FsdpCallLog(module, mesh)
+        self._everyone = self.call_log.everyone
         whole = mesh if nodes is None else nodes
         self.step = StepAgreement(host_group(axis_group(whole, tuple(range(whole.ndim)))))
         self._node, self._num_nodes = (0, 1) if nodes is None else (nodes.get_local_rank(0), nodes.size(0))
-        self.call_log = call_log or FsdpCallLog(module, mesh)
         self._device = mesh_device(mesh)
         self._places: list[tuple[nn.Module, str]] = []
         self._parameters: list[Tensor] = []
@@ -100,16 +95,14 @@ class GradientAgreement:
 
         Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping. The
         ``divisor`` is that of :func:`set_gradient_divisor`. ``is_deferred`` leaves the comparison of the ranks to the
-        next message of :attr:`step`, which an optimizer sends; until then gradients that no rank has computed are
-        zeros. If the ranks have run different units, whoever sends the message raises ``RuntimeError`` on every rank;
-        the weights are unchanged, the gradients worthless.
+        next message of :attr:`step`, which an optimizer sends. It raises on every rank if they ran different units.
         """
         scalars = [
             p for p in self._module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)
         ]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.call_log.mark("end")
+            self.call_log.mark(END)
             self.step.post(self)
             if not is_deferred or scalars:
                 self.step.reduce(())
@@ -132,7 +125,7 @@ class GradientAgreement:
         size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
         own = nodes[self._node]
-        self.call_log.require_equal(own[:num_words], self._everyone)
+        self.call_log.require_equal(own[:num_words])
         if any(self.call_log.differs(each[:num_words]) for each in nodes):
             raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
         self._agreed = {}
@@ -238,11 +231,10 @@ def _make_room(reference: TensorWeakRef, zeros: _Zeros, _: Tensor) -> None:
 class Recovery:
     """Resets a model whose forward or backward has raised, and lets it go on only if that happened on all ranks.
 
-    An exception that is told of (:meth:`failed`), or that leaves a forward of the model, resets it at once; one that
-    nobody tells of, such as that of a bare ``loss.backward()``, before the next forward. What a failed forward leaves
-    does no harm to gradients; a failed backward drops all of the step so far. Before this rank then communicates, it
-    compares through the store whether all ranks have failed after the same communications. Its hooks are called before
-    those of ``call_log``. Local to construct.
+    An exception that is told of (:meth:`failed`), or that leaves a forward of the model, resets it at once; that of a
+    bare ``loss.backward()``, before the next forward. A failed backward drops all gradients of the step so far. Before
+    this rank then communicates, it compares through the store whether all ranks have failed after the same
+    communications. Its hooks are called before those of ``call_log``. Local to construct.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, call_log: FsdpCallLog) -> None:
@@ -275,10 +267,9 @@ class Recovery:
         self._must_meet = True
 
     def resume(self) -> None:
-        """Go on if all ranks have failed, and communicated the same before; else raise ``RuntimeError``.
+        """After a failure go on if all ranks have failed, and communicated the same before; else raise.
 
-        Collective over the mesh after a failure; without one it does nothing. Every rank must call it before it
-        communicates.
+        Collective over the mesh after a failure; every rank must call it before it communicates.
         """
         if self._is_left_in_backward():
             self.failed(in_backward=True)
@@ -315,13 +306,11 @@ class Recovery:
         store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
         of_all, of_shards = self._place()
         store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
-        deadline = time.monotonic() + _SECONDS_TO_FAIL_TOGETHER
-        missing = [rank for rank in ranks if not store.check([str(rank)])]
-        while missing and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            missing = [rank for rank in missing if not store.check([str(rank)])]
-        if missing:
-            return f"not on rank {', '.join(map(str, missing))} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
+        try:
+            store.wait([str(rank) for rank in ranks], _TIME_TO_FAIL_TOGETHER)
+        except RuntimeError:
+            missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
+            return f"not on rank {', '.join(missing)} within {_TIME_TO_FAIL_TOGETHER.total_seconds():g} s"
         others: list[str] = []
         for rank in ranks:
             place = store.get(str(rank)).decode()
@@ -356,9 +345,8 @@ class Recovery:
 class Fsdp(ShardingMode):
     """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
 
-    With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. Initial
-    weights still come from the first rank of all. Gradients are those of the node; their meaning is such that the mean
-    over the nodes is what all ranks would have computed together. What one node runs is no business of the others.
+    With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. The mean
+    over the nodes of their gradients is what all ranks would have computed together.
     """
 
     name = "fsdp"
@@ -396,8 +384,6 @@ class Fsdp(ShardingMode):
     @override
     def watch(self, module: nn.Module) -> None:
         if self.call_log is None:
-            self._everyone = axis_group(self._reduced_over, tuple(range(self._reduced_over.ndim)))
-            self._host = host_group(self._everyone)
             self.call_log = FsdpCallLog(module, self._reduced_over)
             self._recovery = Recovery(module, self._reduced_over, self.call_log)
 
@@ -460,26 +446,22 @@ class Fsdp(ShardingMode):
         self._resharding.clear()
         self._agreement.finish(self._divisor, is_deferred=self._is_deferred)
 
+    @override
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """As in :class:`ShardingMode`; of R decoupled nodes the norm is sqrt((|g_1|^2 + ... + |g_R|^2) / R).
-
-        It bounds the norm of the mean gradient from above, equals it if the nodes have equal gradients, and is the same
-        on all nodes, which are scaled alike.
-        """
         if self._num_nodes == 1:
             return super().clip_norm_(parameters, max_norm)
+        # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R nodes bounds the norm of the mean gradient from above, and equals it
+        # if the nodes have equal gradients.
         root = math.sqrt(self._num_nodes)
         across = axis_group(self.mesh, (0,))
         return clip_norm_(parameters, max_norm * root, layout=self.layout, across=across) / root
 
+    @override
     def finish_evaluation(self) -> None:
-        """Compare the units that the ranks have run since the last step or evaluation; after each evaluation.
-
-        Raises ``RuntimeError`` on every rank if ranks that share weights have run different units.
-        """
+        """Compare the units that the ranks have run since the last step or evaluation."""
         if self.call_log is not None and self._recovery is not None:
             self._recovery.resume()
-            self.call_log.compare(self._everyone, self._host)
+            self.call_log.compare()
 
     @override
     def end_step(self) -> None:

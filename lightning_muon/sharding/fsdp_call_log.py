@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.groups import AxisGroup, backends
+from lightning_muon.comm.groups import axis_group, backends, host_group
 from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
 from lightning_muon.sharding.shard_model import original_class
 
 # So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
+# Calls that are no units: points that all ranks must reach in the same place of their order.
+END, LEFT = -2, -3
+_TEXTS = {None: "runs nothing more", END: "ends the step or the evaluation", LEFT: "ends the run"}
+# Of a digest in :meth:`FsdpCallLog.words`, and what stands in the place of those that a rank does not have.
+NUM_WORDS = 4
+NO_WORD = -(2**31)
+
+Tail = tuple[int, list[int]]  # How many calls are left out, the first ones, and the others.
 
 
 class Barrier(NamedTuple):
@@ -62,8 +70,8 @@ class CallList:
         self._last = call
         return None if expected or len(self._ranks) == 1 else Barrier(self.name, self._ranks, self._num_ever, call)
 
-    def tail(self) -> tuple[int, list[int]]:
-        """Return (number of calls left out, the others). May be called from any thread."""
+    def tail(self) -> Tail:
+        """The last calls. May be called from any thread."""
         with self._lock:
             return self.count - len(self._kept), list(self._kept)
 
@@ -84,39 +92,30 @@ class CallList:
         self._digest = hashlib.sha256()
 
 
-Mark = Literal["end", "left"]
-_MARKS: dict[Mark, int] = {"end": -2, "left": -3}
-_TEXTS = {None: "runs nothing more", -2: "ends the step or the evaluation", -3: "ends the run"}
-# Of a digest in :meth:`FsdpCallLog.words`, and what stands in the place of those that a rank does not have.
-NUM_WORDS = 4
-NO_WORD = -(2**31)
-
-
 class FsdpCallLog:
     """Logs each unit that gathers its weights for a forward pass, and each whose backward pass communicates.
 
-    FSDP2 communicates unit by unit. If one rank runs another unit than the others, or none, messages of different units
-    meet: weights of equal shape are mixed in silence, those of different shapes hang. So there are two lists of calls.
-    :attr:`all_calls` must be equal inside the shard group, whose ranks gather weights from each other.
-    :attr:`crossing` has the backward passes, in which replicas reduce gradients together too; it must be equal on all
-    ranks of ``mesh``, which is 1-D (shard) or 2-D (replicate, shard). So replicas may evaluate different numbers of
-    batches. Units on a mesh that does not span all ranks of ``mesh`` (experts that the user has spread over ranks) are
-    left out. Local.
+    If ranks run different units, FSDP2's messages of different units meet: weights of equal shape are mixed in silence,
+    those of different shapes hang. :attr:`all_calls` must be equal inside the shard group, whose ranks gather weights
+    from each other; :attr:`crossing` has the backward passes, in which replicas reduce gradients together too, and must
+    be equal on all of ``mesh``, (shard) or (replicate, shard). So replicas may evaluate different numbers of batches.
+    Units on a mesh of other ranks are left out. Collective over ``mesh``; every rank must construct it.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.step = 0  # How often the log was started anew.
         self.uses_gloo = "gloo" in (backends(mesh.get_group(axis)).get(mesh.device_type) for axis in range(mesh.ndim))
         self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        self.everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        self._host = host_group(self.everyone)  # The same ranks over gloo: no device is waited for.
         rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         self._num_replicas = len(rows)
         self._replica = next(index for index, row in enumerate(rows) if dist.get_rank() in row)
         # The ranks that hold one copy of the weights together, this rank among them.
         self.shard_ranks = tuple(sorted(rows[self._replica]))
-        # Called before communication when this order of units is new: when this call did not follow the one before it
-        # the last time. Ranks with equal logs until then expect the same call, so if ranks differ, at least one of them
-        # calls this. It waits for the other ranks and so keeps messages of different sizes from meeting, which would
-        # end a process that uses gloo.
+        # Called before communication when this call did not follow the one before it the last time: ranks with equal
+        # logs expect the same call, so if they differ, at least one of them calls this. It waits for the other ranks,
+        # since messages of different sizes would end a process that uses gloo.
         self.barrier: Callable[[Barrier], None] | None = None
         # Unit -> what to call when its backward pass begins, before FSDP2 knows.
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
@@ -131,9 +130,9 @@ class FsdpCallLog:
                 self._watch(unit, places[0])
                 self._names.append((names[unit], original_class(unit).__name__))  # type: ignore[arg-type]
 
-    def mark(self, what: Mark) -> None:
-        """Note a point that all ranks must reach in the same place of their order; local."""
-        self._add(_MARKS[what], crosses=True, waits=what != "left")
+    def mark(self, point: int) -> None:
+        """Note :data:`END` or :data:`LEFT`; local."""
+        self._add(point, crosses=True, waits=point != LEFT)
 
     def words(self) -> list[int]:
         """Digests for an all-reduce MAX over int32: one over all ranks, then one for each shard group."""
@@ -147,43 +146,42 @@ class FsdpCallLog:
         """Whether the maxima of :meth:`words` over the ranks show different orders; places left empty show none."""
         return any(words[at] not in (NO_WORD, -words[at + 1]) for at in range(0, len(words), 2))
 
-    def compare(self, everyone: AxisGroup, host: AxisGroup) -> None:
-        """Compare the calls and begin a new log; ``host`` is ``everyone`` with a gloo group: no device is waited for.
+    def compare(self) -> None:
+        """Compare the calls as :meth:`require_equal` does. Collective over the mesh; every rank must call it."""
+        self.mark(END)
+        self.require_equal(maxima_over(self._host, self.words()))
 
-        Collective over the mesh; every rank must call it. Raises as :meth:`require_equal` does.
+    def require_equal(self, maxima: Sequence[int]) -> None:
+        """Begin a new log; raise on every rank if the maxima of :meth:`words` show that they ran different units.
+
+        Collective over the mesh if they do; every rank must call it.
         """
-        self.mark("end")
-        self.require_equal(maxima_over(host, self.words()), everyone)
-
-    def require_equal(self, maxima: Sequence[int], everyone: AxisGroup) -> None:
-        """Begin a new log; raise if the maxima of :meth:`words` over the ranks show that they ran different units.
-
-        Collective over the mesh if they do; every rank must call it. The ``RuntimeError`` is raised on every rank.
-        """
-        problem = self._first_difference(everyone.group) if self.differs(maxima) else None
+        problem = None
+        if self.differs(maxima):
+            lists = ((self.shard_ranks[0], self.all_calls.tail()), (0, self.crossing.tail()))
+            gathered = gather(lists, self.everyone.group)
+            ranks = dist.get_process_group_ranks(self.everyone.group)
+            found = self.find_difference(dict(zip(ranks, gathered, strict=True)), complete=True)
+            problem = found or f"The ranks run different units of the model. {self.advice(())}"
         self.restart()
         if problem is not None:
             raise RuntimeError(problem)
 
-    def _first_difference(self, group: dist.ProcessGroup | None) -> str:
-        """Collective over ``group``; every rank must call it."""
-        gathered = gather((self.shard_ranks[0], self.all_calls.tail(), self.crossing.tail()), group)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        of_shards: dict[int, dict[int, tuple[int, list[int]]]] = {}
-        for rank, (shard, calls, _) in zip(ranks, gathered, strict=True):
-            of_shards.setdefault(shard, {})[rank] = calls
-        crossing = {rank: calls for rank, (_, _, calls) in zip(ranks, gathered, strict=True)}
-        for compared in [*of_shards.values(), crossing]:
-            found = self.describe(compared, complete=True)
-            if found is not None:
-                return found
-        return f"The ranks run different units of the model. {self.advice(())}"
+    def find_difference(self, lists: Mapping[int, Sequence[tuple[Any, Tail]]], *, complete: bool) -> str | None:
+        """The first difference, if any; rank -> its tails of both lists, each behind what names the ranks to compare.
 
-    def describe(self, tails: Mapping[int, tuple[int, Sequence[int]]], *, complete: bool) -> str | None:
-        """Compare what :meth:`CallList.tail` gives on ranks, from the first call on that no rank has left out.
-
-        ``None`` if there is no difference. If the calls are not ``complete``, a rank with fewer of them is only late.
+        If the calls are not ``complete``, a rank with fewer of them is only late.
         """
+        compared: dict[tuple[int, Any], dict[int, Tail]] = {}
+        for number in (0, 1):  # The calls of a shard group say more.
+            for rank, of_rank in lists.items():
+                name, tail = of_rank[number]
+                compared.setdefault((number, name), {})[rank] = tail
+        descriptions = (self._describe(tails, complete=complete) for tails in compared.values())
+        return next((found for found in descriptions if found is not None), None)
+
+    def _describe(self, tails: Mapping[int, Tail], *, complete: bool) -> str | None:
+        """Compare from the first call on that no rank has left out."""
         start = max((skipped for skipped, _ in tails.values()), default=0)
         calls = {rank: kept[start - skipped :] for rank, (skipped, kept) in tails.items()}
         for index in range(max(map(len, calls.values()), default=0)):
@@ -240,7 +238,7 @@ class FsdpCallLog:
         # On a mesh of one axis weights are gathered from all ranks, also where the other units have replicas.
         crosses = getattr(*place).device_mesh.ndim == 1
         gathers = crosses or len(self.shard_ranks) > 1
-        passes = [_BackwardPass()]
+        num_begun = 0  # Backward passes, each through all calls of the unit that came before it.
 
         def enter(*_: Any) -> None:
             # Weights that are whole already are not gathered: such a unit may run as often as a rank likes.
@@ -252,16 +250,15 @@ class FsdpCallLog:
                 return
             outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
             if outputs:
-                if passes[0].has_begun:
-                    passes[0] = _BackwardPass()
-                register_multi_grad_hook(outputs, partial(begin, passes[0]), mode="any")
+                register_multi_grad_hook(outputs, partial(begin, num_begun), mode="any")
 
-        def begin(current: _BackwardPass, _: Tensor) -> None:
+        def begin(current: int, _: Tensor) -> None:
+            nonlocal num_begun
             if unit in self.before_backward:
                 self.before_backward[unit]()
             # FSDP2 reduces when the weights are freed; as long as they stay whole, further calls add to the same sum.
-            if not current.has_begun or isinstance(getattr(*place), DTensor):
-                current.has_begun = True
+            if current == num_begun or isinstance(getattr(*place), DTensor):
+                num_begun = max(current + 1, num_begun)
                 self._add(2 * number + 1, crosses=True)
 
         # Before FSDP2's own hooks, in which a rank may wait for ever.
@@ -274,13 +271,6 @@ class FsdpCallLog:
         barrier = next((barrier for barrier in barriers if barrier is not None), None)
         if waits and barrier is not None and self.barrier is not None:
             self.barrier(barrier)
-
-
-@dataclasses.dataclass
-class _BackwardPass:
-    """One backward pass through all calls of a unit that came before it."""
-
-    has_begun: bool = False
 
 
 def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -166,7 +166,6 @@ class Ddp(ReplicatedWeights):
 
     @override
     def finish_gradients(self) -> None:
-        assert isinstance(self.layout, Layout)
         self.layout.agreed = self._reducer.finish()
         self._restart_call_log()
 

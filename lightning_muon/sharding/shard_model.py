@@ -37,23 +37,24 @@ def shard_model(
 ) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
-    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The ranks compare their models
-    first, so that different models are the same error everywhere. Then the first rank's weights and buffers are
-    broadcast. Tensors on the meta device stay there: materialize and fill them afterwards, equally on all ranks.
-    Modules that the user sharded are left alone. DTensors of ``parallelize_module`` are sharded further; their mesh and
-    ``mesh`` must be cut from meshes that number all ranks alike. FSDP2 takes no 0-d parameters: they stay plain and
-    replicated, and :class:`lightning_muon.sharding.fsdp.GradientAgreement` averages their gradients.
+    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The first rank's weights and
+    buffers are broadcast; tensors on the meta device stay there. Modules that the user sharded are left alone, DTensors
+    of ``parallelize_module`` are sharded further. 0-d parameters, which FSDP2 does not take, stay plain.
 
-    Without ``shard_root`` each child is a root of its own, and ``module`` a plain module. That is needed where the
-    backward pass runs inside ``training_step`` (manual optimization): FSDP2 reduces the gradients of a root only in a
-    backward pass that starts from what its forward returned. With ``decoupled_nodes`` FSDP2 knows nothing of the
-    replicas, and gradients are means over the shard axis only.
+    Without ``shard_root`` each child is a root of its own: FSDP2 reduces the gradients of a root only in a backward
+    pass that starts from what its forward returned, which is not so where backward runs inside ``training_step``
+    (manual optimization). With ``decoupled_nodes`` FSDP2 knows nothing of the replicas.
     """
     inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
 
     def plan() -> list[nn.Module]:
-        if decoupled_nodes:
-            _refuse_other_meshes(module, inner_mesh)
+        for name, parameter in module.named_parameters() if decoupled_nodes else ():
+            if isinstance(parameter, DTensor) and parameter.device_mesh != inner_mesh:
+                raise ValueError(
+                    f"{name} is a DTensor on {parameter.device_mesh}, but with decoupled nodes parameters lie on the "
+                    f"shard axis of a node, {inner_mesh}; shard it with fully_shard(module, "
+                    "mesh=self.device_mesh['shard']), or do not shard it yourself"
+                )
         return plan_units(module, wrap_policy, shard_root=shard_root)
 
     everyone = axis_group(mesh, tuple(range(mesh.ndim)))
@@ -86,16 +87,6 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
             "node), mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh["shard"]
-
-
-def _refuse_other_meshes(module: nn.Module, node: DeviceMesh) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh != node:
-            raise ValueError(
-                f"{name} is a DTensor on {parameter.device_mesh}, but with decoupled nodes parameters lie on the shard "
-                f"axis of a node, {node}; shard it with fully_shard(module, mesh=self.device_mesh['shard']), or do not "
-                "shard it yourself"
-            )
 
 
 def agree_on_units(
@@ -229,18 +220,10 @@ def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list
 
 
 def _unsharded(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules, parents first, each module once; does not enter modules that are sharded already."""
-    seen: set[nn.Module] = set()
-
-    def visit(prefix: str, current: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if current in seen or (isinstance(current, FSDPModule) and current is not module):
-            return
-        seen.add(current)
-        yield prefix, current
-        for attribute, child in current.named_children():
-            yield from visit(f"{prefix}.{attribute}" if prefix else attribute, child)
-
-    yield from visit("", module)
+    """Yield names and modules, parents first, each once, without modules that are sharded already and their inside."""
+    roots = (child for child in module.modules() if isinstance(child, FSDPModule) and child is not module)
+    sharded = {child for root in roots for child in root.modules()}
+    return ((name, child) for name, child in module.named_modules() if child not in sharded)
 
 
 def _of_classes(module: nn.Module, classes: Collection[type[nn.Module] | str]) -> list[nn.Module]:

@@ -34,7 +34,7 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
             ranks = set(dist.get_process_group_ranks(axes.group))
             # Copies, because the tensors do not know of these ranks.
             copies = [t for t in tensors if not isinstance(t, DTensor) or _only_this_rank(t.device_mesh, ranks)]
-            _broadcast([local_tensor(tensor) for tensor in copies], axes.group, device)
+            broadcast([local_tensor(tensor) for tensor in copies], axes.group, device)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -43,7 +43,7 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     for (own_mesh, axes), shards in groups.items():
         group = axis_group(own_mesh, axes).group if axes else None
         if group is not None:
-            _broadcast(shards, group, device)
+            broadcast(shards, group, device)
 
 
 def groups_beside(module: nn.Module, mesh: DeviceMesh) -> list[AxisGroup]:
@@ -78,7 +78,11 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Overwrite tensors with those of the first rank, in buckets that travel on ``device``.
+
+    Collective over ``group``; every rank must call it.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -135,15 +139,6 @@ def broadcast_buffers(module: nn.Module) -> None:
     Each rank updates running statistics from its own batches. DDP sends those of rank 0 before every forward pass;
     FSDP2 never does, and a checkpoint of shards would take each buffer from another rank.
     """
-    if dist.get_world_size() == 1:
-        return
-    pending = []
-    for buffer in module.buffers():
-        if isinstance(buffer, DTensor) or buffer.numel() == 0:
-            continue
-        # Bytes travel: backends do not carry every dtype.
-        payload = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
-        pending.append((buffer, payload, dist.broadcast(payload, src=0, async_op=True)))
-    for buffer, payload, work in pending:
-        work.wait()
-        buffer.copy_(payload.view(buffer.dtype).view(buffer.shape))
+    buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
+    if buffers and dist.get_world_size() > 1:
+        broadcast(buffers, None, buffers[0].device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.monitor.positions import (
+from lightning_muon.monitor.watchdog import (
     Position,
     _state_and_start,
     describe_process,
