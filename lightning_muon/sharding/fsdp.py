@@ -46,7 +46,7 @@ from lightning_muon.sharding.fsdp_runtime import (
 from lightning_muon.sharding.shard_model import shard_axis, shard_model
 from lightning_muon.sharding.weights import mesh_device
 
-_TIME_TO_FAIL_TOGETHER = timedelta(seconds=60)
+_SECONDS_TO_FAIL_TOGETHER = 60.0
 # Whole weights by their number -> a gradient of zeros that takes no memory.
 _Zeros = dict[int, Tensor]
 
@@ -307,10 +307,10 @@ class Recovery:
         of_all, of_shards = self._place()
         store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
         try:
-            store.wait([str(rank) for rank in ranks], _TIME_TO_FAIL_TOGETHER)
+            store.wait([str(rank) for rank in ranks], timedelta(seconds=_SECONDS_TO_FAIL_TOGETHER))
         except RuntimeError:
             missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
-            return f"not on rank {', '.join(missing)} within {_TIME_TO_FAIL_TOGETHER.total_seconds():g} s"
+            return f"not on rank {', '.join(missing)} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
         others: list[str] = []
         for rank in ranks:
             place = store.get(str(rank)).decode()
