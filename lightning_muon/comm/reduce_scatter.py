@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -56,17 +55,10 @@ class SideStream:
         return event
 
 
-@dataclass(frozen=True)
-class ReduceLeg:
-    """One exchange on the way of a sum; after it each rank of ``group`` has added up its part of what it had before."""
-
-    group: AxisGroup  # Ranks that get different parts.
-    counts: Sequence[int]  # Elements for each of them; parts of different ranks may be copies of the same elements.
-
-
 class PendingSum:
     """A sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``, on its way.
 
+    A leg has the elements of the part of each rank of its group; parts of different ranks may be copies of the same.
     ``own`` is this rank's share (1-D) of what it adds up in the first leg, ``others`` are those for the other ranks, in
     their order. In later legs the shares for other ranks lie before the one that the rank keeps. Collective over the
     group of the first leg to construct, then over the others and ``replicate`` by :meth:`advance`; every rank must do
@@ -74,14 +66,20 @@ class PendingSum:
     """
 
     def __init__(
-        self, own: Tensor, others: Tensor, legs: Sequence[ReduceLeg], *, replicate: AxisGroup, side: SideStream
+        self,
+        own: Tensor,
+        others: Tensor,
+        legs: Sequence[tuple[AxisGroup, Sequence[int]]],
+        *,
+        replicate: AxisGroup,
+        side: SideStream,
     ) -> None:
         self._own, self._side = own, side
         # Sums that travel on are rounded, but for float16, which they might overflow.
         self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
-        self._legs = [leg for leg in legs if leg.group.group is not None]
+        self._legs = [(group, counts) for group, counts in legs if group.group is not None]
         self._replicate = replicate
-        self._leg, self._buffers = None, None
+        self._rank, self._buffers = 0, None
         self._work: dist.Work | None = None
         self._is_added_up = False
         self._event: torch.cuda.Event | None = None
@@ -116,14 +114,13 @@ class PendingSum:
     def _start(self, others: Tensor) -> None:
         """Begin the exchange of the next leg, for which ``own`` and ``others`` are ready."""
         let_gloo_finish_at_exit()
-        self._leg = self._legs.pop(0)
-        rank, counts = self._leg.group.rank, list(self._leg.counts)
-        received, counts[rank] = [counts[rank]] * len(counts), 0
-        received[rank] = 0
+        group, counts = self._legs.pop(0)
+        rank = self._rank = group.rank
+        sent, received = list(counts), [counts[rank]] * len(counts)
+        sent[rank] = received[rank] = 0
         receive = self._own.new_empty(len(counts) - 1, self._own.numel())
         self._buffers = others, receive
-        group = self._leg.group
-        work = dist.all_to_all_single(receive.view(-1), others, received, counts, group=group.group, async_op=True)
+        work = dist.all_to_all_single(receive.view(-1), others, received, sent, group=group.group, async_op=True)
         (self._work,) = group.track([work])
 
     def _go_on(self) -> None:
@@ -133,11 +130,12 @@ class PendingSum:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            if buffers is not None and self._leg is not None and self._own.numel():
-                self._own = _sum_in_order(self._own, list(buffers[1]), self._leg.group.rank)
+            if buffers is not None and self._own.numel():
+                self._own = _sum_in_order(self._own, list(buffers[1]), self._rank)
             if self._legs:
                 shares = self._own.to(self._wire_dtype)
-                kept = self._legs[0].counts[self._legs[0].group.rank]
+                group, counts = self._legs[0]
+                kept = counts[group.rank]
                 others, own = shares.split([shares.numel() - kept, kept])
                 self._own = own.clone()  # The sum must not keep all of the shares alive.
                 self._start(others)

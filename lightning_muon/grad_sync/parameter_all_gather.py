@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,14 +64,14 @@ class ParameterAllGather:
         hops: Sequence[Hop],
         units: Mapping[nn.Module, Collection[Tensor]],
     ) -> None:
-        self._shard_map, self._hops = shard_map, hops[::-1]
+        self._shard_map, self._hops = shard_map, hops
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
         self.is_disturbed = False
         self.travelling: dict[int, _Travelling] = {}
-        self._trips: dict[int, _Trip] = {}
-        self._sides: dict[torch.device, SideStream] = {}
+        self._parts: dict[int, BucketParts] = {}
+        self._side = cache(SideStream)
         self._handles = self._register_hooks(units)
 
     def begin(self, participating: Collection[Tensor]) -> None:
@@ -93,13 +93,11 @@ class ParameterAllGather:
         members = self._to_leave.pop(index, None)
         if members is None or self._shard_map.shard.size == 1:
             return
-        trip, device = self._trips.get(index), members[0].device
-        if trip is None or not trip.parts.are_of(members):
-            trip = self._trips[index] = _Trip(members, self._shard_map, self._hops)
-        if device not in self._sides:
-            self._sides[device] = SideStream(device)
-        travelling = self.travelling[index] = _Travelling(members, trip, self._sides[device])
-        if self._sides[device].is_asynchronous:
+        parts, side = self._parts.get(index), self._side(members[0].device)
+        if parts is None or not parts.are_of(members):
+            parts = self._parts[index] = BucketParts(members, self._shard_map, self._hops)
+        travelling = self.travelling[index] = _Travelling(members, parts, side)
+        if side.is_asynchronous:
             travelling.go_on()
 
     def finish_updates(self) -> None:
@@ -190,24 +188,13 @@ def _outside_of_graph(action: Callable[[], None]) -> None:
     action()
 
 
-class _Trip:
-    """How the parameters of a bucket travel; the same in every step."""
-
-    def __init__(self, members: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
-        self.parts = BucketParts(members, shard_map)
-        of_rank = [[(index, self.parts.sizes[index]) for index in indices] for indices in self.parts.of_rank]
-        # In the order in which values travel: the group, and index and size of the parts that each of its ranks brings.
-        self.hops = [
-            (hop.group, [[part for rank in ranks for part in of_rank[rank]] for ranks in hop.parts]) for hop in hops
-        ]
-
-
 class _Travelling:
     """One bucket on its way; ``side`` is for what lies between two hops."""
 
-    def __init__(self, members: list[Tensor], trip: _Trip, side: SideStream) -> None:
-        self._members, self._to_go, self._side = members, list(trip.hops), side
-        self._pieces = trip.parts.cut(parameter.detach().view(-1) for parameter in members)
+    def __init__(self, members: list[Tensor], parts: BucketParts, side: SideStream) -> None:
+        self._members, self._side = members, side
+        self._to_go = parts.hops[::-1]  # Values take the way of the sums back.
+        self._pieces = parts.cut(parameter.detach().view(-1) for parameter in members)
         self._event: torch.cuda.Event | None = None
         self._start()
 
@@ -232,21 +219,21 @@ class _Travelling:
     def _start(self) -> None:
         """Each rank sends what it brings in the next hop to every other one, as one message."""
         group, brought = self._to_go.pop(0)
-        mine = [self._pieces[index] for index, _ in brought[group.rank]]
+        mine = [self._pieces[index] for index in brought[group.rank]]
         # Must stay as it is until the messages are done.
         self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0, device="cpu")
-        # Of each rank that sends some: a flat buffer, the parts that it is for unless it is their memory itself, and
-        # their sizes.
-        received: dict[int, tuple[Tensor, list[Tensor], list[int]]] = {}
-        for rank, parts in enumerate(brought):
-            if parts and rank != group.rank:
-                theirs, sizes = [self._pieces[index] for index, _ in parts], [size for _, size in parts]
-                is_one = len(theirs) == 1
-                buffer = theirs[0] if is_one else theirs[0].new_empty(sum(sizes))
-                received[rank] = buffer, [] if is_one else theirs, sizes
-        self._received = list(received.values())
+        theirs = {
+            rank: [self._pieces[index] for index in indices]
+            for rank, indices in enumerate(brought)
+            if indices and rank != group.rank
+        }
+        # A part that comes alone is received where it belongs.
+        buffers = {
+            rank: parts[0] if len(parts) == 1 else parts[0].new_empty(sum(part.numel() for part in parts))
+            for rank, parts in theirs.items()
+        }
+        self._received = [(buffers[rank], parts) for rank, parts in theirs.items()]
         others = [rank for rank in range(group.size) if rank != group.rank] if mine else []
-        buffers = {rank: buffer for rank, (buffer, *_) in received.items()}
         self._works = start_messages(dict.fromkeys(others, self._sent), buffers, group)
 
     @torch.no_grad()
@@ -254,10 +241,10 @@ class _Travelling:
         """Wait for the messages of the hop, and put them to where they belong."""
         for work in self._works:
             work.wait()
-        targets = [part for _, parts, _ in self._received for part in parts]
-        sources = [piece for buffer, parts, sizes in self._received if parts for piece in buffer.split(sizes)]
-        if targets:
-            foreach.copy_(targets, sources)
-        for buffer in (self._sent, *(buffer for buffer, *_ in self._received)):
+        packed = [(buffer, parts) for buffer, parts in self._received if len(parts) > 1]
+        sources = [part for buffer, parts in packed for part in buffer.split([part.numel() for part in parts])]
+        if packed:
+            foreach.copy_([part for _, parts in packed for part in parts], sources)
+        for buffer in (self._sent, *(buffer for buffer, _ in self._received)):
             if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.groups import AxisGroup, Hop, axis_group
 from lightning_muon.params.layout import AxisPlacement, OwnedBy, held_boxes
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.assign import longest_first
@@ -99,18 +99,18 @@ def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 class BucketParts:
-    """The parts of some parameters; how they are cut is found out once.
+    """How the parts of some parameters travel to and from the ranks that hold them; the same in every step.
 
     Attributes:
-        of_rank: For each rank of the shard axis the indices of its parts in what :meth:`cut` returns; none is empty.
-        counts: For each rank the number of its elements.
         sizes: Elements of each part that :meth:`cut` returns.
+        hops: In the order of the sums the group of each hop, and for each of its ranks the parts, by their indices in
+            what :meth:`cut` returns, that it adds up there, or sends on the way back. None is empty.
+        own: Of each parameter the part that the calling rank holds.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap) -> None:
+    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
         self._parameters = parameters
-        self.of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
-        self.counts = [0] * shard_map.shard.size
+        of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
         self.sizes: list[int] = []
         self._splits: list[list[int]] = []
         for parameter in parameters:
@@ -119,10 +119,13 @@ class BucketParts:
             different = list(dict.fromkeys((start, stop) for start, stop in ranges if stop > start))
             for rank, (start, stop) in enumerate(ranges):
                 if stop > start:
-                    self.of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
-                    self.counts[rank] += stop - start
+                    of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
             self._splits.append([stop - start for start, stop in different] or [0])
             self.sizes += self._splits[-1]
+        self.hops = [
+            (hop.group, [[index for rank in ranks for index in of_rank[rank]] for ranks in hop.parts]) for hop in hops
+        ]
+        self.own = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters."""

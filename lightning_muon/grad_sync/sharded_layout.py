@@ -6,18 +6,18 @@ checkpoints want them. The second is the layout of FSDP2, so that DCP saves, loa
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.collectives import parts, start_all_to_all
+from lightning_muon.comm.collectives import start_messages
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
@@ -28,8 +28,6 @@ from lightning_muon.schedule.step import AddedOps
 
 # In the key of the second sum of a bucket in a step.
 _REST = " rest"
-# Bounds the two buffers of an exchange of state; a larger tensor travels alone.
-_BATCH_BYTES = 64 * 2**20
 
 
 class ShardedLayout(Layout):
@@ -176,7 +174,7 @@ class ShardedLayout(Layout):
         """State of owners as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
         result = [state for _, state in states]
         owned = {index: state for index, (parameter, state) in enumerate(states) if self._owner(parameter) is not None}
-        for index, local in self._exchange(owned, states, to_owners=False):
+        for index, local in self._exchange(owned, states, to_owners=False).items():
             result[index] = self._as_rows(states[index][0], local)
         return result
 
@@ -201,14 +199,14 @@ class ShardedLayout(Layout):
         elif error is not None:
             raise error
         locals_ = {index: state.to_local() for index, state in rows.items()}
-        for index, part in self._exchange(locals_, states, to_owners=True):
+        for index, part in self._exchange(locals_, states, to_owners=True).items():
             result[index] = part
         return result
 
     def _exchange(
         self, tensors: Mapping[int, Tensor], states: Sequence[tuple[Tensor, Tensor]], *, to_owners: bool
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield what each of ``tensors`` is after its rows went to their owner, or came from there.
+    ) -> dict[int, Tensor]:
+        """What each of ``tensors`` is after its rows went to their owner, or came from there.
 
         ``tensors`` are the calling rank's parts of some of ``states``, by their index. Collective over the shard axis;
         every rank must call it. Raises on all ranks if their tensors differ in number or dtype.
@@ -217,37 +215,27 @@ class ShardedLayout(Layout):
         if group.size > 1:
             lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in tensors.items()]
             require_equal(lines, group.group, "optimizer state")
-        for batch in _batches(tensors, states):
-            pieces: list[_Piece] = []
-            for index in batch:
-                parameter = states[index][0]
-                owner = self._owner(parameter)
-                assert owner is not None
-                for rank, box in enumerate(boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)):
-                    if to_owners:
-                        pieces.append(_Piece(index, rank, owner, 0, box.shape))
-                    else:
-                        pieces.append(_Piece(index, owner, rank, box.start[0], box.shape))
-            # Stable sorts, so that sender and receiver have the pieces of a pair of ranks in the same order.
-            leaving = sorted((piece for piece in pieces if piece.source == group.rank), key=lambda piece: piece.target)
-            coming = sorted((piece for piece in pieces if piece.target == group.rank), key=lambda piece: piece.source)
-            to = parts([piece.target for piece in leaving], [piece.shape for piece in leaving], group.size)
-            source = parts([piece.source for piece in coming], [piece.shape for piece in coming], group.size)
-            like = tensors[batch[0]]
-            rows = [tensors[piece.index][piece.start : piece.start + piece.shape[0]] for piece in leaving]
-            send = torch.cat([like.new_empty(0), *(part.reshape(-1) for part in rows)])
-            receive = send
-            if group.size > 1:
-                receive = like.new_empty(source.numel)
-                for work in start_all_to_all(send, to, receive, source, group):
-                    work.wait()
-            arrived: defaultdict[int, list[Tensor]] = defaultdict(list)
-            for piece, received in zip(coming, source.views(receive), strict=True):
-                arrived[piece.index].append(received)
-            for index in batch:
-                empty = like.new_empty(self._shard_map.boxes[states[index][0]][group.rank].shape)
-                # Copied, so that no state keeps the buffer of the exchange.
-                yield index, torch.cat(arrived[index]) if arrived[index] else empty
+        result: dict[int, Tensor] = {}
+        works: list[Work] = []
+        for index, own in tensors.items():
+            parameter = states[index][0]
+            owner = self._owner(parameter)
+            assert owner is not None
+            boxes = boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)
+            to = self._shard_map.boxes[parameter] if to_owners else boxes
+            arrived = result[index] = own.new_empty(to[group.rank].shape)
+            whole, rows = (arrived, own.contiguous()) if to_owners else (own.contiguous(), arrived)
+            at_owner: dict[int, Tensor] = {}
+            elsewhere = {owner: rows} if rows.numel() else {}
+            if group.rank == owner:
+                at_owner = {rank: whole[box.start[0] : box.stop[0]] for rank, box in enumerate(boxes) if box.numel}
+                mine, elsewhere = at_owner.pop(owner, whole[:0]), {}
+                mine.copy_(rows) if to_owners else rows.copy_(mine)
+            sends, receives = (elsewhere, at_owner) if to_owners else (at_owner, elsewhere)
+            works += start_messages(sends, receives, group)
+        for work in works:
+            work.wait()
+        return result
 
     def _owner(self, parameter: Tensor) -> int | None:
         """The rank of the shard axis that has all of the parameter, if one has."""
@@ -271,34 +259,6 @@ class ShardedLayout(Layout):
     def _as_rows(self, parameter: Tensor, local: Tensor) -> DTensor:
         mesh, shape, stride = self._shard_map.mesh, parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, self._row_placements, run_check=False, shape=shape, stride=stride)
-
-
-class _Piece(NamedTuple):
-    """Some rows of a tensor on their way between two ranks of the shard axis."""
-
-    index: int  # Of the tensor.
-    source: int  # Rank that sends the rows.
-    target: int  # Rank that receives them.
-    start: int  # First row in the local tensor of `source`.
-    shape: tuple[int, ...]  # Of the rows.
-
-
-def _batches(tensors: Mapping[int, Tensor], states: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[int]]:
-    """The indices of ``tensors``, by dtype and device, so many at a time as the bound allows."""
-    kinds: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for index, tensor in tensors.items():
-        kinds[tensor.dtype, tensor.device].append(index)
-    for (dtype, _), indices in kinds.items():
-        batch: list[int] = []
-        num_bytes = 0
-        for index in indices:
-            size = states[index][0].numel() * dtype.itemsize
-            if batch and num_bytes + size > _BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(index)
-            num_bytes += size
-        yield batch
 
 
 def _key(index: int) -> str:

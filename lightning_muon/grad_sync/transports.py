@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.comm.groups import ALONE, AxisGroup, Hop, PrivateGroups, make_hops
-from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient
+from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, make_hops
+from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
@@ -127,8 +128,8 @@ class ReduceScatterToOwners(Transport):
         self._shard_map = shard_map
         self._hops = make_hops(shard_map.shard, grid)
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
-        self._packings: dict[Tensor, _Packing] = {}  # By the first parameter.
-        self._sides: dict[torch.device, SideStream] = {}
+        self._parts: dict[Tensor, BucketParts] = {}  # By the first parameter.
+        self._side = cache(SideStream)
         self._unread: dict[Tensor, list[_Scattered]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
 
@@ -136,14 +137,26 @@ class ReduceScatterToOwners(Transport):
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum. Collective over the private groups; every rank must call it."""
         parameters = tuple(gradients)
-        packing = self._packings.get(parameters[0])
-        if packing is None or not packing.parts.are_of(parameters):
-            packing = self._packings[parameters[0]] = _Packing(parameters, self._shard_map, self._hops)
-        own, others = packing.pack([flat_gradient(p, gradient) for p, gradient in gradients.items()])
-        if own.device not in self._sides:
-            self._sides[own.device] = SideStream(own.device)
-        pending = PendingSum(own, others, packing.legs, replicate=self._replicate, side=self._sides[own.device])
-        return _Scattered(self._unread, parameters, packing, pending)
+        parts = self._parts.get(parameters[0])
+        if parts is None or not parts.are_of(parameters):
+            parts = self._parts[parameters[0]] = BucketParts(parameters, self._shard_map, self._hops)
+        pieces = parts.cut([flat_gradient(p, gradient) for p, gradient in gradients.items()])
+        first, to = parts.hops[0]
+        own = [pieces[index] for index in to[first.rank]]
+        others = [pieces[index] for rank, indices in enumerate(to) for index in indices if rank != first.rank]
+        empty = pieces[0].new_empty(0)
+        legs = [
+            (group, [sum(parts.sizes[index] for index in indices) for indices in of_rank])
+            for group, of_rank in parts.hops
+        ]
+        pending = PendingSum(
+            torch.cat(own or [empty]),
+            torch.cat(others or [empty]),
+            legs,
+            replicate=self._replicate,
+            side=self._side(empty.device),
+        )
+        return _Scattered(self._unread, parameters, parts, pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The part of the gradient that the calling rank holds, in the dtype of the parameter; waits for its bucket.
@@ -162,35 +175,13 @@ class ReduceScatterToOwners(Transport):
             self._reduced.pop(parameter, None)
 
 
-class _Packing:
-    """How a bucket is sent; the same in every step."""
-
-    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
-        self.parts = BucketParts(parameters, shard_map)
-        counts, of_rank, first = self.parts.counts, self.parts.of_rank, hops[0]
-        self.legs = [ReduceLeg(hop.group, [sum(counts[rank] for rank in ranks) for ranks in hop.parts]) for hop in hops]
-        pieces = [[piece for rank in ranks for piece in of_rank[rank]] for ranks in first.parts]
-        self._own = pieces.pop(first.group.rank)
-        self._others = [piece for each in pieces for piece in each]
-        # Of the calling rank's part of each parameter.
-        boxes = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
-        self.shapes, self.sizes = [box.shape for box in boxes], [box.numel for box in boxes]
-
-    def pack(self, flattened: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """What the calling rank adds up first, and what it sends to the other ranks of the first leg; copies."""
-        pieces = self.parts.cut(flattened)
-        own, others = ([pieces[index] for index in indices] for indices in (self._own, self._others))
-        empty = flattened[0].new_empty(0)
-        return torch.cat(own or [empty]), torch.cat(others or [empty])
-
-
 @dataclass(eq=False)
 class _Scattered(Pending):
     """One bucket on its way to its owners; ``unread`` has it under each of its parameters once the divisor is known."""
 
     unread: dict[Tensor, list[_Scattered]]
     parameters: tuple[Tensor, ...]
-    packing: _Packing
+    parts: BucketParts
     sum: PendingSum | None
     divisor: float = 1.0
     present: Collection[Tensor] = ()
@@ -216,9 +207,9 @@ class _Scattered(Pending):
         buffer, self.sum = self.sum.result(), None
         if self.divisor != 1:
             buffer.div_(self.divisor)
-        pieces = buffer.to(self.parameters[0].dtype).split(self.packing.sizes)
-        for parameter, piece, shape in zip(self.parameters, pieces, self.packing.shapes, strict=True):
+        pieces = buffer.to(self.parameters[0].dtype).split([box.numel for box in self.parts.own])
+        for parameter, piece, box in zip(self.parameters, pieces, self.parts.own, strict=True):
             if parameter in self.present:
-                part = piece.view(shape)
+                part = piece.view(box.shape)
                 earlier = sums.get(parameter)
                 sums[parameter] = part if earlier is None else earlier + part

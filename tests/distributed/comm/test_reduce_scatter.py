@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.comm.reduce_scatter import PendingSum, ReduceLeg, SideStream, flat_gradient
+from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from tests.support.processes import ProcessPool
 
 
@@ -18,7 +18,7 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    legs, side = [ReduceLeg(group, counts)], SideStream(torch.device("cpu"))
+    legs, side = [(group, counts)], SideStream(torch.device("cpu"))
     return PendingSum(parts[group.rank].clone(), others, legs, replicate=ALONE, side=side)
 
 
