@@ -10,38 +10,40 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_muon.config import MuonConfig
-from lightning_muon.engine.options import Options
-from lightning_muon.errors import NonFiniteGradientError
-from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.flexdemo.replicators import (
-    Components,
-    DCTTopK,
-    DiLoCo,
-    ExchangeStep,
-    Full,
-    NoReplication,
-    Random,
-    Replicator,
-    Slicing,
-    Striding,
-)
-from lightning_muon.integrations.registry import register_strategies
-from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.context_parallel import (
-    context_attention,
-    gather_sequence,
-    pad_to_multiple,
-    split_sequence,
-)
-from lightning_muon.sharding.modes import make_mode
-from lightning_muon.sharding.weights import full_state_dict
+from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:
+    from lightning_muon.config import MuonConfig
+    from lightning_muon.engine.options import Options
+    from lightning_muon.errors import NonFiniteGradientError
+    from lightning_muon.flexdemo.config import FlexDeMoConfig
+    from lightning_muon.flexdemo.optimizer import FlexDeMo
+    from lightning_muon.flexdemo.replicators import (
+        Components,
+        DCTTopK,
+        DiLoCo,
+        ExchangeStep,
+        Full,
+        NoReplication,
+        Random,
+        Replicator,
+        Slicing,
+        Striding,
+    )
     from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
     from lightning_muon.integrations.lightning import ParallelMuonStrategy
+    from lightning_muon.optim.parallel_muon import ParallelMuon
+    from lightning_muon.sharding.base import ModeOptions
+    from lightning_muon.sharding.context_parallel import (
+        context_attention,
+        gather_sequence,
+        pad_to_multiple,
+        split_sequence,
+    )
+    from lightning_muon.sharding.modes import make_mode
+    from lightning_muon.sharding.weights import full_state_dict
+
+    Turn = ExchangeStep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,22 +79,39 @@ __all__ = [
     "split_sequence",
 ]
 
-# Another name of it.
-Turn = ExchangeStep
+# Where the names are: torch is imported when one of them is used, and each framework's package when the program does.
+_HOMES = {
+    "config": "MuonConfig",
+    "engine.options": "Options",
+    "errors": "NonFiniteGradientError",
+    "flexdemo.config": "FlexDeMoConfig",
+    "flexdemo.optimizer": "FlexDeMo",
+    "flexdemo.replicators": (
+        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
+    ),
+    "integrations.fabric": "ParallelMuonFabricStrategy",
+    "integrations.lightning": "ParallelMuonStrategy",
+    "optim.parallel_muon": "ParallelMuon",
+    "sharding.base": "ModeOptions",
+    "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",
+    "sharding.modes": "make_mode",
+    "sharding.weights": "full_state_dict",
+}
 
-register_strategies()
+for _package in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
+    register_post_import_hook("lightning_muon.integrations.registry:register", _package)
 
 
 def __getattr__(name: str) -> Any:
-    # Lightning, Accelerate and transformers are optional extras.
-    if name == "ParallelMuonStrategy":
-        from lightning_muon.integrations.lightning import ParallelMuonStrategy
-
-        return ParallelMuonStrategy
-    if name == "ParallelMuonFabricStrategy":
-        from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
-
-        return ParallelMuonFabricStrategy
+    if name == "Turn":  # Another name of it.
+        name = "ExchangeStep"
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     if name in ("accelerate", "hf"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +25,9 @@ _OPTIMIZERS: dict[str, type[Any]] = {"muon": MuonConfig, "flexdemo": FlexDeMoCon
 _WIDTH = 110
 
 
-def config_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon config``."""
-    parser = argparse.ArgumentParser(prog="lightning-muon config", description=_DESCRIPTION)
-    add = parser.add_argument
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description, add = _DESCRIPTION, parser.add_argument
     add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
     add("--optimizer", choices=tuple(_OPTIMIZERS), default="muon", help="default: %(default)s")
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
@@ -39,7 +38,10 @@ def config_command(args: Sequence[str]) -> None:
     add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     add("--cpu", action="store_true", help="processes with gloo on the CPU")
-    arguments = parser.parse_args(args)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the file."""
     text = _config_file(arguments)
     if arguments.output is None:
         sys.stdout.write(text)

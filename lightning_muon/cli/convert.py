@@ -6,7 +6,6 @@ import argparse
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,14 +23,17 @@ _TRUST = """unpickle objects of any type in the metadata, for example hyper-para
 run any code. (torch unpickles its own index of the directory in any case.)"""
 
 
-def convert_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon convert``, all at once or not at all."""
-    parser = argparse.ArgumentParser(prog="lightning-muon convert", description=_DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
     parser.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint: a directory")
     parser.add_argument("file", metavar="FILE", type=Path, help="where to write the single file")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--trust-pickle", action="store_true", help=_TRUST)
-    arguments = parser.parse_args(args)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the file, all at once or not at all."""
     package = TRAINERS[first_installed(TRAINERS, "lightning-muon convert needs Lightning")]
     directory, file = last_written(arguments.directory), arguments.file
     metadata = directory / metadata_filename(package)

@@ -14,6 +14,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from lightning_muon.cli.main import reporting
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.engine.parsing import read_yaml
 
@@ -34,8 +35,8 @@ def launch_command(words: Sequence[str]) -> None:
     from lightning_muon.compat.accelerate import launch_on_cpus
     from lightning_muon.integrations.accelerate.settings import read_options
 
-    parser = launch_command_parser()
-    parser.usage = _HELP
+    parser = reporting(launch_command_parser())
+    parser.prog, parser.usage = "lightning-muon launch", _HELP
     arguments = parser.parse_args(list(words))
     given = arguments.config_file
     try:

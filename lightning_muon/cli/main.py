@@ -1,30 +1,42 @@
-"""The command: ``lightning-muon launch``, ``config``, ``convert``, ``plan`` and ``trace``, or LightningCLI.
+"""The command ``lightning-muon``: one tree, whose commands are imported when they are called.
 
-LightningCLI, with the strategy as the default, runs ``lightning-muon fit|validate|test|predict --config FILE.yaml``.
+``fit``, ``validate``, ``test`` and ``predict`` are those of LightningCLI, with the strategy as the default.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_muon.cli.config import config_command
-from lightning_muon.cli.convert import convert_command
-from lightning_muon.cli.launch import launch_command
-from lightning_muon.cli.plan import plan_command
-from lightning_muon.cli.trace import trace_command
-from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import read_yaml
-from lightning_muon.errors import UnknownOptionError
-from lightning_muon.integrations.registry import STRATEGY_NAME, TRAINERS, first_installed
+from lightning_muon import __version__
+from lightning_muon.config import nearest
 
-_EPILOG = """Beside these: lightning-muon convert DIR FILE makes one file of a checkpoint directory; lightning-muon plan
-shows who owns which matrix and predicts the time of a step; lightning-muon trace records real steps; lightning-muon
-config writes a config file for programs with Accelerate, and lightning-muon launch starts them with it."""
+_PROG = "lightning-muon"
+_LIGHTNING = {
+    "fit": "train by a YAML file: LightningCLI with our strategy",
+    "validate": "the same, over the validation data",
+    "test": "the same, over the test data",
+    "predict": "the same, for predictions",
+}
+# Each is a module of this folder, with `add_arguments` and `run`.
+_COMMANDS = {
+    "plan": "predict owners, bytes and time of a step, without a GPU",
+    "trace": "record real steps, drawn above their prediction",
+    "convert": "make one file of a checkpoint directory",
+    "config": "write a config file for programs with Accelerate",
+    "launch": "start a program of Accelerate with such a file",
+}
+_EXTRAS = {"config": "accelerate", "launch": "accelerate"}
+_OPTIONAL = ("accelerate", "jsonargparse", "lightning", "pytorch_lightning", "yaml")
+# Of what LightningCLI says of a wrong value; the lines between have the key, the value and what is allowed.
+_NOISE = ("Does not validate", "Errors:", "Given value type:")
+_MOST_LINES = 11
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -38,48 +50,106 @@ def main(args: Sequence[str] | None = None) -> None:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     words = list(sys.argv[1:] if args is None else args)
-    command = _COMMANDS.get(words[0]) if words else None
-    if command is None:
-        _check_strategy_options(words)
-        make_cli(args, parser_kwargs={"epilog": _EPILOG})
-        return
+    parser = ArgumentParser(prog=_PROG, description="Distributed Muon for Lightning and Accelerate.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parsers = {name: commands.add_parser(name, help=text) for name, text in (_LIGHTNING | _COMMANDS).items()}
+    for each in (parser, *parsers.values()):
+        reporting(each)
+    name = words[0] if words else ""
+    if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
+        make_cli(args, parser_kwargs={"prog": parser.prog})
+    elif name in _COMMANDS:
+        _run(name, parsers[name], words[1:])
+    elif name.startswith("-") or not name:
+        parser.parse_args(words)
+    else:
+        meant = nearest(name, list(parsers))
+        hint = f"did you mean {meant!r}?" if meant else f"the commands are {', '.join(parsers)}"
+        parser.error(f"there is no command {name!r}; {hint}")
+
+
+def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
     try:
-        command(words[1:])
+        module = importlib.import_module(f"lightning_muon.cli.{name}")
+        if name == "launch":  # Whose options are those of Accelerate.
+            module.launch_command(words)
+        else:
+            module.add_arguments(parser)
+            _check_options(parser, words)
+            module.run(parser.parse_args(words))
+    except ModuleNotFoundError as error:
+        _refuse_missing(parser, error, _EXTRAS.get(name, "lightning"))
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise SystemExit(f"lightning-muon {words[0]}: {error}") from error
+        raise SystemExit(f"{parser.prog}: {error}") from error
 
 
-def _check_strategy_options(words: Sequence[str]) -> None:
-    """End the process where a config file has a wrong key, with the nearest right one, which LightningCLI does not."""
-    values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
-    for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
-        try:
-            strategy = (read_yaml(path).get("trainer") or {}).get("strategy")
-            if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
-                Options.from_mapping(strategy.get("init_args") or {}, source=f"{path}: trainer.strategy")
-        except UnknownOptionError as error:
-            raise SystemExit(f"lightning-muon: {error}") from error
-        except (OSError, ValueError, AttributeError, ImportError):
-            pass  # Values, and what is no file of options at all, are for LightningCLI to judge.
+def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """End the process at a wrong option first: argparse would rather ask for the one that was meant."""
+    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+        if not any(known.startswith(option) for known in parser._option_string_actions):
+            parser.error(f"unrecognized arguments: {option}")
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "config": config_command,
-    "convert": convert_command,
-    "launch": launch_command,
-    "plan": plan_command,
-    "trace": trace_command,
-}
+def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
+    name = (error.name or "").partition(".")[0]
+    parser.error(f'{name} is not installed; pip install "lightning-muon[{extra}]"' if name in _OPTIONAL else str(error))
+
+
+def reporting(parser: Any) -> Any:
+    """The parser, also one of jsonargparse, which from now on says what is wrong without its usage."""
+    parser.error = partial(_refuse, parser)
+    return parser
+
+
+def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None) -> NoReturn:
+    parser = getattr(error, "subcommand_parser", None) or parser
+    _, is_unknown, unknown = message.partition("nrecognized arguments: ")
+    if is_unknown:
+        wrong = next((word for word in unknown.split() if word.startswith("-")), unknown)
+        meant = nearest(wrong.partition("=")[0], list(parser._option_string_actions))
+        message += f"; did you mean {meant}?" if meant else ""
+    lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
+    lines = [line if len(line) <= 300 else f"{line[:300]}..." for line in lines[:_MOST_LINES]]
+    parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
 
 
 def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name."""
     try:
+        import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
+
+        from lightning_muon.integrations.registry import STRATEGY_NAME, TRAINERS, first_installed
+
         package = first_installed(TRAINERS, "lightning-muon needs Lightning")
-    except ImportError as error:
-        raise SystemExit(str(error)) from error
+    except ModuleNotFoundError as error:
+        _refuse_missing(reporting(ArgumentParser(prog=_PROG)), error, "lightning")
     cli_class = importlib.import_module(f"{package}.cli").LightningCLI
-    return cli_class(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
+
+    class CLI(cli_class):
+        def init_parser(self, **kwargs: Any) -> Any:
+            return reporting(super().init_parser(**kwargs))
+
+    _check_strategy_options(list(sys.argv[1:] if args is None else args))
+    return CLI(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
+
+
+def _check_strategy_options(words: Sequence[str]) -> None:
+    """End the process where a config file has a wrong key or value of the strategy, which LightningCLI buries."""
+    from lightning_muon.engine.options import Options
+    from lightning_muon.engine.parsing import read_yaml
+
+    values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
+    for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
+        try:
+            strategy = (read_yaml(path).get("trainer") or {}).get("strategy")
+        except (OSError, ValueError, AttributeError):
+            continue  # What is no file of options at all is for LightningCLI to judge.
+        if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
+            try:
+                Options.from_mapping(strategy.get("init_args") or {}, source=f"{path}: trainer.strategy")
+            except ValueError as error:
+                _refuse(ArgumentParser(prog=_PROG), str(error))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +34,8 @@ _DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what trav
 strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
 
 
-def plan_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon plan``."""
-    arguments = _parser().parse_args(args)
+def run(arguments: argparse.Namespace) -> None:
+    """Plan and print."""
     was_collecting = gc.isenabled()
     gc.disable()  # A plan of thousands of ranks has millions of objects without cycles: a third of the time.
     try:
@@ -187,8 +185,9 @@ _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 valu
 _CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-muon plan", description=_DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
     model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
@@ -211,4 +210,3 @@ def _parser() -> argparse.ArgumentParser:
     text = "timelines as .png, .svg or .pdf"
     output.add_argument("--draw", metavar="FILE", type=Path, nargs="+", default=[], help=text)
     output.add_argument("--write-shapes", metavar="FILE.json", type=Path, help="save the shapes of the model")
-    return parser

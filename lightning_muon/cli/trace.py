@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,22 @@ predicted. The prediction comes from a calibration in the same run. Starts gloo 
 torchrun the ranks are those that it has started, on CUDA if there is any."""
 
 
-def trace_command(args: Sequence[str]) -> None:
-    """Run ``lightning-muon trace``."""
-    arguments = _parser().parse_args(args)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description, add = _DESCRIPTION, parser.add_argument
+    add("--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}")
+    add("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
+    add("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
+    add("--steps", type=int, default=5, help="recorded steps (default 5)")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    add("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
+    add("--overlap", choices=("step", "off"), default="step")
+    add("--look-ahead", type=int, default=MuonConfig.look_ahead)
+    add("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, and write what was recorded."""
     model = read_shapes(arguments.shapes)
     for name in ("ranks", "replicate", "steps"):
         if getattr(arguments, name) < 1:
@@ -76,18 +88,3 @@ def trace_command(args: Sequence[str]) -> None:
         f"{1e6 * cost.op_seconds:.0f} us per op; links: {links}\n"
         f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost)\n"
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-muon trace", description=_DESCRIPTION)
-    add = parser.add_argument
-    add("--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}")
-    add("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
-    add("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
-    add("--steps", type=int, default=5, help="recorded steps (default 5)")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
-    add("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
-    add("--overlap", choices=("step", "off"), default="step")
-    add("--look-ahead", type=int, default=MuonConfig.look_ahead)
-    add("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
-    return parser

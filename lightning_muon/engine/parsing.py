@@ -99,7 +99,7 @@ def _import_class(path: object, where: str) -> type[Any]:
         raise ValueError(f"{where}: class_path {path!r} cannot be imported: {error}") from error
     found = getattr(module, name, None)
     if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and not key.startswith("_")]
+        classes = [key for key in dir(module) if isinstance(getattr(module, key, None), type) and key[0] != "_"]
         meant = nearest(name, classes)
         raise ValueError(
             f"{where}: class_path {path!r} names no class" + (f"; did you mean {meant!r}?" if meant else "")

@@ -9,8 +9,6 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from wrapt import register_post_import_hook
-
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 
@@ -31,13 +29,8 @@ TRAINERS = {
 FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
 
 
-def register_strategies() -> None:
-    """Register :data:`STRATEGIES` with all packages, now if they are imported already, else as soon as they are."""
-    for package in (*TRAINERS, *FABRICS):
-        register_post_import_hook(_register, package)
-
-
-def _register(package: ModuleType) -> None:
+def register(package: ModuleType) -> None:
+    """Register :data:`STRATEGIES` with a package that has a Trainer or a Fabric."""
     strategies = importlib.import_module(f"{package.__name__}.strategies")
     registry = strategies.StrategyRegistry if package.__name__ in TRAINERS else strategies.STRATEGY_REGISTRY
     for name, (description, arguments) in STRATEGIES.items():
@@ -77,11 +70,13 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:
-    """The first of ``packages`` that is installed, or an ``ImportError`` that begins with ``problem``."""
+    """The first of ``packages`` that is installed, or a ``ModuleNotFoundError`` that begins with ``problem``."""
     for package in packages:
         if _is_installed(package):
             return package
-    raise ImportError(f"{problem}: none of {', '.join(packages)} is installed; pip install 'lightning-muon[lightning]'")
+    raise ModuleNotFoundError(
+        f'{problem}: none of {", ".join(packages)} is installed; pip install "lightning-muon[lightning]"'
+    )
 
 
 def _is_installed(package: str) -> bool:

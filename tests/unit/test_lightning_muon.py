@@ -30,7 +30,7 @@ def test_the_public_names_are_these() -> None:
 def test_the_import_is_light() -> None:
     heavy = {
         "accelerate", "jsonargparse", "lightning", "matplotlib",
-        "pytorch_lightning", "torchmetrics", "transformers", "yaml",
+        "pytorch_lightning", "torch", "torchmetrics", "transformers", "yaml",
     }  # fmt: skip
     script = (
         "import sys, lightning_muon, lightning_muon.schedule.draw\n"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import lightning_muon
 from lightning_muon.cli import main as command
-from tests.support.programs import run_program
+from tests.support.programs import program_environment, run_program
 
 _MODULE = """
 import lightning.pytorch as pl
@@ -91,29 +94,117 @@ def test_fit_and_test_take_strategy_and_optimizer_from_yaml(project: Path) -> No
     assert "Test metric" in _run(project, "test", "--config", "config.yaml", "--ckpt_path", str(checkpoint))
 
 
-def test_a_missing_lightning_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install 'lightning-muon\[lightning\]'"):
-        command.make_cli(["fit"])
+_BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
 
 
-@pytest.mark.parametrize("words", [["--config", "{}"], ["--config=config.yaml", "--config={}"]])
-def test_a_wrong_key_of_the_strategy_names_the_nearest(
-    project: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+def _command(folder: Path, *words: str, blocked: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command where these packages are not installed."""
+    (folder / "sitecustomize.py").write_text(_BLOCK.format(blocked=blocked))
+    environment = program_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_muon.cli.main", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=60.0, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_and_version_are_quick_and_need_no_torch(tmp_path: Path) -> None:
+    code, text, _ = _command(tmp_path, "--help", blocked=("torch", "lightning", "pytorch_lightning", "accelerate"))
+    names = ("fit", "validate", "test", "predict", "plan", "trace", "convert", "config", "launch")
+    assert code == 0 and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
+    assert _command(tmp_path, "--version", blocked=("torch",))[:2] == (0, f"{lightning_muon.__version__}\n")
+
+
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "jsonargparse", "yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "blocked", "extra"),
+    [
+        (("fit", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
+        (("fit", "--config", "config.yaml"), ("jsonargparse",), "lightning"),
+        (("plan", "--config", "config.yaml"), ("yaml",), "lightning"),
+        (("convert", "a", "b"), _FRAMEWORKS, "lightning"),
+        (("config",), ("yaml",), "accelerate"),
+        (("launch", "script.py"), ("accelerate",), "accelerate"),
+    ],
+)
+def test_a_missing_extra_is_one_line(project: Path, words: tuple[str, ...], blocked: Any, extra: str) -> None:
+    code, _, text = _command(project, *words, blocked=blocked)
+    assert code == 2 and len(text.splitlines()) == 1
+    assert f'pip install "lightning-muon[{extra}]"' in text
+
+
+def test_plan_needs_no_framework(tmp_path: Path) -> None:
+    code, text, _ = _command(tmp_path, "plan", "--shapes", "t5-small", blocked=_FRAMEWORKS)
+    assert code == 0 and "lpt+pipeline" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pln"], "there is no command 'pln'; did you mean 'plan'?"),
+        (["plan", "--shaps", "10b"], "--shaps; did you mean --shapes?"),
+        (["launch", "--num_proceses", "2", "script.py"], "--num_proceses; did you mean --num_processes?"),
+        (["fit", "--config", "config.yaml", "--trainer.max_epochz=2", "--print_config"], "mean --trainer.max_epochs?"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_a_mistyped_word_names_the_nearest(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(project)
-    monkeypatch.setattr(command, "make_cli", lambda *args, **kwargs: None)
-    command.main(["fit", *(word.format("strategy.yaml") for word in words)])
-    for right, wrong in (("wrap_policy", "wrap_polici"), ("adamw_patterns", "adamw_pattern")):
-        Path("wrong.yaml").write_text(_STRATEGY.replace(right, wrong))
-        with pytest.raises(SystemExit, match=rf"wrong\.yaml: trainer\.strategy: .*'{wrong}'; did you mean '{right}'"):
-            command.main(["fit", *(word.format("wrong.yaml") for word in words)])
+    monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("trainer: {max_epochs: many}", ("trainer.max_epochs", "'int'", "many")),
+        (_STRATEGY.replace("0.02", "fast"), ("wrong.yaml: trainer.strategy", '"lr"', "'float'", "fast")),
+        (_STRATEGY.replace("size: 2", "size: x"), ("wrong.yaml: trainer.strategy", "replicate_size", "'auto'", " x")),
+        (
+            _STRATEGY.replace("wrap_policy", "wrap_polici"),
+            ("wrong.yaml: trainer.strategy", "did you mean 'wrap_policy'"),
+        ),
+        (_STRATEGY.replace("w_patterns", "w_pattern"), ("wrong.yaml: trainer.strategy", "'adamw_patterns'")),
+    ],
+)
+def test_a_wrong_value_of_a_file_is_said_in_few_lines(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    said: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(project)
+    Path("wrong.yaml").write_text(wrong)
+    words = ["fit", "--config", "config.yaml", "--config=wrong.yaml", "--print_config"]
+    monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and len(text.splitlines()) <= 12
+    assert all(each in text for each in said), text
 
 
 def test_what_is_no_config_of_ours_is_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     monkeypatch.setattr(command, "make_cli", lambda *args, **kwargs: calls.append(args))
-    texts = ("trainer: [", "trainer: 3", "trainer: {strategy: ddp}", "model: 1", _STRATEGY.replace("0.02", "fast"))
+    texts = ("trainer: [", "trainer: 3", "trainer: {strategy: ddp}", "model: 1")
     for text in texts:
         (tmp_path / "any.yaml").write_text(text)
         command.main(["fit", "--config", str(tmp_path / "any.yaml")])

@@ -67,7 +67,7 @@ def test_the_first_packages_give_the_public_classes() -> None:
 def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, strategy_class: type, second: str) -> None:
     assert not registry._is_installed("no_such_parent.child") and registry._is_installed("torch.nn")
     monkeypatch.setattr(registry, "_is_installed", lambda package: False)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-muon\[lightning\]'"):
+    with pytest.raises(ImportError, match=r'pip install "lightning-muon\[lightning\]"'):
         strategy_class()
     pytest.importorskip(second)
     monkeypatch.setattr(registry, "_is_installed", lambda package: package == second)
