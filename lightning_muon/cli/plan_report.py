@@ -41,7 +41,7 @@ def plan_as_dict(
             "parameters": [
                 {**asdict(each), "algorithm": base or route_of(each).algorithm} for each in model.parameters
             ],
-            "matrices": [spec.name for spec in outcomes[0].matrices.specs] if outcomes else [],
+            "matrices": [spec.name for spec in outcomes[0].specs] if outcomes else [],
         },
         "mesh": {**asdict(mesh), "ranks": mesh.size},
         "options": asdict(options),
@@ -166,7 +166,7 @@ def _balance(outcomes: Sequence[Outcome]) -> str:
 
 
 def _owners(outcome: Outcome) -> str:
-    loads, specs = outcome.plan.flops, outcome.matrices.specs
+    loads, specs = outcome.plan.flops, outcome.specs
     unit, scale = _flops_unit(loads)
     mean = outcome.numbers["load"]["mean_flops"]
     labels = {rank: str(rank) for rank in range(len(loads))}
@@ -192,8 +192,8 @@ def _bytes(outcomes: Sequence[Outcome]) -> str:
             each["direction"],
             each["axis"],
             f"{each['most'] / _MIB:,.1f}",
-            f"{each['total'] / outcome.matrices.num_ranks / _MIB:,.1f}",
-            f"{each['floor'] / outcome.matrices.num_ranks / _MIB:,.1f}",
+            f"{each['total'] / len(outcome.plan.flops) / _MIB:,.1f}",
+            f"{each['floor'] / len(outcome.plan.flops) / _MIB:,.1f}",
             f"{each['total'] / each['floor']:.3f}" if each["floor"] else "-",
         )
         for outcome in outcomes
@@ -245,13 +245,13 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
 
 def _too_many_ranks(outcomes: Sequence[Outcome], flops_per_second: float) -> list[str]:
     pipeline, last = _pipeline(outcomes), outcomes[-1]
-    specs = pipeline.matrices.specs
-    if pipeline.matrices.num_ranks <= len(specs):
+    specs = pipeline.specs
+    if len(pipeline.plan.flops) <= len(specs):
         return []
     dearest = max(specs, key=lambda spec: spec.flops)
     idle = last.numbers["load"]["ranks_without_matrix"]
     lines = [
-        f"{len(specs)} matrices on {last.matrices.num_ranks} ranks: {idle} ranks own nothing, and no step is shorter "
+        f"{len(specs)} matrices on {len(last.plan.flops)} ranks: {idle} ranks own nothing, and no step is shorter "
         "than the",
         f"Newton-Schulz of the dearest matrix, {dearest.name} ({dearest.rows}, {dearest.cols}): "
         f"{1e3 * dearest.flops / flops_per_second:.2f} ms.",

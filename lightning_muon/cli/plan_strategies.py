@@ -23,14 +23,13 @@ from lightning_muon.params.exchange import (
     PlacedMatrix,
     PlanOptions,
     group_matrices,
-    matrix_specs,
 )
 from lightning_muon.params.layout import held_boxes
 from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.assign import Strategy
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
-from lightning_muon.schedule.matrix_shards import ShardedMatrices, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 from lightning_muon.schedule.program import Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
@@ -67,7 +66,7 @@ class Outcome:
     """What one strategy comes to. Where replicas repeat the work, ranks are those of one replica."""
 
     name: str
-    matrices: ShardedMatrices
+    specs: Sequence[MatrixSpec]
     plan: MuonPlan
     timeline: Timeline
     early: PrefetchEstimate | None  # Whether gathers during backward would pay; `None` if nothing is gathered.
@@ -102,7 +101,8 @@ class _Ranks:
         if not groups:
             raise ValueError(f"{model.name} has no matrices that are trained, so there is nothing to plan")
         ((exchange, placed),) = groups
-        self.matrices = sharded_matrices(matrix_specs(placed), exchange.replica_of)
+        self.specs = [each.spec for each in placed]
+        self.num_ranks = exchange.size
         self._adamw_bytes = _adamw_bytes(model, exchange)
         self._options = options
         self._plans: dict[Strategy, MuonPlan] = {}
@@ -111,7 +111,7 @@ class _Ranks:
         """Owners, buckets and serial program; made once."""
         if strategy not in self._plans:
             self._plans[strategy] = plan_step(
-                self.matrices,
+                self.specs,
                 itemsize=self._options.wire_itemsize,
                 chunk_bytes=self._chunk_bytes(strategy),
                 strategy=strategy,
@@ -121,20 +121,19 @@ class _Ranks:
 
     def _listed(self, strategy: Strategy) -> Sequence[int]:
         """The ranks whose ops are made: where all of many ranks do the same, the first one."""
-        num_ranks = self.matrices.num_ranks
-        return range(1 if strategy == "redundant" and num_ranks > MOST_RANKS_IN_FULL else num_ranks)
+        return range(1 if strategy == "redundant" and self.num_ranks > MOST_RANKS_IN_FULL else self.num_ranks)
 
     def _chunk_bytes(self, strategy: Strategy) -> int:
         """Large enough to keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
         most_ops = _MOST_OPS // (_OPS_PER_BUCKET * len(self._listed(strategy)))
-        most_buckets = max(8, min(most_ops, _MOST_COUNTS // self.matrices.num_ranks))
+        most_buckets = max(8, min(most_ops, _MOST_COUNTS // self.num_ranks))
         # Matrices that lie on one rank alone are in buckets of that rank, all others in buckets of all owners.
         numels: defaultdict[int | None, list[int]] = defaultdict(list)
-        for spec, shards in zip(self.matrices.specs, self.matrices.shards, strict=True):
-            numels[shards.sole_holder].append(spec.numel)
+        for spec in self.specs:
+            numels[spec.shards.sole_holder].append(spec.numel)
         chunk_bytes = self._options.chunk_bytes
         for holder, found in numels.items():
-            num_owners = 1 if strategy == "redundant" or holder is not None else self.matrices.num_ranks
+            num_owners = 1 if strategy == "redundant" or holder is not None else self.num_ranks
             if len(found) > most_buckets * num_owners:
                 least = math.ceil(sum(found) * self._options.wire_itemsize / (most_buckets * num_owners))
                 chunk_bytes = max(chunk_bytes, least)
@@ -146,12 +145,12 @@ class _Ranks:
         adamw = [Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size) for rank, size in enumerate(self._adamw_bytes)]
         program = {rank: [*ops, adamw[rank]] for rank, ops in plan.program.items()}
         like = {rank: rank for rank in program}
-        if self.matrices.num_ranks > MOST_RANKS_IN_FULL:
+        if self.num_ranks > MOST_RANKS_IN_FULL:
             program, like = merge_equal_ranks(program)
         look_ahead = options.look_ahead
         while True:
             issued = step_program(program, look_ahead=look_ahead)
-            if self.matrices.num_ranks <= MOST_RANKS_IN_FULL:
+            if self.num_ranks <= MOST_RANKS_IN_FULL:
                 check_step(issued, [plan])
             simulated = simulate(branch(issued, ALL_IN_STEP), options.cost)
             if options.buffer_bytes is None or simulated.peak_bytes <= options.buffer_bytes:
@@ -167,7 +166,7 @@ class _Ranks:
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, options.cost) for ops in program.values()])
         notes: list[str] = []
-        dearest = max(self.matrices.specs, key=lambda spec: spec.flops)
+        dearest = max(self.specs, key=lambda spec: spec.flops)
         short, long = sorted((dearest.rows, dearest.cols))
         if len(program) < len(plan.flops) and strategy == "redundant":
             notes.append(f"rank 0 of {len(plan.flops)} was simulated, all do the same")
@@ -190,11 +189,11 @@ class _Ranks:
             "bytes": self._moved(plan, self._plan("lpt") if strategy == "redundant" else plan),
             "note": "; ".join(notes),
         }
-        return Outcome(name=name, matrices=self.matrices, plan=plan, timeline=timeline, early=early, numbers=numbers)
+        return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, early=early, numbers=numbers)
 
     def _plan_numbers(self, plan: MuonPlan) -> dict[str, Any]:
         """Buckets, load and owners."""
-        specs, itemsize = self.matrices.specs, self._options.wire_itemsize
+        specs, itemsize = self.specs, self._options.wire_itemsize
         # Of whole matrices of each bucket, per rank that owns some of it; where all own all, all of the bucket.
         bucket_bytes = [
             sum(specs[matrix].numel for matrix in bucket)
@@ -203,12 +202,12 @@ class _Ranks:
             for bucket in plan.buckets
         ]
         resident: Counter[int] = Counter()  # Loads that cannot travel.
-        for spec, shards in zip(specs, self.matrices.shards, strict=True):
-            if shards.sole_holder is not None:
-                resident[shards.sole_holder] += spec.flops
+        for spec in specs:
+            if spec.shards.sole_holder is not None:
+                resident[spec.shards.sole_holder] += spec.flops
         flops = [spec.flops for spec in specs]
         # Least possible load of the busiest rank.
-        bound = max(sum(flops) / self.matrices.num_ranks, *flops, *resident.values())
+        bound = max(sum(flops) / self.num_ranks, *flops, *resident.values())
         mean, busiest = sum(plan.flops) / len(plan.flops), max(plan.flops)
         is_redundant = any(len(owners) > 1 for owners in plan.owners)
         return {
@@ -229,8 +228,8 @@ class _Ranks:
     def _moved(self, plan: MuonPlan, reference: MuonPlan) -> list[dict[str, Any]]:
         """Bytes in each direction over each axis that carries any; ``most`` is of the busiest rank."""
         itemsize = self._options.wire_itemsize
-        moved = count_elements(dict(enumerate(plan.owners)), self.matrices)
-        within, between = traffic_floor(reference.owners, self.matrices)
+        moved = count_elements(dict(enumerate(plan.owners)), self.specs)
+        within, between = traffic_floor(reference.owners, self.specs)
         return [
             {
                 "direction": direction,

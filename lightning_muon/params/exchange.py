@@ -21,7 +21,7 @@ from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import sharing_pays
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]
@@ -105,7 +105,7 @@ class Pieces:
 
     box: Box  # The matrix.
     shards: Shards  # Of its parameter.
-    held: tuple[int, ...]  # Number of elements on each rank.
+    on_ranks: MatrixShards  # How many of its elements each rank holds.
     # The planning rank's part in its local tensor; `None` if that is all of it, or nothing.
     slices: tuple[slice, ...] | None
 
@@ -138,7 +138,7 @@ class PlacedMatrix:
     parameter: int  # Index of its parameter among those of `plan_exchanges`.
     matrix: LogicalMatrix  # Its box in the parameter.
     pieces: Pieces  # Where it lies.
-    flops: int  # Of Newton-Schulz.
+    spec: MatrixSpec  # What the planner is told of it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,6 @@ class PlannedExchange:
 
     ranks: ExchangeRanks  # Among which they travel.
     matrices: tuple[PlacedMatrix, ...]  # In the order of the parameters.
-    specs: tuple[MatrixSpec, ...]  # What the planner was told of each matrix.
     plan: MuonPlan  # Owners and buckets of the matrices, and the program of a step.
 
 
@@ -159,9 +158,8 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
     """
     planned: list[PlannedExchange] = []
     for number, (ranks, matrices) in enumerate(group_matrices(parameters, options)):
-        specs = matrix_specs(matrices)
         plan = plan_step(
-            sharded_matrices(specs, ranks.replica_of),
+            [each.spec for each in matrices],
             itemsize=options.itemsize,
             chunk_bytes=options.chunk_bytes,
             strategy=options.assignment,
@@ -169,7 +167,7 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
             key_prefix=f"{number}.",
             ranks=(ranks.rank,),
         )
-        planned.append(PlannedExchange(ranks, tuple(matrices), specs, plan))
+        planned.append(PlannedExchange(ranks, tuple(matrices), plan))
     return planned
 
 
@@ -212,7 +210,9 @@ def group_matrices(
                 ranks = ranks_of(each.mesh, sharded, is_shared)
                 answers[sides] = groups.setdefault(ranks, []), shards_of(each.shape, each.placements, ranks), flops
             placed, shards, flops = answers[sides]
-            placed.append(PlacedMatrix(index, matrix, shards.pieces(matrix), flops))
+            pieces = shards.pieces(matrix)
+            spec = MatrixSpec(name=matrix.name, rows=matrix.rows, cols=matrix.cols, flops=flops, shards=pieces.on_ranks)
+            placed.append(PlacedMatrix(index, matrix, pieces, spec))
     return sorted(groups.items(), key=lambda item: item[0].spans_replicas)
 
 
@@ -223,22 +223,22 @@ class _ParameterShards:
         self._ranks = ranks
         self._shards = Shards(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
-        self._held: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._on_ranks: dict[tuple[object, ...], MatrixShards] = {}
 
     def pieces(self, matrix: LogicalMatrix) -> Pieces:
         """Where a matrix of such a parameter lies."""
         box = matrix.box
         if box not in self._known:
             pattern = self._shards.pattern(box)
-            if pattern not in self._held:
-                self._held[pattern] = self._count(matrix)
+            if pattern not in self._on_ranks:
+                self._on_ranks[pattern] = self._count(matrix)
             outer = self._shards.boxes[self._ranks.rank]
             mine = outer.intersect(box)
             slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
-            self._known[box] = Pieces(box, self._shards, self._held[pattern], slices)
+            self._known[box] = Pieces(box, self._shards, self._on_ranks[pattern], slices)
         return self._known[box]
 
-    def _count(self, matrix: LogicalMatrix) -> tuple[int, ...]:
+    def _count(self, matrix: LogicalMatrix) -> MatrixShards:
         """Elements of the matrix on each rank."""
         by_rank, replica_of = self._shards.pieces(matrix.box), self._ranks.replica_of
         own = replica_of[self._ranks.rank]
@@ -248,25 +248,8 @@ class _ParameterShards:
                 f"the shards of {matrix.name} are no contiguous parts that make up the whole: {replica[:4]}; "
                 "ParallelMuon does not take this order of sharding"
             )
-        return tuple(by_rank[rank].numel if rank in by_rank else 0 for rank in range(self._ranks.size))
-
-
-def matrix_specs(matrices: Sequence[PlacedMatrix]) -> tuple[MatrixSpec, ...]:
-    """What the planner must know of each matrix."""
-    # Equal tuples are one object: the planner is fast for those.
-    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
-    held = {pieces: shared.setdefault(pieces.held, pieces.held) for pieces in {each.pieces: None for each in matrices}}
-    return tuple(
-        MatrixSpec(
-            name=each.matrix.name,
-            numel=each.matrix.rows * each.matrix.cols,
-            flops=each.flops,
-            held=held[each.pieces],
-            rows=each.matrix.rows,
-            cols=each.matrix.cols,
-        )
-        for each in matrices
-    )
+        held = [by_rank[rank].numel if rank in by_rank else 0 for rank in range(self._ranks.size)]
+        return MatrixShards(held, replica_of)
 
 
 def loads_so_far(ranks: ExchangeRanks, earlier: Sequence[PlannedExchange], itemsize: int) -> list[tuple[int, int]]:
@@ -280,10 +263,10 @@ def loads_so_far(ranks: ExchangeRanks, earlier: Sequence[PlannedExchange], items
         if each.ranks.mesh is not ranks.mesh:
             continue
         owned = [(0, 0)] * each.ranks.size
-        for spec, owners in zip(each.specs, each.plan.owners, strict=True):
+        for placed, owners in zip(each.matrices, each.plan.owners, strict=True):
             for owner in owners:
                 flops, size = owned[owner]
-                owned[owner] = flops + spec.flops, size + spec.numel * itemsize
+                owned[owner] = flops + placed.spec.flops, size + placed.spec.numel * itemsize
         # Replicas of the earlier group on other ranks of the mesh do the same as this one.
         common = [axis for axis in each.ranks.mesh_axes if axis in ranks.mesh_axes]
         largest: dict[Coordinate, tuple[int, int]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lightning_muon.schedule.assign import Load, Strategy, assign_owners
-from lightning_muon.schedule.matrix_shards import ShardedMatrices
+from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 from lightning_muon.schedule.traffic import Owners, Traffic, count_elements
 
@@ -37,7 +37,7 @@ class MuonPlan:
 
 
 def plan_step(
-    matrices: ShardedMatrices,
+    specs: Sequence[MatrixSpec],
     *,
     itemsize: int,
     chunk_bytes: int,
@@ -46,7 +46,9 @@ def plan_step(
     key_prefix: str = "",
     ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
-    """Assign owners and buckets, from sizes alone, so that every rank makes the same plan.
+    """Assign owners and buckets of the matrices of one exchange group, in the order of the forward pass.
+
+    From sizes alone, so that every rank makes the same plan.
 
     The program is serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
 
@@ -54,10 +56,11 @@ def plan_step(
     element on the wire; ``loads`` are what each rank has to do already, for example for other exchange groups.
     ``ranks`` are those whose ops to list, at least one, all by default: a rank that runs the plan needs only its own.
     """
-    num_ranks = matrices.num_ranks
-    costs = [spec.flops for spec in matrices.specs]
-    sizes = [spec.numel * itemsize for spec in matrices.specs]
-    sole_holders = [shards.sole_holder for shards in matrices.shards]
+    replica_of = specs[0].shards.replica_of
+    num_ranks = len(replica_of)
+    costs = [spec.flops for spec in specs]
+    sizes = [spec.numel * itemsize for spec in specs]
+    sole_holders = [spec.shards.sole_holder for spec in specs]
     buckets = fill_buckets(
         sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, chunk_bytes=chunk_bytes
     )
@@ -73,13 +76,13 @@ def plan_step(
     flops = [0] * num_ranks
     for rank, (_, cost) in chain.from_iterable(by_rank.items() for by_rank in shares):
         flops[rank] += cost
-    traffic = [count_elements({matrix: owners[matrix] for matrix in bucket}, matrices) for bucket in buckets]
+    traffic = [count_elements({matrix: owners[matrix] for matrix in bucket}, specs) for bucket in buckets]
     # A plan none of whose gathers moves anything (replicated parameters) has no gathers, and one none of whose scatters
     # does (every rank owns everything) has no scatters.
     wire = _Wire(
         group=tuple(range(num_ranks)),
         itemsize=itemsize,
-        has_replicas=len(set(matrices.replica_of)) > 1,
+        has_replicas=len(set(replica_of)) > 1,
         has_gathers=any(any(each.gather_received) for each in traffic),
         has_scatters=any(any(received) for each in traffic for received in each.scatter_received),
     )

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_muon.schedule.matrix_shards import MatrixShards, ShardedMatrices
+from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 
 Owners = tuple[int, ...]
 """Ranks of the exchange group that run Newton-Schulz for a matrix, ascending."""
@@ -35,26 +35,26 @@ class Traffic:
     scatter_received: tuple[list[int], list[int]]
 
 
-def count_elements(owners: Mapping[int, Owners], matrices: ShardedMatrices) -> Traffic:
+def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) -> Traffic:
     """Count what the given matrices (index -> owners) cost each rank.
 
     Takes time in the number of matrices plus, for each different :class:`~.matrix_shards.MatrixShards`, the number of
     ranks; pairs of ranks are not looked at.
     """
-    replica_of = matrices.replica_of
-    held, owned, gather_sent, gather_received = ([0] * matrices.num_ranks for _ in range(4))
-    sent_within, sent_between, received_within, received_between = ([0] * matrices.num_ranks for _ in range(4))
+    replica_of = specs[0].shards.replica_of
+    held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
+    sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
     num_alike: Counter[MatrixShards] = Counter()
     # (shards, replica) -> owners there, and matrices with an owner there.
     served: defaultdict[tuple[MatrixShards, int], list[int]] = defaultdict(lambda: [0, 0])
-    alike = Counter((matrices.shards[matrix], chosen) for matrix, chosen in owners.items())
-    for (shards, chosen), times in alike.items():
+    alike = Counter((specs[matrix].shards, specs[matrix].numel, chosen) for matrix, chosen in owners.items())
+    for (shards, whole, chosen), times in alike.items():
         num_alike[shards] += times
         owners_in: dict[int, list[int]] = {}
         for owner in chosen:
             owners_in.setdefault(replica_of[owner], []).append(owner)
         for replica, members in owners_in.items():
-            numel = shards.replica_numel.get(replica, 0)
+            numel = whole if replica in shards.by_replica else 0
             served[shards, replica][0] += times * len(members)
             served[shards, replica][1] += times
             for owner in members:
@@ -65,9 +65,7 @@ def count_elements(owners: Mapping[int, Owners], matrices: ShardedMatrices) -> T
                 gather_sent[owner] -= own
                 received_within[owner] -= own
             sent_within[members[0]] += times * (numel - sum(shards.held[owner] for owner in members))
-        sent_between[chosen[0]] += times * (
-            shards.total - sum(shards.replica_numel.get(replica, 0) for replica in owners_in)
-        )
+        sent_between[chosen[0]] += times * whole * len(shards.by_replica.keys() - owners_in)
     for shards, times in num_alike.items():
         for replica, holders in shards.by_replica.items():
             num_owners, num_served = served[shards, replica]
@@ -86,15 +84,16 @@ def count_elements(owners: Mapping[int, Owners], matrices: ShardedMatrices) -> T
     )
 
 
-def traffic_floor(owners: Sequence[Owners], matrices: ShardedMatrices) -> tuple[int, int]:
+def traffic_floor(owners: Sequence[Owners], specs: Sequence[MatrixSpec]) -> tuple[int, int]:
     """Fewest elements with which the first owner of each matrix can compute it and tell all others.
 
     Within the replicas, all of a matrix but the owner's piece has to reach the owner in the gather, and as much has to
     go back in the scatter. Between replicas, the scatter brings the whole update to each one but the owner's.
     """
     within, between = 0, 0
-    for shards, (first, *_) in zip(matrices.shards, owners, strict=True):
-        in_replica = shards.replica_numel.get(matrices.replica_of[first], 0)
-        within += in_replica - shards.held[first]
-        between += shards.total - in_replica
+    for spec, (first, *_) in zip(specs, owners, strict=True):
+        replicas = spec.shards.by_replica
+        is_there = spec.shards.replica_of[first] in replicas
+        within += is_there * spec.numel - spec.shards.held[first]
+        between += (len(replicas) - is_there) * spec.numel
     return within, between

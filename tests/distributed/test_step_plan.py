@@ -39,7 +39,7 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
             group.axes.size,
             group.replica_of,
             [job.matrix.name for job in group.jobs],
-            [list(job.pieces.held) for job in group.jobs],
+            [list(job.pieces.on_ranks.held) for job in group.jobs],
         )
         for group in plan_for(tensors, dedupe=dedupe).exchange_groups
     ]
@@ -137,8 +137,8 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     model = ModelShapes(name="m", source="", parameters=tuple(parameters))
     outcomes = {each.name: each for each in compare_strategies(model, Mesh(replicate=2, shard=2), options)}
     outcome = outcomes[GRID if dedupe == "always" else PIPELINE]
-    held = [spec.held for spec in outcome.matrices.specs]
-    return [(outcome.plan.owners, group.plan.owners), (held, [job.pieces.held for job in group.jobs])]
+    held = [spec.shards.held for spec in outcome.specs]
+    return [(outcome.plan.owners, group.plan.owners), (held, [job.pieces.on_ranks.held for job in group.jobs])]
 
 
 @pytest.mark.parametrize("dedupe", ["always", "never"])

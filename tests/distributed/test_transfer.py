@@ -16,7 +16,7 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.traffic import count_elements, traffic_floor
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
@@ -84,12 +84,11 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
             for job, piece in zip(transfer.jobs, pieces, strict=True):
                 is_right &= torch.equal(updates[job], 2 * piece)
     specs = [
-        MatrixSpec(name=job.matrix.name, numel=job.matrix.box.numel, flops=1, held=job.pieces.held)
+        MatrixSpec(name="", rows=job.matrix.rows, cols=job.matrix.cols, flops=1, shards=job.pieces.on_ranks)
         for job in group.jobs
     ]
-    matrices = sharded_matrices(specs, group.replica_of)
-    planned = count_elements(dict(enumerate(group.plan.owners)), matrices)
-    within, between = traffic_floor(group.plan.owners, matrices)
+    planned = count_elements(dict(enumerate(group.plan.owners)), specs)
+    within, between = traffic_floor(group.plan.owners, specs)
     return {
         "is_right": is_right,
         "sent": wire.sent.total(),

@@ -137,7 +137,7 @@ def test_costs_are_those_of_newton_schulz_and_adamw() -> None:
     )
     model = ModelShapes(name="model", source="", parameters=parameters)
     outcome = compare_strategies(model, Mesh(replicate=1, shard=4), replace(_OPTIONS, ns_steps=3))[2]
-    assert [(spec.name, spec.held, spec.flops) for spec in outcome.matrices.specs] == [
+    assert [(spec.name, spec.shards.held, spec.flops) for spec in outcome.specs] == [
         ("a", (12, 12, 12, 4), newton_schulz_flops(10, 4, 3))
     ]
     # Rows of the bias: 3, 3, 3, 1; the scalar lies on the first rank. 28 bytes move for each element.

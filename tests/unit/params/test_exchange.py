@@ -9,13 +9,16 @@ from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
     ParameterToPlan,
+    Pieces,
+    PlacedMatrix,
     PlannedExchange,
     PlanOptions,
     loads_so_far,
     plan_exchanges,
 )
+from lightning_muon.params.logical import Box, LogicalMatrix, Shards
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import plan_step
 
 LOCAL = MeshRanks.of_shape(())
@@ -35,12 +38,18 @@ def test_every_rank_comes_to_the_same_owners() -> None:
             for i, (shape, places) in enumerate([*placements.items()] * 2)
         ]
         found.append(plan_exchanges(parameters, OPTIONS))
-    descriptions = [[(each.specs, each.plan.owners, each.ranks.replica_of) for each in plans] for plans in found]
+    descriptions = [
+        [
+            ([matrix.spec.shards.held for matrix in each.matrices], each.plan.owners, each.ranks.replica_of)
+            for each in plans
+        ]
+        for plans in found
+    ]
     assert descriptions == descriptions[:1] * 6
     sharded, replicated = descriptions[0]
-    assert [spec.held for spec in sharded[0]] == [(35, 35, 21) * 2, (9, 9, 0) * 2] * 2
+    assert sharded[0] == [(35, 35, 21) * 2, (9, 9, 0) * 2] * 2
     assert sharded[2] == (0, 0, 0, 1, 1, 1)
-    assert [spec.held for spec in replicated[0]] == [(16,) * 6] * 2
+    assert replicated[0] == [(16,) * 6] * 2
 
 
 GRID = ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -62,10 +71,13 @@ def _ranks(mesh_axes: tuple[int, ...], coordinates: tuple, replicas: tuple[int, 
     ids=["repeated", "replicas"],
 )
 def test_loads_are_equal_in_all_replicas(earlier: ExchangeRanks, later: list, rank_of_owner: int) -> None:
-    specs = (MatrixSpec(name="w", numel=8, flops=100, held=(8 // earlier.size,) * earlier.size),)
-    plan = plan_step(sharded_matrices(specs, [0] * earlier.size), itemsize=2, chunk_bytes=1)
+    shards = MatrixShards([8 // earlier.size] * earlier.size, [0] * earlier.size)
+    spec = MatrixSpec(name="w", rows=8, cols=1, flops=100, shards=shards)
+    plan = plan_step([spec], itemsize=2, chunk_bytes=1)
     (owner,) = plan.owners[0]
-    planned = [PlannedExchange(earlier, (), specs, plan)]
+    matrix = LogicalMatrix("w", Box((0, 0), (8, 1)), 8, 1)
+    pieces = Pieces(matrix.box, Shards([matrix.box]), shards, None)
+    planned = [PlannedExchange(earlier, (PlacedMatrix(0, matrix, pieces, spec),), plan)]
     expected = [(100, 16) if place == owner // rank_of_owner else (0, 0) for place in (0, 1)]
     for ranks in later:
         assert loads_so_far(ranks, planned, itemsize=2) == expected * (ranks.size // 2)

@@ -7,30 +7,33 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
+from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 from lightning_muon.schedule.program import Op, OpKind, Program
+
+
+def spec(name: str, numel: int, held: Sequence[int], replica_of: Sequence[int], *, flops: int = 1) -> MatrixSpec:
+    """A matrix of one column."""
+    return MatrixSpec(name=name, rows=numel, cols=1, flops=flops, shards=MatrixShards(held, replica_of))
 
 
 def sharded(
     numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None
 ) -> list[MatrixSpec]:
     """Matrices cut as evenly as torch.chunk does, in each replica; rank = replica * shards + shard."""
-    num_shards = num_ranks // num_replicas
+    num_shards, replica_of = num_ranks // num_replicas, grid(num_replicas, num_ranks // num_replicas)
     specs: list[MatrixSpec] = []
     for index, numel in enumerate(numels):
         part = -(-numel // num_shards)
         pieces = tuple(max(0, min(part, numel - part * shard)) for shard in range(num_shards))
         cost = flops[index] if flops is not None else numel
-        specs.append(MatrixSpec(name=f"w{index}", numel=numel, flops=cost, held=pieces * num_replicas))
+        specs.append(spec(f"w{index}", numel, pieces * num_replicas, replica_of, flops=cost))
     return specs
 
 
 def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
     """Matrices of which every rank has all."""
-    return [
-        MatrixSpec(name=f"w{i}", numel=numel, flops=numel, held=(numel,) * num_ranks) for i, numel in enumerate(numels)
-    ]
+    return [spec(f"w{i}", numel, (numel,) * num_ranks, range(num_ranks), flops=numel) for i, numel in enumerate(numels)]
 
 
 def grid(num_replicas: int, num_shards: int) -> list[int]:
@@ -38,10 +41,9 @@ def grid(num_replicas: int, num_shards: int) -> list[int]:
     return [replica for replica in range(num_replicas) for _ in range(num_shards)]
 
 
-def plan_of(specs: list[MatrixSpec], replica_of: Sequence[int] | None = None, **options: Any) -> MuonPlan:
-    """The plan of one replica, unless ``replica_of`` says more, with one matrix per owner in a bucket."""
-    replica_of = [0] * len(specs[0].held) if replica_of is None else replica_of
-    return plan_step(sharded_matrices(specs, replica_of), **({"itemsize": 2, "chunk_bytes": 1} | options))
+def plan_of(specs: list[MatrixSpec], **options: Any) -> MuonPlan:
+    """The plan with one matrix per owner in a bucket."""
+    return plan_step(specs, **({"itemsize": 2, "chunk_bytes": 1} | options))
 
 
 def with_adamw(program: Program, size: int = 1) -> Program:
@@ -56,7 +58,6 @@ def plans(draw: st.DrawFn) -> MuonPlan:
     num_ranks = num_replicas * num_shards
     return plan_of(
         sharded(draw(st.lists(st.integers(1, 60), min_size=1, max_size=20)), num_ranks, num_replicas),
-        grid(num_replicas, num_shards),
         chunk_bytes=draw(st.integers(1, 300)),
         strategy=draw(st.sampled_from(["lpt", "round_robin", "redundant"])),
     )

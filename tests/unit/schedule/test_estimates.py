@@ -18,7 +18,7 @@ from lightning_muon.schedule.estimates import (
     shard_exchanges,
     sharing_pays,
 )
-from lightning_muon.schedule.matrix_shards import MatrixSpec
+from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import IN_STEP, OpKind, Program, branch, without_absent
@@ -64,10 +64,9 @@ def test_sharing_pays_from_a_size_of_matrices_on(
 
 
 def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
-    held = (rows * cols // num_ranks,) * num_ranks
-    flops = newton_schulz_flops(rows, cols, 5)
-    specs = [MatrixSpec(name=f"w{i}", numel=rows * cols, flops=flops, held=held) for i in range(num_matrices)]
-    return plan_of(specs, chunk_bytes=4 * 2**20)
+    shards = MatrixShards([rows * cols // num_ranks] * num_ranks, [0] * num_ranks)
+    spec = MatrixSpec(name="w", rows=rows, cols=cols, flops=newton_schulz_flops(rows, cols, 5), shards=shards)
+    return plan_of([spec] * num_matrices, chunk_bytes=4 * 2**20)
 
 
 def _after_early(program: Program) -> Program:
@@ -130,7 +129,7 @@ def test_one_bucket_has_no_head_start_and_none_no_estimate() -> None:
     # Its last gradient is there when backward ends.
     found = _estimate(_plan(8, 1024, 1024, 8).program, replace(H100, bandwidth=(1e6,)))
     assert found is not None and not found.pays
-    assert _estimate(plan_of(replicated([60, 60], 2), [0, 1]).program, H100) is None
+    assert _estimate(plan_of(replicated([60, 60], 2)).program, H100) is None
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu"])

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.matrix_shards import MatrixSpec, sharded_matrices
 from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.program import COMPUTE, TRANSFER
 from lightning_muon.schedule.validate import check_step
-from tests.unit.schedule.specs import grid, plan_of, replicated, sharded
+from tests.unit.schedule.specs import plan_of, replicated, sharded, spec
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_bytes_are_those_of_packing_sending_and_reading() -> None:
 
 
 def test_on_a_grid_only_updates_travel_between_replicas() -> None:
-    program = plan_of(sharded([12], 4, 2), grid(2, 2), itemsize=1).program
+    program = plan_of(sharded([12], 4, 2), itemsize=1).program
     gathers, scatters = ([ops[index] for ops in program.values()] for index in (1, 3))
     assert [op.axis_bytes for op in gathers] == [(6, 0), (6, 0), (0, 0), (0, 0)]
     assert [op.axis_bytes for op in scatters] == [(6, 12), (6, 0), (0, 6), (0, 6)]
@@ -81,11 +80,11 @@ def test_on_a_grid_only_updates_travel_between_replicas() -> None:
 
 def test_ops_that_move_nothing_on_any_rank_are_left_out() -> None:
     whole = replicated([6, 6], 2)
-    plan = plan_of(whole, [0, 1], itemsize=4, chunk_bytes=100)
+    plan = plan_of(whole, itemsize=4, chunk_bytes=100)
     assert [op.kind for op in plan.program[0]] == ["momentum", "newton_schulz", "scatter", "update"]
     scatter = plan.program[0][2]
     assert (scatter.bytes, scatter.axis_bytes, scatter.memory) == (24, (0, 24), 24)
-    for plan in (plan_of(whole, [0, 1], strategy="redundant", chunk_bytes=100), plan_of(sharded([6, 0], 1))):
+    for plan in (plan_of(whole, strategy="redundant", chunk_bytes=100), plan_of(sharded([6, 0], 1))):
         assert [op.kind for op in plan.program[0]][:3] == ["momentum", "newton_schulz", "update"]
 
 
@@ -100,7 +99,7 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
     numels: list[int], mesh: tuple[int, int], chunk_bytes: int, strategy: str
 ) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    plan = plan_of(specs, grid(*mesh), itemsize=1, chunk_bytes=chunk_bytes, strategy=strategy)
+    plan = plan_of(specs, itemsize=1, chunk_bytes=chunk_bytes, strategy=strategy)
     assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
     assert all(len(owners) == 1 for owners in plan.owners)
     assert sum(plan.flops) == sum(numels)
@@ -112,13 +111,13 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
         for op in ops:
             memory[op.kind] += op.memory
     # What all ranks receive is what has to arrive; matrices that lie on one rank do not travel.
-    own = sum(spec.held[owners[0]] for spec, owners in zip(specs, plan.owners, strict=True))
+    own = sum(spec.shards.held[owners[0]] for spec, owners in zip(specs, plan.owners, strict=True))
     assert memory["momentum"] == memory["gather"] == sum(numels) - own
     assert memory["newton_schulz"] == memory["scatter"] == mesh[0] * sum(numels) - own
 
 
 def test_a_matrix_on_one_rank_stays_there() -> None:
-    local = MatrixSpec(name="local", numel=100, flops=100, held=(0, 100))
+    local = spec("local", 100, (0, 100), (0, 0), flops=100)
     plan = plan_of([local, *sharded([60, 40], 2)], itemsize=4, chunk_bytes=10**6)
     assert (plan.owners, plan.flops, plan.buckets) == (((1,), (0,), (0,)), (100, 100), ((0,), (2, 1)))
     for rank, (cost, held, items) in enumerate([(0, 0, ()), (100, 100, (0,))]):
@@ -146,9 +145,9 @@ def test_a_wrong_strategy_is_named() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["lpt", "round_robin", "redundant"])
-@pytest.mark.parametrize("replica_of", [[0] * 4, grid(2, 2)], ids=str)
-def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, replica_of: list[int]) -> None:
-    matrices = sharded_matrices(sharded([40, 12, 9, 31, 8, 8], 4, len(set(replica_of))), replica_of)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
+    matrices = sharded([40, 12, 9, 31, 8, 8], 4, num_replicas)
     options: dict[str, Any] = {"itemsize": 2, "chunk_bytes": 40, "strategy": strategy}
     everything = plan_step(matrices, **options)
     for rank in range(4):
