@@ -12,10 +12,6 @@ from lightning_muon.schedule.program import Op, Program
 NAMED = 8
 
 
-class DeadlockError(ValueError):
-    """Ops wait for each other and none of them can begin."""
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """Ops that begin and end together: one op, or the ops of all ranks of a communication."""
@@ -36,7 +32,7 @@ class Graph:
     waits: list[list[int]]
 
     def order(self) -> Iterator[int]:
-        """Nodes, each behind all that it waits for; ends with a :class:`DeadlockError` if some can never begin."""
+        """Nodes, each behind all that it waits for; ends with a ``ValueError`` if some can never begin."""
         missing = [node.num_members - len(node.ops) for node in self.nodes]
         for op, before in enumerate(self.waits):
             missing[self.node_of[op]] += len(before)
@@ -51,32 +47,22 @@ class Graph:
                 if not missing[later]:
                     ready.append(later)
         if not all(done):
-            raise DeadlockError(self._explain(done))
+            raise ValueError(self._explain(done))
 
     def _explain(self, done: list[bool]) -> str:
+        """What the first op of each rank that cannot begin waits for."""
         stuck = [op for op in range(len(self.ops)) if not done[self.node_of[op]]]
-        # Ops behind a stuck op of their lane say nothing; in a cycle within one lane there are no others.
-        heads = [op for op in stuck if not any(self._is_behind(op, other, done) for other in self.waits[op])] or stuck
-        lines = [f"{where(self.ops[op])} waits for {self._reason(op, done)}" for op in heads[:NAMED]]
-        more = f"; and {len(heads) - NAMED} more" if len(heads) > NAMED else ""
+        firsts = list({self.ops[op].rank: op for op in reversed(stuck)}.values())[::-1]
+        lines = [f"{where(self.ops[op])} waits for {self._reason(op, done)}" for op in firsts[:NAMED]]
+        more = f"; and {len(firsts) - NAMED} more ranks" if len(firsts) > NAMED else ""
         return f"deadlock, {len(stuck)} ops can never begin: " + "; ".join(lines) + more
 
-    def _is_behind(self, op: int, other: int, done: list[bool]) -> bool:
-        return self.ops[other].lane == self.ops[op].lane and not done[self.node_of[other]] and other < op
-
     def _reason(self, op: int, done: list[bool]) -> str:
-        own = [other for other in self.waits[op] if not done[self.node_of[other]]]
-        if own:
-            return ", ".join(self.ops[other].name for other in own)
-        node = self.nodes[self.node_of[op]]
-        absent = set(self.ops[op].group) - {self.ops[member].rank for member in node.ops}
-        late = [
-            f"rank {self.ops[member].rank} (at {self.ops[other].name})"
-            for member in node.ops
-            for other in self.waits[member]
-            if not done[self.node_of[other]]
-        ]
-        return ", ".join([*(f"rank {rank} (which has no such op)" for rank in sorted(absent)), *late][:NAMED])
+        own = [self.ops[other].name for other in self.waits[op] if not done[self.node_of[other]]]
+        members = self.nodes[self.node_of[op]].ops
+        here = [each for each in members if all(done[self.node_of[other]] for other in self.waits[each])]
+        absent = set(self.ops[op].group).difference(self.ops[each].rank for each in here)
+        return ", ".join(own or [f"rank {rank}" for rank in sorted(absent)][:NAMED])
 
 
 def build_graph(program: Program) -> Graph:
@@ -84,12 +70,16 @@ def build_graph(program: Program) -> Graph:
     ops = [op for listed in program.values() for op in listed]
     nodes: list[Node] = []
     node_of: list[int] = []
-    groups = Groups()
+    # By identity, since groups of thousands of ranks are long; ids stay valid while the program lives.
+    groups: dict[int, frozenset[int]] = {}
     shared: dict[tuple[str, frozenset[int]], int] = {}
     for index, op in enumerate(ops):
         place = len(nodes)
         if len(op.group) > 1:
-            place = shared.setdefault((op.name, groups.of(op)), place)
+            group = groups.get(id(op.group)) or groups.setdefault(id(op.group), frozenset(op.group))
+            if op.rank not in group or len(group) != len(op.group):
+                raise ValueError(f"{where(op)} is a communication of {op.group[:NAMED]}; it must be in there, and once")
+            place = shared.setdefault((op.name, group), place)
         if place == len(nodes):
             nodes.append(Node([], len(op.group) or 1, []))
         nodes[place].ops.append(index)
@@ -122,25 +112,6 @@ def _waits_of_rank(ops: list[Op], first: int) -> list[list[int]]:
         last[op.lane] = index
         waits.append(before)
     return waits
-
-
-class Groups:
-    """The ranks of each communication as a set, made once for each tuple: those of thousands of ranks are long."""
-
-    def __init__(self) -> None:
-        # By identity; ids stay valid while the program lives.
-        self._known: dict[int, frozenset[int]] = {}
-
-    def of(self, op: Op) -> frozenset[int]:
-        """Raises a ``ValueError`` if the op's own rank is not in its group, or a rank is in it twice."""
-        members = self._known.get(id(op.group))
-        if members is None:
-            members = self._known[id(op.group)] = frozenset(op.group)
-            if len(members) != len(op.group):
-                raise ValueError(f"{where(op)} has a rank twice in its group {op.group[:NAMED]}")
-        if op.rank not in members:
-            raise ValueError(f"{where(op)} is a communication of ranks {op.group[:NAMED]}, to which it does not belong")
-        return members
 
 
 def where(op: Op) -> str:

@@ -75,7 +75,7 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
 
     An op begins when the one before it in its lane and all of its ``deps`` have ended and, for a communication, when
     that holds on all ranks of its group. A communication takes as long as its slowest member. Raises
-    :class:`~.graph.DeadlockError` where ops wait for each other. Takes time in the number of ops and dependencies.
+    a ``ValueError`` where ops wait for each other. Takes time in the number of ops and dependencies.
     """
     graph = build_graph(program)
     start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
