@@ -66,18 +66,6 @@ def is_placeholder_optimizer(package: LightningPackage, optimizer: torch.optim.O
     return isinstance(optimizer, package.module("core.optimizer")._MockOptimizer)
 
 
-def with_hook_before_step(plugin_class: type[Any]) -> type[Any]:
-    """A subclass of a precision plugin that calls ``self.before_step(optimizer)`` between clipping and the step."""
-
-    class WithHook(plugin_class):
-        def _wrap_closure(self, model: Any, optimizer: Any, closure: Any) -> Any:
-            result = super()._wrap_closure(model, optimizer, closure)
-            self.before_step(optimizer)
-            return result
-
-    return WithHook
-
-
 def set_no_backward_sync(strategy: Any, no_sync: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
     """Make ``no_sync`` what ``fabric.no_backward_sync(model)`` enters, with what ``setup_module`` has returned."""
 

@@ -59,9 +59,9 @@ class TrainingEngine:
 
     A framework calls, in this order: :meth:`shard`; for a training :meth:`attach`; for each micro-batch
     :meth:`around_forward` and :meth:`around_backward`, all but the last of a step inside :meth:`no_sync`; clipping;
-    :meth:`step`, or :meth:`around_step` with :meth:`before_step` inside; around an evaluation :meth:`begin_evaluation`
-    and :meth:`end_evaluation`; at last :meth:`end_training` and :meth:`close`. Methods are collective over the mesh
-    unless they say that they are local; every rank must call them.
+    :meth:`step`; around an evaluation :meth:`begin_evaluation` and :meth:`end_evaluation`; at last :meth:`end_training`
+    and :meth:`close`. Methods are collective over the mesh unless they say that they are local; every rank must call
+    them.
     """
 
     def __init__(
@@ -302,27 +302,6 @@ class TrainingEngine:
             self.finish_gradients()
             clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call it after clipping: an optimizer that does not look for NaN itself gets no gradients if there is one."""
-        if not self._is_attached or isinstance(optimizer, PlannedOptimizer):
-            return
-        parameters = parameters_of(optimizer)
-        named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
-        check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
-        if check.observe(find_nonfinite(parameters, named, layout=self.mode.layout)):
-            for parameter in parameters:
-                parameter.grad = None
-
-    @contextmanager
-    def around_step(self) -> Generator[None]:
-        """Enter it around the step of an optimizer, with its closure."""
-        with self.explaining():
-            yield
-            self.mode.end_step()
-        self.has_run = False
-        if self._guard is not None:
-            self._guard.end_step()
-
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
     ) -> Any:
@@ -332,10 +311,10 @@ class TrainingEngine:
             result = None if closure is None else closure()
             self._require_reduced("optimizer.step")
             self.finish_gradients()
-            self.before_step(optimizer)
+            self._drop_nonfinite(optimizer)
             return result
 
-        with self.around_step():
+        with self.explaining():
             if closure is None:
                 with_whole_gradients()
                 result = take_step(optimizer)
@@ -343,6 +322,10 @@ class TrainingEngine:
                 result = take_step(optimizer, closure=with_whole_gradients)
             # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
             free_unsharded(self.module)
+            self.mode.end_step()
+        self.has_run = False
+        if self._guard is not None:
+            self._guard.end_step()
         return result
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
@@ -497,6 +480,17 @@ class TrainingEngine:
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "
                 "gradients of their own; run forward and backward of the last micro-batch of a step outside of it"
             )
+
+    def _drop_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that does not look for NaN and Inf itself gets no gradients if there is one."""
+        if isinstance(optimizer, PlannedOptimizer):
+            return
+        parameters = parameters_of(optimizer)
+        named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
+        check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
+        if check.observe(find_nonfinite(parameters, named, layout=self.mode.layout)):
+            for parameter in parameters:
+                parameter.grad = None
 
     def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those of ``parameters`` that the option ``clip_groups`` says."""

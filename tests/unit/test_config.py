@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon
+from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
 from lightning_muon.config import (
     MuonConfig,
     check_hyperparameters,
@@ -18,8 +18,6 @@ from lightning_muon.config import (
     unknown_option,
 )
 from lightning_muon.engine.options import Options
-from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
-from lightning_muon.integrations.lightning import ParallelMuonStrategy
 
 
 def test_the_defaults_are_valid_and_frozen() -> None:

@@ -307,20 +307,9 @@ class Entry(nn.Module):
         engine = _engine_with(self._engines, self.module)  # The module may have been set up again.
         with nullcontext() if engine is None else engine.around_forward(), _without_inference_mode():
             output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled() or not _may_require_grad(output):
+        if not torch.is_grad_enabled():
             free_unsharded(self.module)
         return output
-
-
-def _may_require_grad(output: Any) -> bool:
-    """Whether a backward pass may start from ``output``; of a type that is not known here one may."""
-    if isinstance(output, Tensor):
-        return output.requires_grad
-    if isinstance(output, Mapping):
-        return any(map(_may_require_grad, output.values()))
-    if isinstance(output, list | tuple):
-        return any(map(_may_require_grad, output))
-    return output is not None and not isinstance(output, bool | int | float | str)
 
 
 @contextmanager

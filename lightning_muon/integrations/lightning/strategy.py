@@ -24,14 +24,14 @@ from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.trainer import (
-    SigtermHandler,
     check_run,
+    first_callback,
+    gradient_readers,
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
     remove_default_optimizer,
     sharded_plugin,
-    wait_before_callbacks,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.sharding.fsdp_runtime import free_unsharded
@@ -60,7 +60,6 @@ class TrainerStrategy(MuonStrategy):
         self._engine: TrainingEngine | None = None
         self._checkpoint: TrainerCheckpoint | None = None
         self._first_callback: Any = None
-        self._sigterm = SigtermHandler()
         super()._begin(**arguments)
 
     # ---- before the first step
@@ -88,6 +87,8 @@ class TrainerStrategy(MuonStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
         self.accelerator.setup(trainer)
+        self._first_callback = first_callback(self.package, self.finish_parameters)
+        trainer.callbacks.insert(0, self._first_callback)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -117,9 +118,11 @@ class TrainerStrategy(MuonStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             self.precision_plugin.engine = engine
-            if engine.mode.parameters_arrive_late:
-                warn = self.package.fabric("utilities.rank_zero").rank_zero_warn
-                self._first_callback = wait_before_callbacks(trainer, self.package, self.finish_parameters, warn)
+            if engine.mode.parameters_arrive_late and (readers := gradient_readers(trainer, self.package)):
+                self.package.fabric("utilities.rank_zero").rank_zero_warn(
+                    f"{', '.join(readers)}: with sharding={self.options.sharding!r} no rank has whole gradients, so "
+                    "parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' instead"
+                )
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -157,7 +160,7 @@ class TrainerStrategy(MuonStrategy):
         engine = self._running_engine
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
-        with self._sigterm.ignored_after_error(), engine.around_forward():
+        with engine.around_forward():
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if output is None:
             free_unsharded(self.lightning_module)
@@ -176,7 +179,7 @@ class TrainerStrategy(MuonStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)  # type: ignore[misc]
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._sigterm.ignored_after_error(), self._running_engine.around_forward():
+        with self._running_engine.around_forward():
             output = step(*args, **kwargs)
         free_unsharded(self.lightning_module)
         return output
@@ -189,8 +192,7 @@ class TrainerStrategy(MuonStrategy):
         """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
         # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
         divided_by = self.lightning_module.trainer.accumulate_grad_batches
-        around = self._running_engine.around_backward(loss_divided_by=divided_by)
-        with self._sigterm.ignored_after_error(), around:
+        with self._running_engine.around_backward(loss_divided_by=divided_by):
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(
@@ -202,14 +204,8 @@ class TrainerStrategy(MuonStrategy):
     ) -> Any:
         """Step. Collective over all ranks; every rank must call it."""
         engine = self._running_engine
-
-        def with_whole_gradients() -> Any:
-            result = closure()
-            engine.finish_gradients()
-            return result
-
-        with self._sigterm.ignored_after_error(), engine.around_step():
-            result = super().optimizer_step(optimizer, with_whole_gradients, model, **kwargs)  # type: ignore[misc]
+        take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
+        result = engine.step(optimizer, take_step, closure)
         if skipped := engine.skipped_steps(optimizer):
             self.lightning_module.log("skipped_steps", float(skipped))
         return result
@@ -248,7 +244,6 @@ class TrainerStrategy(MuonStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
-        self._sigterm.ignore()
         if self._engine is not None:
             self._engine.failed(exception)
         super().on_exception(exception)  # type: ignore[misc]

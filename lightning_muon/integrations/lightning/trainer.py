@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
-from lightning_muon.compat.lightning import LightningPackage, with_hook_before_step
+from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
@@ -84,24 +84,27 @@ def reads_weights_between_steps(trainer: Any, options: Options, package: Lightni
     return any(_overrides(each, hook) for each, hook in places)
 
 
-def wait_before_callbacks(
-    trainer: Any, package: LightningPackage, finish: Callable[[], None], warn: Callable[[str], None]
-) -> Any:
-    """Make ``finish`` the first callback wherever a step may have been the last one for a while, and return it.
+def first_callback(package: LightningPackage, finish: Callable[[], None]) -> Any:
+    """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while."""
+    hooks: dict[str, Any] = dict.fromkeys(_AT_ENDS, lambda *_, **__: finish())
+    hooks["on_exception"] = lambda *_: _ignore_sigterm()
+    return type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
 
-    Warns of hooks of the module and of the user's callbacks that look for gradients, which no rank has.
+
+def _ignore_sigterm() -> None:
+    """After an error keep Lightning's handler of SIGTERM, which broadcasts, from hiding it.
+
+    Launchers send SIGTERM to the ranks that are left when one has failed, where the communication is broken: the
+    broadcast would raise in the middle of clearing up, in place of the error that says what has happened.
     """
+    if callable(signal.getsignal(signal.SIGTERM)) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:
+    """The hooks of the module and of the user's callbacks that look for gradients."""
     hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
-    readers = [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
-    if readers:
-        warn(
-            f"{', '.join(readers)}: with sharding={trainer.strategy.options.sharding!r} no rank has whole gradients, "
-            "so parameter.grad is None there, and changing it has no effect; use sharding='ddp' or 'fsdp' instead"
-        )
-    hooks = dict.fromkeys(_AT_ENDS, lambda *_, **__: finish())
-    first = type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
-    trainer.callbacks.insert(0, first)
-    return first
+    return [f"{type(each).__name__}.{hook}" for each in hooked for hook in _WITH_GRADIENTS if _overrides(each, hook)]
 
 
 def _is_of_user(callback: Any, package: LightningPackage) -> bool:
@@ -140,40 +143,6 @@ def has_default_optimizer(module: Any) -> bool:
     return getattr(vars(module).get("configure_optimizers"), "is_default", False)
 
 
-class SigtermHandler:
-    """Keeps Lightning's handler of SIGTERM, which broadcasts, from hiding an error; acts in the main thread only.
-
-    Launchers send SIGTERM to the ranks that are left when one has failed, where the communication is broken: the
-    broadcast then raises, in the middle of clearing up, and its error takes the place of the one that says what has
-    happened. So from an error on SIGTERM is ignored. If the program trains on, the handler is put back.
-    """
-
-    def __init__(self) -> None:
-        self._kept: Any = None
-
-    @contextmanager
-    def ignored_after_error(self) -> Generator[None]:
-        """Puts the handler back, and ignores SIGTERM once the block has raised; the end of an iteration is no error."""
-        if self._kept is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-                signal.signal(signal.SIGTERM, self._kept)
-            self._kept = None
-        try:
-            yield
-        except (StopIteration, GeneratorExit):
-            raise
-        except BaseException:
-            self.ignore()
-            raise
-
-    def ignore(self) -> None:
-        """From now on nothing happens on SIGTERM, if that was a function's business."""
-        handler = signal.getsignal(signal.SIGTERM)
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            self._kept = handler
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 class EngineGradients:
     """The part of a precision plugin that deals with gradients: the engine of the run does it."""
 
@@ -196,11 +165,6 @@ class EngineGradients:
         assert self.engine is not None, "the strategy's setup comes first"
         self.engine.clip_by_value(parameters_of(optimizer), clip_val)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are clipped. Collective over the meshes of the parameters; every rank must call it."""
-        if self.engine is not None:
-            self.engine.before_step(optimizer)
-
 
 def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     """The counterpart of Lightning's precision ``plugin`` whose gradients are the engine's business, or an error."""
@@ -208,21 +172,14 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         return plugin
     plugins, kind = package.module("plugins.precision"), type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
-    arguments: dict[tuple[type[Any], str], tuple[Any, ...]] = {
-        (plugins.MixedPrecision, "bf16-mixed"): ("bf16-mixed", getattr(plugin, "device", "cpu")),
-        (plugins.HalfPrecision, "bf16-true"): ("bf16-true",),
-        (plugins.Precision, precision): (),
-    }
-    if (kind, precision) in arguments:
-        # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
-        ours = type(f"Sharded{kind.__name__}", (EngineGradients, with_hook_before_step(kind)), {})
-        return ours(*arguments[kind, precision])
-    if precision in ("16-mixed", "16-true"):
+    supported = ((plugins.MixedPrecision, "bf16-mixed"), (plugins.HalfPrecision, "bf16-true"))
+    if kind is not plugins.Precision and (kind, precision) not in supported:
         raise ValueError(
-            f"precision={precision!r} is not supported by ParallelMuonStrategy: float16 needs loss scaling, "
-            "whose skipped steps the sharded optimizer cannot agree on; use precision='bf16-mixed' or 'bf16-true'"
+            f"precision={precision!r} ({kind.__name__}) is not supported by ParallelMuonStrategy; set Trainer("
+            f"precision=...) to one of {', '.join(map(repr, SUPPORTED))}, and pass no precision plugin (float16 needs "
+            "loss scaling, whose skipped steps the sharded optimizer cannot agree on)"
         )
-    raise ValueError(
-        f"ParallelMuonStrategy supports precision {', '.join(map(repr, SUPPORTED))}, got {kind.__name__} "
-        f"(precision {precision!r}); set Trainer(precision=...) to one of these and pass no precision plugin"
-    )
+    # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
+    ours = copy.copy(plugin)
+    ours.__class__ = type(f"Sharded{kind.__name__}", (EngineGradients, kind), {})
+    return ours

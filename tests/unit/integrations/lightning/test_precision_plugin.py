@@ -33,10 +33,10 @@ def test_a_supported_plugin_learns_to_clip_shards(name: str, args: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (("MixedPrecision", "16-mixed", "cpu"), "16-mixed.*use precision='bf16-mixed'"),
-        (("HalfPrecision", "16-true"), "16-true.*use precision='bf16-mixed'"),
-        (("DoublePrecision",), "got DoublePrecision"),
-        (("FSDPPrecision", "bf16-mixed"), "got FSDPPrecision"),
+        (("MixedPrecision", "16-mixed", "cpu"), "16-mixed.*'bf16-mixed'.*float16 needs loss scaling"),
+        (("HalfPrecision", "16-true"), "16-true"),
+        (("DoublePrecision",), "DoublePrecision"),
+        (("FSDPPrecision", "bf16-mixed"), "FSDPPrecision"),
     ],
 )
 def test_any_other_plugin_is_an_error(args: Any, match: str) -> None:
