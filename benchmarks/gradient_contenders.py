@@ -21,8 +21,8 @@ from lightning_muon import ParallelMuon
 from lightning_muon.monitor.ranks import this_device
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.fsdp_runtime import set_gradient_sync
 from lightning_muon.sharding.modes import make_mode
+from lightning_muon.sharding.shard_model import set_gradient_sync
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
 HEADS = 4

@@ -36,7 +36,7 @@ from lightning_muon.optim.parameters import BoundParameter, StateCompletion
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart
-from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.shard_model import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")

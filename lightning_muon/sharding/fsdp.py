@@ -35,15 +35,16 @@ from lightning_muon.compat.torch import (
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
-from lightning_muon.sharding.fsdp_runtime import (
+from lightning_muon.sharding.shard_model import (
     fsdp_modules,
     fsdp_roots,
     initialize_roots,
     own_places,
     set_gradient_divisor,
     set_gradient_sync,
+    shard_axis,
+    shard_model,
 )
-from lightning_muon.sharding.shard_model import shard_axis, shard_model
 from lightning_muon.sharding.weights import mesh_device
 
 _SECONDS_TO_FAIL_TOGETHER = 60.0

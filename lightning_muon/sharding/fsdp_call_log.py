@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import axis_group, backends, host_group
 from lightning_muon.comm.step_agreement import maxima_over
-from lightning_muon.sharding.fsdp_runtime import fsdp_modules, own_places
-from lightning_muon.sharding.shard_model import original_class
+from lightning_muon.sharding.shard_model import fsdp_modules, original_class, own_places
 
 # So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096

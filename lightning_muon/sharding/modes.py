@@ -78,23 +78,20 @@ class SingleProcess(ShardingMode):
             self._results.keep(parameter)
 
 
-class ReplicatedWeights(ShardingMode):
-    """Whole weights on every rank, and gradients that a reducer sums while backward runs."""
+class Ddp(ShardingMode):
+    """Whole weights on every rank; a reducer sums gradients while backward runs.
 
+    A ParallelMuon still orthogonalizes each matrix on one rank only.
+    """
+
+    name = "ddp"
     shards_weights = False
-
-    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
-        super().__init__(mesh, options)
-        self._attached_reducer: GradientReducer | None = None
+    takes = frozenset({"bucket_bytes"})
+    _reducer: GradientReducer | None = None
 
     @cached_property
     def _everyone(self) -> AxisGroup:
         return axis_group(self.mesh, tuple(range(self.mesh.ndim)))
-
-    @property
-    def _reducer(self) -> GradientReducer:
-        assert self._attached_reducer is not None, "attach comes first"
-        return self._attached_reducer
 
     @override
     def prepare(self, module: nn.Module) -> None:
@@ -120,41 +117,9 @@ class ReplicatedWeights(ShardingMode):
     def _watch_gradients(self, module: nn.Module, transport: Transport, bucket_bytes: int) -> GradientReducer:
         """Sum gradients from now on. Collective over the mesh; every rank must call it."""
         names = {parameter: name for name, parameter in names_of(module).items()}
-        self._attached_reducer = GradientReducer(
-            list(names), transport, self._everyone, names=names, bucket_bytes=bucket_bytes
-        )
-        return self._attached_reducer
-
-    def _restart_call_log(self) -> None:
-        if self.call_log is not None:
-            self.call_log.restart()
-
-    @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._reducer.no_sync()
-
-    @override
-    def set_gradient_divisor(self, divisor: float | None) -> None:
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
-
-    @override
-    def backward_failed(self) -> None:
-        if self._attached_reducer is not None:
-            self._attached_reducer.give_up()
-
-    @override
-    def close(self) -> None:
-        super().close()
-        if self._attached_reducer is not None:
-            self._attached_reducer.close()
-            self._attached_reducer = None
-
-
-class Ddp(ReplicatedWeights):
-    """Replicas; a ParallelMuon still orthogonalizes each matrix on one rank only."""
-
-    name = "ddp"
-    takes = frozenset({"bucket_bytes"})
+        reducer = GradientReducer(list(names), transport, self._everyone, names=names, bucket_bytes=bucket_bytes)
+        self._reducer = reducer
+        return reducer
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -165,12 +130,36 @@ class Ddp(ReplicatedWeights):
         attach_optimizers(module, optimizers, self.layout, step=reducer.step)
 
     @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert self._reducer is not None, "attach comes first"
+        return self._reducer.no_sync()
+
+    @override
+    def set_gradient_divisor(self, divisor: float | None) -> None:
+        assert self._reducer is not None, "attach comes first"
+        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+
+    @override
     def finish_gradients(self) -> None:
+        assert self._reducer is not None, "attach comes first"
         self.layout.agreed = self._reducer.finish()
-        self._restart_call_log()
+        if self.call_log is not None:
+            self.call_log.restart()
+
+    @override
+    def backward_failed(self) -> None:
+        if self._reducer is not None:
+            self._reducer.give_up()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
 
 
-class Zero2(ReplicatedWeights):
+class Zero2(Ddp):
     """Whole weights; gradients and optimizer state in shards over the last axis of the mesh.
 
     Gradients are reduced during backward to the rank that needs them: a matrix to its owner, who then orthogonalizes it
@@ -183,11 +172,8 @@ class Zero2(ReplicatedWeights):
     name = "zero2"
     parameters_arrive_late = True
     takes = frozenset({"bucket_bytes", "wrap_policy"})
-
-    def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
-        super().__init__(mesh, options)
-        self._all_gather: ParameterAllGather | None = None
-        self._root_parameters: Sequence[Tensor] = ()
+    _all_gather: ParameterAllGather | None = None
+    _root_parameters: Sequence[Tensor] = ()
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -239,7 +225,8 @@ class Zero2(ReplicatedWeights):
     def finish_gradients(self) -> None:
         assert isinstance(self.layout, ShardedLayout), "attach comes first"
         self.layout.finish_gradients()
-        self._restart_call_log()
+        if self.call_log is not None:
+            self.call_log.restart()
 
     @override
     def begin_forward(self) -> None:

@@ -206,7 +206,7 @@ def run_zero2(
     with (
         world(size) as simulation,
         Tracker(),
-        mock.patch("lightning_muon.sharding.modes.ReplicatedWeights.prepare"),
+        mock.patch("lightning_muon.sharding.modes.Ddp.prepare"),
     ):
         net = _Net(shapes)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())

@@ -23,9 +23,8 @@ from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.fsdp_runtime import free_unsharded
 from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.shard_model import WrapPolicy, free_unsharded
 
 _log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"

@@ -24,7 +24,7 @@ from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
-from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.shard_model import free_unsharded
 
 
 @takes_options(Options, ELSEWHERE)

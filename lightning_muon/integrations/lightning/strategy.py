@@ -34,7 +34,7 @@ from lightning_muon.integrations.lightning.trainer import (
     sharded_plugin,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
-from lightning_muon.sharding.fsdp_runtime import free_unsharded
+from lightning_muon.sharding.shard_model import free_unsharded
 
 
 @takes_options(Options, ELSEWHERE)

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.fsdp_runtime import free_unsharded, fsdp_modules
-from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.shard_model import free_unsharded, fsdp_modules, shard_model
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
 

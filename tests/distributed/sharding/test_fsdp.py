@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.fsdp_runtime import free_unsharded, initialize_roots, set_gradient_divisor
 from lightning_muon.sharding.modes import make_mode
-from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.shard_model import free_unsharded, initialize_roots, set_gradient_divisor, shard_model
 from tests.distributed.sharding.models import Net, assert_close, gradients_of, make_mesh, shard_net, tokens_of_all
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.fsdp_runtime import initialize_roots
-from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.shard_model import initialize_roots, shard_model
 from tests.distributed.sharding.models import (
     Block,
     Net,
