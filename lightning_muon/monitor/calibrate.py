@@ -192,28 +192,22 @@ def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]
 
 
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
-    """(Bytes sent by a rank, seconds) of an uneven all-to-all. Collective over ``group``; every rank must call it."""
+    """(Bytes sent by a rank, seconds) of an all-to-all. Collective over ``group``; every rank must call it."""
     device = this_device()
-    # What two ranks exchange depends on their distance, so that parts differ but every rank sends and gets the same.
-    weights = [(peer - group.rank) % group.size for peer in range(group.size)]
-    back = [(group.rank - peer) % group.size for peer in range(group.size)]
-    sent = [size * weight // sum(weights) for weight in weights]
-    received = [size * weight // sum(back) for weight in back]
-    to = parts(range(group.size), [(count,) for count in sent], group.size)
-    source = parts(range(group.size), [(count,) for count in received], group.size)
-    out = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-    into = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    counts = [0 if peer == group.rank else size // (group.size - 1) for peer in range(group.size)]
+    layout = parts(range(group.size), [(count,) for count in counts], group.size)
+    out, into = (torch.empty(layout.numel, dtype=torch.uint8, device=device) for _ in range(2))
     seconds: list[float] = []
     for _ in range(_NUM_MESSAGES):
         dist.barrier(group.group)
         started = time.monotonic()
-        for work in start_all_to_all(out, to, into, source, group):
+        for work in start_all_to_all(out, layout, into, layout, group):
             work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.monotonic() - started)
     # The first ones open connections.
-    return float(sum(sent)), median(seconds[_NUM_MESSAGES // 3 :])
+    return float(layout.numel), median(seconds[_NUM_MESSAGES // 3 :])
 
 
 def _agree(values: Sequence[float]) -> list[float]:

@@ -132,12 +132,7 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
 
 
 def _apply_patterns(
-    routes: list[Route],
-    places: Sequence[tuple[Use, ...]],
-    *,
-    adamw: Sequence[str],
-    muon: Sequence[str],
-    fused: Fused,
+    routes: list[Route], places: Sequence[tuple[Use, ...]], *, adamw: Sequence[str], muon: Sequence[str], fused: Fused
 ) -> dict[str, Route]:
     names = [use.name for uses in places for use in uses]
     for key, patterns in (("adamw_patterns", adamw), ("muon_patterns", muon), ("fused", fused)):

@@ -1,19 +1,15 @@
-"""Common architectures on two or more processes, against one process."""
+"""A common architecture on several processes, against one process."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.shard_model import free_unsharded, fsdp_modules, shard_model
-from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
+from tests.distributed.sharding.models import assert_close, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
 
 
@@ -44,47 +40,4 @@ def test_t5_keeps_its_ties_and_generates(gloo: ProcessPool) -> None:
     pytest.importorskip("transformers")
     for units, actual, expected in gloo.run(_t5, (2, 2), timeout=100.0):
         assert units == ["FSDPT5ForConditionalGeneration", *["FSDPT5Block"] * 4]
-        assert_close(actual, expected)
-
-
-class _LastOutput(nn.Module):
-    """``nn.LSTM`` keeps a list of its weights beside the attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 3, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
-def _train_and_evaluate() -> list[dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    batches = torch.randn(dist.get_world_size(), 2, 4, 5, generator=torch.Generator().manual_seed(1))
-    results: list[dict[str, Any]] = []
-    for is_sharded in (True, False):
-        torch.manual_seed(dist.get_rank() if is_sharded else 0)
-        net = nn.Sequential(_LastOutput(), nn.Linear(3, 2))
-        if is_sharded:
-            shard_model(net, mesh)
-            agreement = GradientAgreement(net, mesh)
-        for _ in range(2):
-            net.zero_grad()
-            net(batches[dist.get_rank()] if is_sharded else batches.flatten(0, 1)).square().mean().backward()
-            if is_sharded:
-                agreement.finish()
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
-        net.eval()
-        with torch.no_grad():
-            output = net(batches.flatten(0, 1))
-        free_unsharded(net)
-        weights = {f"new {name}": full(parameter.detach()) for name, parameter in net.named_parameters()}
-        results.append({"output": output, **gradients_of(net), **weights})
-    return results
-
-
-def test_a_recurrent_network_trains_as_in_one_process(gloo: ProcessPool) -> None:
-    for actual, expected in gloo.run(_train_and_evaluate, world_size=2, timeout=100.0):
         assert_close(actual, expected)

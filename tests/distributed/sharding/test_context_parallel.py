@@ -90,11 +90,7 @@ def _reference() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes"),
-    [
-        (4, {"replicate_size": 2, "context_size": 2}),
-        (3, {"context_size": 3}),
-    ],
+    ("world_size", "sizes"), [(4, {"replicate_size": 2, "context_size": 2}), (3, {"context_size": 3})]
 )
 def test_divided_sequences_train_like_whole_ones(gloo: ProcessPool, world_size: int, sizes: dict[str, int]) -> None:
     expected = _reference()
@@ -118,8 +114,7 @@ def _gather(dim: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "dim"),
-    [(1, torch.float32, 1), (3, torch.float32, 1), (3, torch.bfloat16, 2)],
+    ("world_size", "dtype", "dim"), [(1, torch.float32, 1), (3, torch.float32, 1), (3, torch.bfloat16, 2)]
 )
 def test_gathering_gives_the_whole_and_its_backward_the_sum(
     gloo: ProcessPool, world_size: int, dim: int, dtype: torch.dtype

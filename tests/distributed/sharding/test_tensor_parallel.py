@@ -78,11 +78,7 @@ def _train(sizes: dict[str, int]) -> tuple[dict[str, Any], int, dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [
-        (2, {"tensor_size": 2}),
-        (4, {"replicate_size": 2, "tensor_size": 2}),
-        (4, {"context_size": 2, "tensor_size": 2}),
-    ],
+    [(2, {"tensor_size": 2}), (4, {"replicate_size": 2, "tensor_size": 2}), (4, {"context_size": 2, "tensor_size": 2})],
 )
 def test_weights_and_gradients_are_those_of_one_process(
     gloo: ProcessPool, world_size: int, sizes: dict[str, int]

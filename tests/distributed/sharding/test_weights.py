@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import lightning_muon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
@@ -82,15 +81,6 @@ def test_rank_0_has_the_state_dict_of_the_plain_model(
     _assert_equal(state, _plain().get_submodule(part).state_dict())
     assert tied == (part == "")
     assert all(other == {} for other, _ in others)
-
-
-def test_a_plain_module_gives_its_state_dict() -> None:
-    model = _plain()
-    state = lightning_muon.full_state_dict(model)
-    _assert_equal(state, model.state_dict())
-    assert list(state) == list(model.state_dict())
-    assert all(state[name].data_ptr() == tensor.data_ptr() for name, tensor in model.state_dict().items())
-    assert full_state_dict(nn.ReLU()) == {}
 
 
 def _initial() -> tuple[dict[str, Any], Tensor]:

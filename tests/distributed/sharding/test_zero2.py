@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.params.layout import OwnedBy
-from tests.distributed.sharding.training import Run, Training, loss, mesh_of, model
+from tests.distributed.sharding.training import Run, Training, loss, mesh_of
 from tests.support.processes import ProcessPool
 
 
@@ -50,34 +47,6 @@ def test_gradients_and_state_are_sharded(gloo: ProcessPool, shape: tuple[int, ..
         # One 0-d parameter is on every rank, with two moments.
         extra = (size - size // shape[-1]) * (1 if kind == "gradients" else 2)
         assert sum(held[kind] for held, _, _ in results) == count * size // shape[-1] + extra
-
-
-def _places() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    training = Training.start("zero2", mesh_of((4,)))
-    layout = training.mode.layout
-    names = {parameter: name for name, parameter in training.net.named_parameters()}
-    placements = {name: layout.mesh_and_placements(p)[1][-1] for p, name in names.items()}
-    saved = training.optimizer.state_dict()["state"]
-    state = training.optimizer.state_dict()["param_groups"][0]["params"]
-    shapes = {
-        name: tuple(value.shape)
-        for name, number in zip(names.values(), state, strict=True)
-        for key, value in saved[number].items()
-        if key != "step"
-    }
-    return placements, shapes
-
-
-def test_matrices_have_owners_and_the_rest_rows(gloo: ProcessPool) -> None:
-    placements, shapes = gloo.run(_places)[0]
-    owned = {name: place.rank for name, place in placements.items() if isinstance(place, OwnedBy)}
-    assert set(owned) == {
-        *("conv.weight", "branches.0.weight", "branches.1.weight", "frozen.weight", "unused.weight"),
-        *(f"blocks.{index}.{layer}.weight" for index in range(3) for layer in ("up", "down")),
-    }
-    assert set(owned.values()) == {0, 1, 2, 3}, "owners are spread"
-    # A checkpoint has whole shapes, whatever a rank holds.
-    assert shapes == {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
 
 
 def _states(training: Training) -> list[Tensor]:

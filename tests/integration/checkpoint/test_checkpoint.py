@@ -15,15 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
-from tests.integration.integrations.fabric.loop import (
-    adamw,
-    launch,
-    micro_batch,
-    network,
-    own_rows,
-    run_steps,
-    weights,
-)
+from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import full_weights, loss_of, max_difference
 from tests.support.processes import ProcessPool
 

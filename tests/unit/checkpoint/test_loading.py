@@ -29,10 +29,7 @@ def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     module, optimizer = _trained()
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    named: dict[str, Any] = {
-        "state": {names[p]: state for p, state in optimizer.state.items()},
-        "param_groups": groups,
-    }
+    named: dict[str, Any] = {"state": {names[p]: state for p, state in optimizer.state.items()}, "param_groups": groups}
     numbered = numbered_optimizer_state(named, module, optimizer)
     own = optimizer.state_dict()
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
@@ -50,14 +47,6 @@ def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
 def test_gathered_weights_go_by_the_names_of_the_module() -> None:
     module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
     assert list(full_weights(module)) == ["0.weight", "0.bias", "1._orig_mod.weight", "1._orig_mod.bias"]
-
-
-def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing.ckpt"):
-        with pytest.raises(
-            FileNotFoundError, match=r"is no checkpoint: every rank must see a file, or a directory with meta.pt"
-        ):
-            Checkpoint.open(path, metadata_name="meta.pt", weights_only=None)
 
 
 def test_weights_only_is_honoured(tmp_path: Path) -> None:

@@ -7,9 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.monitor.calibrate import (
     Comparison,
@@ -18,7 +15,6 @@ from lightning_muon.monitor.calibrate import (
     fit_compute,
     fit_line,
     fit_steps,
-    make_optimizer,
     matrix_shapes,
     sample_matrices,
 )
@@ -152,25 +148,3 @@ def test_the_same_ops_are_measured_and_predicted(gloo: ProcessPool) -> None:
         for rank in (0, 1):
             names = [span.op.name for span in measured.spans[rank]]
             assert names == [span.op.name for span in predicted.spans[rank]]
-
-
-def _make(num_replicas: int) -> list[Tensor]:
-    optimizer = make_optimizer(MODEL, num_replicas=num_replicas)
-    muon, adamw = (group["params"] for group in optimizer.param_groups)
-    found = [(route.name, route.algorithm) for route in optimizer.routes]
-    assert found == [("a", "muon"), ("qkv", "muon"), ("experts", "muon"), ("norm", "adamw")]
-    assert optimizer.routes[1].splits == (2, 2, 2)
-    assert [tuple(parameter.shape) for parameter in (*muon, *adamw)] == [(5, 3), (6, 2), (3, 4, 2), (3,)]
-    assert [parameter.placements for parameter in muon] == [(Replicate(), Shard(dim)) for dim in (0, 0, 1)]
-    before = [parameter.full_tensor().clone() for parameter in muon]
-    optimizer.step()
-    assert not any(torch.equal(old, parameter.full_tensor()) for old, parameter in zip(before, muon, strict=True))
-    return before
-
-
-@pytest.mark.parametrize(("world_size", "num_replicas"), [(1, 1), (4, 2)])
-def test_weights_have_the_shapes_and_placements_asked_for(
-    gloo: ProcessPool, world_size: int, num_replicas: int
-) -> None:
-    first, *others = gloo.run(_make, num_replicas, world_size=world_size)
-    assert all(all(map(torch.equal, other, first)) for other in others), "replicas hold equal weights"

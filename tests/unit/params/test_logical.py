@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from lightning_muon.params import layout
 from lightning_muon.params.layout import held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
@@ -17,15 +16,6 @@ from lightning_muon.params.routing import Route
 
 def _route(kind: str, **options: object) -> Route:
     return Route(name="w", kind=kind, reason="", **options)  # type: ignore[arg-type]
-
-
-def test_boxes_intersect_and_index_the_outer_tensor() -> None:
-    outer, inner = Box((2, 0), (6, 5)), Box((0, 3), (4, 9))
-    common = outer.intersect(inner)
-    assert common == Box((2, 3), (4, 5))
-    tensor = torch.arange(20).view(4, 5)
-    assert torch.equal(tensor[common.slices_in(outer)], tensor[0:2, 3:5])
-    assert outer.intersect(Box((7, 0), (9, 5))).numel == 0
 
 
 def test_matrices_of_a_parameter_follow_its_kind() -> None:
@@ -103,14 +93,3 @@ def test_only_axes_of_several_ranks_shard() -> None:
     assert sharded_axes([Replicate(), Shard(0)], (4, 1), "w") == ()
     with pytest.raises(ValueError, match=r"layer\.w has the placement"):
         sharded_axes([Partial()], (2,), "layer.w")
-
-
-def test_replicas_hold_the_same_box_and_torch_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    ask = layout.local_shape_and_offset
-    monkeypatch.setattr(layout, "local_shape_and_offset", lambda *args: asked.append(args[2]) or ask(*args))
-    coordinates = list(itertools.product(range(5), range(3)))
-    assert held_boxes((13, 7), (5, 3), [Replicate(), Shard(0)], coordinates)[3:6] == held_boxes(
-        (13, 7), (3,), [Shard(0)], [(rank,) for rank in range(3)]
-    )
-    assert len(asked) <= 3

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.params.routing import (
-    Route,
-    require_muon,
-    route_by_shape,
-    route_module,
-    route_named,
-    routing_table,
-)
+from lightning_muon.params.routing import Route, require_muon, route_module, route_named, routing_table
 
 
 def _muon(module: nn.Module, **options: object) -> set[str]:
@@ -128,12 +121,6 @@ def test_fused_weights_are_divided_and_their_biases_are_not() -> None:
     assert (routes["0.weight"].splits, routes["2.weight"].splits, routes["0.bias"].splits) == ((2, 2, 2), (4, 2), ())
     with pytest.raises(ValueError, match="stack of matrices already"):
         route_module(nn.Bilinear(3, 4, 6), fused={"weight": 3})
-
-
-def test_routes_by_shape_need_no_module() -> None:
-    shapes = ((), (3,), (1, 9), (3, 4, 5), (2, 3, 4, 5))
-    kinds = [route_by_shape("p", shape).kind for shape in shapes]
-    assert kinds == ["elementwise", "elementwise", "matrix", "stack", "convolution"]
 
 
 def test_t5_gives_its_tables_to_adamw() -> None:

@@ -97,10 +97,7 @@ def _with_two_axes() -> Any:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (
-            lambda x: _parts({"a": {"tokens": x[:, :7]}}, 2),
-            r"a\.tokens \(2, 7\) has 7 positions in dimension 1",
-        ),
+        (lambda x: _parts({"a": {"tokens": x[:, :7]}}, 2), r"a\.tokens \(2, 7\) has 7 positions in dimension 1"),
         (lambda x: _parts(x[:, :5], 2), r"the batch \(2, 5\) has 5 positions"),
         (lambda x: _parts({"tokens": x}, 2, keys=("token",)), "keys names token, but the batch has no tensor"),
         (lambda x: _parts({"tokens": x}, 2, keys="tokens"), "keys must be a collection of names"),

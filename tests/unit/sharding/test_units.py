@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.sharding.shard_model import check_meta, describe_model, dtype_units, find_units, owners
+from lightning_muon.sharding.shard_model import check_meta, describe_model, dtype_units, find_units
 
 
 class Block(nn.Module):
@@ -113,14 +113,6 @@ def test_transformers_models_are_cut_at_declared_classes(wrapped: bool) -> None:
 def test_an_impossible_policy_is_an_error(policy: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _names(nn.Sequential(nn.ModuleList(_blocks(2))), policy)
-
-
-def test_every_parameter_has_the_innermost_unit_as_owner() -> None:
-    model = nn.Sequential(Stage(*_blocks(2)), nn.Linear(8, 2))
-    holders = owners(model, [model[0], model[0][1]])
-    assert holders[model[0][0].up.weight] == [model[0]]
-    assert holders[model[0][1].up.weight] == [model[0][1]]
-    assert holders[model[1].weight] == [model]
 
 
 def _model() -> nn.Sequential:
