@@ -78,7 +78,7 @@ class StepAgreement:
 
 def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
     """The maximum over the ranks of each int32 number. Collective over ``host``; every rank must call it."""
-    if host.group is None:
+    if host.group is None or not numbers:
         return [int(number) for number in numbers]
     let_gloo_finish_at_exit()
     message = torch.tensor(numbers, dtype=torch.int32, device="cpu")

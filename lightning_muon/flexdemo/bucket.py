@@ -18,35 +18,31 @@ _SUMMED_TOGETHER = 1 << 19
 
 
 class MomentumBucket:
-    """Parameters that travel together. What they have in common is done for all of them at once.
+    """Parameters that travel together; ``residuals``, laid out like their shards in float32, are read and written.
 
-    Args:
-        plan: Parts and places.
-        parameters: Of all buckets, by the numbers in ``plan``.
-        residuals: Momentum that is not sent yet, float32, laid out like the shards; read and written.
+    ``parameters`` are those of all buckets, by the numbers in ``plan``.
     """
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], residuals: Mapping[Tensor, Tensor]) -> None:
         self.plan = plan
         self.parameters = [parameters[number] for number in plan.members]
         self._all, self._residuals = parameters, residuals
-        device = next(iter(residuals.values())).device
-        self._batches = [torch.zeros(part.batch_shape, dtype=torch.float32, device=device) for part in plan.parts]
-        self._views = [
-            self._views_of(part, batch, residuals) for part, batch in zip(plan.parts, self._batches, strict=True)
-        ]
+        self._device = next(iter(residuals.values())).device
+        self._batches = [torch.zeros(part.batch_shape, dtype=torch.float32, device=self._device) for part in plan.parts]
+        batches = zip(plan.parts, self._batches, strict=True)
+        self._views = [self._views_of(part, batch, residuals) for part, batch in batches]
 
     def load(self) -> None:
         """Blocks <- residuals."""
         for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
             if part.has_padding:
                 batch.zero_()
-            _copy_([into for _, into, _ in views], [residual for _, _, residual in views])
+            foreach.copy_([into for _, into, _ in views], [residual for _, _, residual in views])
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:
         """Blocks <- decay * residual + gradient, with the local gradient of every parameter."""
         gradients = {tensor: gradients[tensor].contiguous() for tensor in self.parameters}
-        is_on_cpu = all(batch.device.type == "cpu" for batch in self._batches)
+        is_on_cpu = self._device.type == "cpu"
         if not is_on_cpu:
             self.load()
         for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
@@ -65,10 +61,8 @@ class MomentumBucket:
         """Whether :meth:`accumulate` would change nothing; a bool on the device."""
         again = MomentumBucket(self.plan, self._all, self._residuals)
         again.accumulate(gradients, decay)
-        is_same = torch.ones((), dtype=torch.bool, device=next(iter(self._residuals.values())).device)
-        for one, other in zip(again._batches, self._batches, strict=True):
-            is_same.logical_and_((one == other).all())
-        return is_same
+        same = [(one == other).all() for one, other in zip(again._batches, self._batches, strict=True)]
+        return torch.stack([torch.ones((), dtype=torch.bool, device=self._device), *same]).all()
 
     def encode(self, number: ExchangeStep) -> list[Components]:
         """What is sent of each part: values of the shape on the wire, as the others will get them."""
@@ -86,16 +80,17 @@ class MomentumBucket:
         for part, batch, views, components in zip(self.plan.parts, self._batches, self._views, sent, strict=True):
             part.replicator.subtract_(batch, _by_block(part, components), number)
             wanted = [(blocks, residual) for tensor, blocks, residual in views if tensor in taking_part]
-            _copy_([residual for _, residual in wanted], [blocks for blocks, _ in wanted])
+            if wanted:
+                foreach.copy_([residual for _, residual in wanted], [blocks for blocks, _ in wanted])
 
     def decode(
         self, merged: Sequence[Components], number: ExchangeStep, wanted: Set[Tensor], *, sign: bool
     ) -> dict[Tensor, Tensor]:
         """Update of each wanted parameter from merged components: float32, with the shape of its shard."""
-        locals_ = {tensor: local_tensor(tensor) for tensor in self.parameters if tensor in wanted}
         updates = {
-            tensor: torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            for tensor, local in locals_.items()
+            tensor: torch.empty(local_tensor(tensor).shape, dtype=torch.float32, device=self._device)
+            for tensor in self.parameters
+            if tensor in wanted
         }
         for part, components in zip(self.plan.parts, merged, strict=True):
             total = components.values.sum()  # Not finite if any value is not.
@@ -103,7 +98,8 @@ class MomentumBucket:
             if sign:
                 blocks = blocks.sign_().add_(total, alpha=0)  # As in signs().
             views = self._views_of(part, blocks, updates)
-            _copy_([update for _, _, update in views], [source for _, source, _ in views])
+            if views:
+                foreach.copy_([update for _, _, update in views], [source for _, source, _ in views])
         return updates
 
     def _views_of(
@@ -126,11 +122,6 @@ def signs(values: Tensor) -> Tensor:
 def _by_block(part: Part, components: Components) -> Components:
     """With the values of each block in a row, as replicators have them."""
     return components._replace(values=components.values.view(part.num_blocks, -1))
-
-
-def _copy_(into: list[Tensor], source: list[Tensor]) -> None:
-    if into:
-        foreach.copy_(into, source)
 
 
 def cut(plan: BucketPlan, components: Sequence[Components], node: int, num_nodes: int) -> list[Components]:
@@ -175,11 +166,7 @@ def merged(plan: BucketPlan, of_nodes: Sequence[Sequence[Components]], rule: str
 
 
 def paired_views(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equally shaped views of ``batch`` and ``local`` that together hold each element of ``local`` once.
-
-    ``local`` is the shard of the parameter, or something of its shape, in row-major order. The padding of the blocks is
-    in none of the views.
-    """
+    """Equally shaped views of ``batch`` and ``local`` (row-major) that hold each element of ``local`` once."""
     rows, cols = place.rows, place.cols
     if len(part.block_shape) != 2:
         first = place.first * (part.block_numel if part.block_shape else 1)
@@ -204,21 +191,18 @@ def _bands(length: int, side: int) -> list[tuple[slice, slice, int]]:
 
 
 def merge(components: Sequence[Components], rule: str, block_numel: int) -> Components:
-    """One set of components for the mean over the nodes, in whose order they come: each mean once, at its first index.
+    """The mean over the nodes: their indices side by side, (num_blocks, R * num_sent), with each mean once.
 
-    With ``rule="mean"`` sums over the nodes are divided by their number R, ``sum_r v_r / R``; with ``"contributors"``
-    by the number of nodes that sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024,
-    arXiv:2411.19870). Where indices are shared all nodes sent all coefficients, and both are the mean of the values.
-
-    Sums are made node by node, so that every node gets the same bits on any device. The indices of all nodes are side
-    by side, (num_blocks, R * num_sent). Of several nodes that sent an index the first one has the mean and the others
-    have 0, so that a decoder may add them up in any order.
+    With ``rule="mean"`` sums are divided by the number of nodes; with ``"contributors"`` by the number of those that
+    sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024, arXiv:2411.19870). Sums are made node by
+    node, so that every node gets the same bits on any device. Of several nodes that sent an index the first one has
+    the mean and the others have 0, so that a decoder may add them up in any order.
     """
     num_nodes = len(components)
     if num_nodes == 1:
         return components[0]
     indices = [part.indices for part in components if part.indices is not None]
-    if not indices:
+    if not indices:  # All nodes sent all coefficients.
         total = components[0].values.clone()
         for part in components[1:]:
             total.add_(part.values)
@@ -242,11 +226,8 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
 
 
 def _sum(zeros: Tensor, indices: Sequence[Tensor], of_nodes: Tensor, out: Tensor) -> None:
-    """Write the sum over the nodes at each index into ``out``, for the first node that has it; 0 for the others.
-
-    ``zeros`` (at least num_blocks, block_numel) are zeros again afterwards; ``out`` may be ``of_nodes``.
-    """
-    sums = zeros[: of_nodes.size(1)]
+    """``out`` (maybe ``of_nodes``) <- the sum at each index for the first node that has it, else 0."""
+    sums = zeros[: of_nodes.size(1)]  # Zeros again afterwards.
     for places, values in zip(indices, of_nodes, strict=True):
         # Not scatter_add_, whose order differs from run to run on CUDA.
         sums.scatter_(1, places, sums.gather(1, places).add_(values))

@@ -45,7 +45,7 @@ class Part:
 
     @property
     def num_sent(self) -> int:
-        """Values that are sent of each block."""
+        """Of each block."""
         return self.replicator.num_sent(self.block_numel)
 
     @property
@@ -65,7 +65,7 @@ class Part:
         return slice(min(node * length, numel), min((node + 1) * length, numel))
 
     def wire_shape(self, node: int = 0, num_nodes: int = 1) -> tuple[int, int]:
-        """The values of a segment, to their format; values at common indices are one row, which can be cut anywhere."""
+        """Blocks and values of each, to the format; values at common indices are one row, which can be cut anywhere."""
         if self.replicator.sends_indices:
             return self.num_blocks, self.num_sent
         segment = self.segment(node, num_nodes)
@@ -73,7 +73,7 @@ class Part:
 
     @property
     def index_bytes(self) -> int:
-        """Of all indices."""
+        """Of all indices that travel."""
         itemsize = index_dtype(self.block_numel).itemsize if self.replicator.sends_indices else 0
         return self.num_blocks * self.num_sent * itemsize
 
@@ -112,12 +112,7 @@ class BucketPlan:
         return [part.wire_shape(node, num_nodes)[1] for part in self.parts]
 
     def sent_bytes(self, node: int, num_nodes: int) -> int:
-        """Bytes that a rank of a node sends to other nodes in a step for this bucket.
-
-        Where nodes choose their own indices, the message goes to each of the others: (R - 1) messages. Else the
-        values are summed up as in a ring all-reduce, 2 (R - 1) / R messages: each node gets a segment of them from
-        all others, and sends the sum to all others.
-        """
+        """Bytes that a rank sends to other nodes: R - 1 messages, or 2 (R - 1) / R where values are summed up."""
         if not self.is_summed(num_nodes):
             return (num_nodes - 1) * self.message_bytes()
         there = sum(self.message_bytes(other, num_nodes) for other in range(num_nodes) if other != node)
@@ -127,10 +122,10 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter, to the planner: its global shape and the shape of the shard of the calling rank."""
+    """A parameter, to the planner."""
 
     whole: tuple[int, ...]
-    local: tuple[int, ...]
+    local: tuple[int, ...]  # Of the shard of the calling rank.
 
     @property
     def numel(self) -> int:
@@ -142,11 +137,7 @@ class Shape:
         return len(self.whole) < 2 or self.numel < dense_below
 
     def as_matrix(self) -> tuple[int, int]:
-        """Rows and columns of the shard, read as a matrix in row-major order.
-
-        More than two dimensions are divided into the leading and the rest where the matrix comes nearest to a square: a
-        convolution of 256 x 128 x 3 x 3 becomes 256 x 1152, a stack of 8 x 512 x 2048 becomes 4096 x 2048.
-        """
+        """Rows and columns of the shard, read as a row-major matrix whose whole is as near to a square as it can be."""
 
         def elongation(dim: int) -> float:
             sides = math.prod(self.whole[:dim]), math.prod(self.whole[dim:])
@@ -162,10 +153,7 @@ def shapes_of(parameters: Sequence[Tensor]) -> list[Shape]:
 
 
 def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
-    """Buckets for parameters of these shapes, in the order of the model, of which backward finishes the last one first.
-
-    Which parameters are together depends on global shapes only.
-    """
+    """Buckets for these, in the order of the model, by global shapes only; backward finishes the last one first."""
     replicator = config.replicator
     assert isinstance(replicator, Replicator)
     buckets: list[list[int]] = []

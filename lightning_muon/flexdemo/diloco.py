@@ -35,10 +35,9 @@ _OF_OVERLAP = frozenset({"launched", "mean_drift", "is_launched"})
 class DiLoCoSync(InterNodeSync):
     """Nodes that average what they have moved every few steps (DiLoCo).
 
-    State of each parameter: ``anchor``, the weights that all nodes have in common; ``has_moved``, whether it was
-    trained since the last average; ``outer_momentum``. With ``overlap`` also ``launched`` (R, *shape), the weights of a
-    node when the last average was begun; ``mean_drift``, the outer gradient that this average gives; ``is_launched``,
-    whether it is still to be applied.
+    State of each parameter: ``anchor``, the weights of the last average; ``has_moved`` since then; ``outer_momentum``.
+    With ``overlap`` also ``launched`` (R, *shape), the weights of a node when the last average was begun;
+    ``mean_drift``, the outer gradient that it gives; ``is_launched``, whether that is still to be applied.
     """
 
     own_state: ClassVar[frozenset[str]] = frozenset({*MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
@@ -80,11 +79,7 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
-        """The first step begins with what all nodes have in common.
-
-        A later one, where the state is gone, begins with the weights of the first node: the next average counts from
-        there what each node has learnt.
-        """
+        """The first step begins with what all nodes have in common, a later one without state with node 0's weights."""
         for parameter in trained.parameters:
             state = trained.states[parameter]
             if self.num_steps == 0:
@@ -105,12 +100,10 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def common(self, trained: Trained) -> Sequence[Tensor]:
-        """The weights of the last average."""
         return [trained.states[parameter]["anchor"] for parameter in trained.parameters]
 
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """An op at the end of the steps in which an average begins, or its sums are sent."""
         average = Op(kind=OpKind.EXCHANGE, key="average", rank=0, when=(Condition.GRADIENTS,))
         half_period = (self._options.period + 1) // 2
         return StepPart(
@@ -121,7 +114,7 @@ class DiLoCoSync(InterNodeSync):
 
     @property
     def _since(self) -> int:
-        """Steps since the last average, with the one that is being taken; 0 if an average ends it."""
+        """Steps since the last average, with the one being taken; 0 if an average ends it."""
         return (self.num_steps + 1) % self._options.period
 
     def _exchange(self, op: Op) -> Sequence[Work]:
@@ -177,7 +170,6 @@ class DiLoCoSync(InterNodeSync):
     @contextmanager
     @override
     def common_weights(self, trained: Trained) -> Iterator[None]:
-        """Those of the last average."""
         if self._own:  # They are there already.
             yield
             return
@@ -194,7 +186,6 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Weights of this node also inside of :meth:`common_weights`."""
         saved = super().saved(parameter, state)
         if parameter in self._own:
             saved["node_weights"] = self.of_all_nodes(parameter, self._own[parameter].clone())
@@ -202,7 +193,6 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
-        """Those of an average, divided by its period."""
         plans = plan_buckets(shapes_of(parameters), self._wire)
         return round(sum(plan.sent_bytes(self.node, self.num_nodes) for plan in plans) / self._options.period)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -43,10 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class InterNodeSync:
-    """The nodes of ``mesh`` (``None`` for a process alone); these are never brought in step, those of subclasses are.
-
-    Saved are the weights and the moments of each node.
-    """
+    """The nodes of ``mesh`` (``None`` for a process alone), which are never brought in step; subclasses do that."""
 
     # Keys of the state of a parameter that `load` takes.
     own_state: ClassVar[frozenset[str]] = frozenset(MOMENTS)
@@ -108,10 +105,7 @@ class InterNodeSync:
         return StepPart()
 
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """Local updates of the parameters that take part in the step, from the local gradients of the node; local.
-
-        The ops of :meth:`step_part` fill in what nodes exchange.
-        """
+        """Local updates of the parameters of the step, where :meth:`step_part` fills in what nodes exchange; local."""
         updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         return {tensor: signs(update) for tensor, update in updates.items()} if self.config.takes_sign else updates
 
@@ -144,29 +138,21 @@ class InterNodeSync:
             )
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """Take ``own_state``, and what :meth:`saved` has added, from the saved state of a parameter.
-
-        With another number of nodes each goes on from the mean of the saved ones. Collective over the mesh; every rank
-        must call it.
-        """
+        """Take ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
             local_tensor(parameter.detach()).copy_(weights)
         for key in MOMENTS:
             if key in saved:
-                value = saved[key]
+                is_of_nodes = saved[key].ndim > parameter.ndim
+                take = partial(local_of_nodes, layout=self.layout, rule="mean") if is_of_nodes else part_of
                 state[key] = torch.zeros_like(parameter)
-                local_tensor(state[key]).copy_(
-                    local_of_nodes(value, parameter, self.layout, rule="mean")
-                    if value.ndim > parameter.ndim
-                    else part_of(value, parameter)
-                )
+                local_tensor(state[key]).copy_(take(saved[key], parameter))
 
-    @contextmanager
-    def common_weights(self, trained: Trained) -> Iterator[None]:
+    def common_weights(self, trained: Trained) -> AbstractContextManager[None]:
         """Inside, the weights are equal on all nodes, if there are such weights; local."""
         del trained
-        yield
+        return nullcontext()
 
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -28,25 +28,18 @@ from lightning_muon.schedule.program import IN_BACKWARD, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InFlight:
     """A bucket on its way."""
 
-    bucket: MomentumBucket  # Which.
-    number: ExchangeStep  # Of the exchange.
-    exchange: Exchange  # Its messages.
-    taking_part: frozenset[Tensor] = frozenset()  # The parameters that are updated by it.
-
-    def without(self, parameters: Set[Tensor]) -> InFlight:
-        """Without an update of ``parameters``."""
-        return replace(self, taking_part=self.taking_part - parameters)
+    bucket: MomentumBucket
+    number: ExchangeStep
+    exchange: Exchange
+    taking_part: set[Tensor] = field(default_factory=set[Tensor])  # The parameters that are updated by it.
 
 
 class Updates(dict[Tensor, Tensor]):
-    """Update of each parameter that takes part in a step; the ops ``decode`` fill in those that are ``expected``.
-
-    Updates of before (``late``) are there at once, or wait in ``late`` for the one that they are added to.
-    """
+    """Updates of before (``late``), to which the ops ``decode`` add what is ``expected``, of which they are a part."""
 
     def __init__(self, expected: Set[Tensor], late: Mapping[Tensor, Tensor]) -> None:
         super().__init__({tensor: update for tensor, update in late.items() if tensor not in expected})
@@ -65,8 +58,7 @@ class EarlyExchanges(BackwardPrefetch):
         super().__init__(buckets, {key: names[tensors[0]] for key, tensors in buckets.items()})
         self._sync = sync
         self._gradients: Gradients = {}
-        # Where each gradient is that was sent, how often torch has written to it, and a number that depends on the
-        # values: so unchanged gradients are known without computing all over again.
+        # Versions and fingerprints of what was sent: unchanged gradients are known without computing all over again.
         self._seen: dict[str, tuple[list[tuple[int, int, int]], Tensor]] = {}
         self.executor: Executor | None = None  # Runs the ops of the backward phase.
 
@@ -105,7 +97,7 @@ class EarlyExchanges(BackwardPrefetch):
 
 
 def _versions(parameters: Sequence[Tensor], gradients: Gradients) -> list[tuple[int, int, int]]:
-    """Where each gradient is, and how often torch has written to it, as a DTensor and to the local part."""
+    """Where each gradient is, and how often torch has written to the local part and to the DTensor."""
     return [
         (gradients[p].data_ptr(), gradients[p]._version, -1 if p.grad is None else p.grad._version) for p in parameters
     ]
@@ -127,7 +119,7 @@ class MomentumSync(InterNodeSync):
     """DeMo and its relatives.
 
     State of each parameter: ``residual`` (R, *shape), what a node has not sent yet; with ``delay=1`` also
-    ``delayed_update``, the update that the next step applies, and whether there is one.
+    ``delayed_update``, the update that the next step applies, and ``has_delayed_update``.
     """
 
     own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update", "has_delayed_update"})
@@ -146,9 +138,7 @@ class MomentumSync(InterNodeSync):
         self._in_flight: dict[str, InFlight] = {}
         self._due: dict[str, InFlight] = {}
         self._delayed: dict[str, InFlight] = {}
-        # Whether there may be residuals although there is one node only, and updates of before in the state.
-        self._has_loaded = False
-        self._has_late = False
+        self._has_loaded = False  # So there may be residuals although there is one node only.
 
     @property
     @override
@@ -162,7 +152,8 @@ class MomentumSync(InterNodeSync):
         if "residual" not in state:
             zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
             state["residual"] = self.of_all_nodes(parameter, zeros)
-            self._delayed = {key: one.without({parameter}) for key, one in self._delayed.items()}
+            for one in self._delayed.values():
+                one.taking_part.discard(parameter)
         if self.config.delay and not state.keys() >= self.own_state:
             state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -206,21 +197,16 @@ class MomentumSync(InterNodeSync):
         early = {} if self.early is None else {key: _early_exchange(key) for key in self.buckets}
         exchanges: list[Op] = []
         settles: list[Op] = []  # After all exchanges, since they wait for what is summed up on the way.
-        for key in self.buckets:
+        decode: list[tuple[Op, Sequence[str]]] = []
+        for key, bucket in self.buckets.items():
             # What was sent during backward, and is valid, is not sent again.
             unless = (Condition.VALID,) if early else ()
             exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
             sent = (exchange.name, early[key].name) if early else (exchange.name,)
             exchanges.append(exchange)
             settles.append(Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,)))
-        users: dict[Tensor, set[str]] = {}
-        for name, tensors in reads.items():
-            for tensor in tensors:
-                users.setdefault(tensor, set()).add(name)
-        decode = [
-            (Op(kind=OpKind.DECODE, key=key, rank=0), {name for each in bucket.parameters for name in users[each]})
-            for key, bucket in self.buckets.items()
-        ]
+            users = [name for name, read in reads.items() if not set(bucket.parameters).isdisjoint(read)]
+            decode.append((Op(kind=OpKind.DECODE, key=key, rank=0), users))
         actions = {OpKind.EXCHANGE: self._exchange, OpKind.SETTLE: self._settle, OpKind.DECODE: self._decode}
         if self.early is not None:
             actions[OpKind.EARLY_EXCHANGE] = self.early.run
@@ -237,25 +223,19 @@ class MomentumSync(InterNodeSync):
         self._gradients = gradients
         expected: set[Tensor] = set().union(*(self._taking_part(key) for key in self.buckets))
         if self.config.delay:
-            # What has been frozen since is not moved any more.
-            self._due = {
-                key: one.without({t for t in one.taking_part if not t.requires_grad})
-                for key, one in self._delayed.items()
-            }
-            self._delayed = {}
-            expected = {tensor for one in self._due.values() for tensor in one.taking_part}
+            self._due, self._delayed = self._delayed, {}
+            for one in self._due.values():  # What has been frozen since is not moved any more.
+                one.taking_part = {tensor for tensor in one.taking_part if tensor.requires_grad}
+            expected = set().union(*(one.taking_part for one in self._due.values()))
         self._updates = Updates(expected, self._take_late(trained))
         return self._updates
 
-    def _taking_part(self, key: str) -> frozenset[Tensor]:
+    def _taking_part(self, key: str) -> set[Tensor]:
         """The parameters of a bucket that have a gradient in this step."""
-        return frozenset(tensor for tensor in self.buckets[key].parameters if tensor in self._gradients)
+        return {tensor for tensor in self.buckets[key].parameters if tensor in self._gradients}
 
     def start(self, key: str, gradients: Gradients) -> None:
-        """Choose what is sent of a bucket, with all its gradients, and send it; the residuals stay as they are.
-
-        Collective over the nodes; every rank must call it, in the same order of buckets.
-        """
+        """Send a bucket, with all its gradients. Collective over the nodes; every rank must call it in this order."""
         bucket, number = self.buckets[key], ExchangeStep(self.num_steps, list(self.buckets).index(key))
         for one in self._delayed.values():
             one.exchange.send_sums()
@@ -272,7 +252,8 @@ class MomentumSync(InterNodeSync):
 
     def _settle(self, op: Op) -> Sequence[Work]:
         """Take from the residuals what was sent of a bucket, early or in the step."""
-        one = replace(self._in_flight.pop(op.key), taking_part=self._taking_part(op.key))
+        one = self._in_flight.pop(op.key)
+        one.taking_part = self._taking_part(op.key)
         one.bucket.settle(one.exchange.own, one.number, one.taking_part)
         if self.config.delay:
             self._delayed[op.key] = one
@@ -306,11 +287,10 @@ class MomentumSync(InterNodeSync):
                 if states[tensor].keys() >= self.own_state:  # Else the parameter begins anew.
                     local_tensor(states[tensor]["delayed_update"]).copy_(update)
                     states[tensor]["has_delayed_update"].fill_(1)
-                    self._has_late = True
 
     @override
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        self._delayed, self._has_loaded, self._has_late = {}, True, True
+        self._delayed, self._has_loaded = {}, True
         if "residual" in saved:
             local = local_of_nodes(saved["residual"], parameter, self.layout, rule=self.per_node["residual"])
             state["residual"] = self.of_all_nodes(parameter, local)
@@ -325,7 +305,7 @@ class MomentumSync(InterNodeSync):
         return sum(plan.sent_bytes(self.node, self.num_nodes) for plan in plans)
 
     def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """No other node has a part in the updates: all of the momentum, which is the gradient."""
+        """All of the momentum, which is the gradient unless a run of several nodes has left a residual."""
         momenta = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         for tensor, gradient in momenta.items() if self._has_loaded else ():
             residual = local_tensor(trained.states[tensor]["residual"])[0]
@@ -339,13 +319,12 @@ class MomentumSync(InterNodeSync):
     def _take_late(self, trained: Trained) -> dict[Tensor, Tensor]:
         """The updates that :meth:`finish_in_flight` has put into the states, or a checkpoint has brought."""
         late: dict[Tensor, Tensor] = {}
-        for tensor in trained.parameters if self._has_late else ():
+        for tensor in trained.parameters:
             state = trained.states[tensor]
             if state.get("has_delayed_update"):
                 if tensor.requires_grad:
                     late[tensor] = local_tensor(state["delayed_update"]).to(tensor.dtype, copy=True)
                 state["has_delayed_update"].zero_()
-        self._has_late = False
         return late
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
 from lightning_muon.flexdemo.config import (
     REMOVED,
@@ -224,19 +224,13 @@ class FlexDeMo(PlannedOptimizer):
             free_unsharded(self._module)
 
     def _abandon(self) -> None:
-        """Receive what is on its way, so that no later exchange gets it by mistake, and forget the plan.
-
-        Collective over all ranks of all nodes; every rank must call it.
-        """
+        """Receive what is on its way, and forget the plan. Collective over all nodes; every rank must call it."""
         self._sync.finish_in_flight(self._existing_state)
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(self._all_parameters()))
-            counts = torch.tensor([early.is_sent(key) for key in keys], dtype=torch.int32, device="cpu")
-            everyone = host_group(axis_group(self._mesh, (0, 1)))
-            if everyone.group is not None and keys:
-                start_all_reduce_sum(counts, everyone).wait()
-            sent = [key for key, count in zip(keys, counts.tolist(), strict=True) if count]
+            is_sent = maxima_over(host_group(axis_group(self._mesh, (0, 1))), [early.is_sent(key) for key in keys])
+            sent = [key for key, is_of_any in zip(keys, is_sent, strict=True) if is_of_any]
             early.settle(sent, sent, {})
             early.close()
         self._bound = None

@@ -24,11 +24,11 @@ class ValueFormat(ABC):
 
     @abstractmethod
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """Bytes of ``num_sent`` values of each of ``num_blocks`` blocks."""
+        """Of the values of all blocks."""
 
     @abstractmethod
     def pack(self, values: Tensor) -> Tensor:
-        """``values`` (num_blocks, num_sent), float32, as (num_bytes,) uint8."""
+        """As (num_bytes,) uint8."""
 
     @abstractmethod
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
@@ -59,10 +59,7 @@ class FloatFormat(ValueFormat):
 
 
 class Int8Format(ValueFormat):
-    """``scale * q`` with ``q`` in -127..127 and ``scale = max|v| / 127`` of each row: 8 bits and 16 bits a row.
-
-    The error of a value is at most half a scale, and for the largest of a row a whole one, since the scale is rounded.
-    """
+    """``scale * q`` with ``q`` in -127..127 and ``scale = max|v| / 127`` of each row: 8 bits and 16 bits a row."""
 
     @override
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
@@ -83,10 +80,7 @@ class Int8Format(ValueFormat):
 
 
 class SignFormat(ValueFormat):
-    """``+-scale`` with ``scale = mean|v|`` of each row: 1 bit, and 16 bits a row. A zero counts as positive.
-
-    Of all numbers the mean is the scale with the least squared error.
-    """
+    """``+-scale`` with ``scale = mean|v|`` of each row, the least squared error: 1 bit, and 16 bits a row."""
 
     @override
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
@@ -132,7 +126,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _num_rows(num_sent: int) -> int:
-    """Scales of a block."""
     return -(-num_sent // SCALED_TOGETHER)
 
 
@@ -145,7 +138,7 @@ def _in_rows(values: Tensor) -> Tensor:
 
 
 def _of_values(scales: Tensor, num_sent: int) -> Tensor:
-    """The scale of each value: (num_blocks, num_rows) -> what (num_blocks, num_sent) can be multiplied with."""
+    """Scales (num_blocks, num_rows) -> what (num_blocks, num_sent) can be multiplied with."""
     scales = scales.to(torch.float32)
     return scales if num_sent <= SCALED_TOGETHER else scales.repeat_interleave(SCALED_TOGETHER, 1)[:, :num_sent]
 
