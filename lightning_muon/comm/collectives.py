@@ -1,8 +1,4 @@
-"""Collectives and messages on packed buffers, and copies of small results to the host.
-
-A part is a flat range of a packed buffer. The functions know no matrices: the caller says how many elements each pair
-of ranks exchanges, fills views of the send buffer, and reads views of the receive buffer.
-"""
+"""Collectives and messages on packed buffers, and copies of small results to the host."""
 
 from __future__ import annotations
 
@@ -125,8 +121,7 @@ def read_flags(flags: Tensor) -> list[bool]:
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
     """Begin to copy small tensors of any dtypes and devices to the host; the result gives the elements of each, flat.
 
-    On CUDA all tensors of a device travel as one copy to pinned memory with one event behind it. So the host waits for
-    what the device was given before this call, and not for what it is given afterwards. Local.
+    The host then waits for what a device was given before this call, and not for what it is given afterwards. Local.
     """
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):

@@ -51,9 +51,8 @@ class PrivateGroup:
     group: dist.ProcessGroup
     is_free: bool = True  # Whether this rank has no owner for it.
     num_launched: int = 0  # Communications that this rank has begun; messages that are begun together count once.
-    # Those that nobody has waited for, in their order. An owner may be thrown away before it does; the handles must
-    # outlive it, because gloo gives a message whose handle is gone to the next one that is received, or ends the
-    # process if the sizes differ.
+    # Those that nobody has waited for, in their order. They must outlive an owner that is thrown away: gloo gives a
+    # message whose handle is gone to the next one that is received, or ends the process if the sizes differ.
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
 
     def settle(self) -> bool:
@@ -93,10 +92,7 @@ class AxisGroup:
         return len(self.coordinates)
 
     def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
-        """``works``, one communication that was begun over this group; a private group remembers it.
-
-        Ranks that have nothing to send or receive in a communication of the others call it, too.
-        """
+        """``works``, one communication (of other ranks only, if empty) over this group; a private one remembers it."""
         begun = [work for work in works if work is not None]
         if self.lease is None:
             return begun
@@ -131,10 +127,9 @@ class MadeGroups:
     def lease(self, base: dist.ProcessGroup) -> Lease:
         """A group of the same ranks and with the same backend as ``base`` that nobody else has now.
 
-        All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it. A group is used
-        again if no rank has an owner for it. Where ranks have launched equally much over it, all of that arrives, and
-        is waited for; where they have not, nobody may use it again.
+        All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it.
         """
+        # One that no rank has an owner for is used again if ranks have launched equally much, and all of that arrives.
         ranks, backend = tuple(dist.get_process_group_ranks(base)), str(dist.get_backend(base))
         made = self.private.setdefault((ranks, backend), [])
         free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
@@ -149,10 +144,7 @@ class MadeGroups:
         return Lease(made[-1])
 
     def _make(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
-        """A new group. Its members alone make it: ranks may own different parameters, and so belong to other meshes.
-
-        The number in its name counts the groups of just these ranks, which all of them have made in the same order.
-        """
+        """A new group, made by its members alone: ranks may own different parameters, and so belong to other meshes."""
         if backend == "mpi":
             raise ValueError("MPI makes no group without all other ranks; initialize with gloo or nccl")
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -172,12 +164,10 @@ def _made() -> MadeGroups:
 
 
 def _connect(group: dist.ProcessGroup) -> None:
-    """Have the ranks open the connection of each pair of them.
+    """Have the ranks open the connection of each pair of them. Collective over ``group``; every rank must call it.
 
-    Collective over ``group``; every rank must call it. NCCL connects two ranks when they communicate for the first
-    time, and keeps the host waiting until both have come. What is launched by hooks of the backward pass is launched by
-    some ranks earlier than by others, which may wait for them in another place. Sums over all ranks, for which NCCL
-    opens connections by size, are not sent by hooks before all ranks have sent the like; see GradientReducer.
+    Else NCCL does it when two ranks communicate for the first time, and the host waits until both have come: a hook of
+    the backward pass for a rank that waits in another place.
     """
     size = dist.get_world_size(group)
     for device, backend in backends(group).items():
@@ -208,11 +198,7 @@ def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
 
 
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
-    """Group over ``axes`` (indices) of ``mesh``.
-
-    Collective over the ranks of the group the first time that a group over several axes is asked for; every one of
-    them must call it.
-    """
+    """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several; all ranks must call it."""
     # Found once: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
     found = _made().axis_groups
     if (mesh, axes) in found:
@@ -254,12 +240,10 @@ def host_group(group: AxisGroup) -> AxisGroup:
 
 
 class PrivateGroups:
-    """Process groups that nobody else communicates over, one set for each optimizer.
+    """Process groups that nobody else communicates over, one set for each optimizer, which keeps them for new plans.
 
     What is launched from hooks of the backward pass may fall between any two communications of FSDP2, and not between
-    the same two on all ranks; so it must not share a group with them. An optimizer that makes a new plan keeps its
-    groups. Once all that use them are gone on all ranks, and what was sent over them has arrived, another optimizer
-    gets them.
+    the same two on all ranks; so it must not share a group with them.
     """
 
     def __init__(self) -> None:
@@ -267,10 +251,9 @@ class PrivateGroups:
         self._world: dist.ProcessGroup | None = None
 
     def of(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
-        """The same ranks with groups of this optimizer's, different ones also where the ranks are the same.
+        """The same ranks with connected groups of this optimizer's, different ones also where the ranks are the same.
 
-        All pairs of ranks are connected. Collective over each of ``groups``; every rank of it must call it, in the
-        same order of groups.
+        Collective over each of ``groups``; every rank of it must call it, in the same order of groups.
         """
         if self._world is not dist.group.WORLD:
             self._leases, self._world = {}, dist.group.WORLD
@@ -289,10 +272,7 @@ class PrivateGroups:
         return result
 
     def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
-        """Some ``members`` of ``group`` (ascending, this rank among them), with a group of this optimizer's.
-
-        Collective over them; every one of them must call it, in the same order of calls.
-        """
+        """Some ``members`` of ``group`` (ascending, this rank among them); collective over them, all must call it."""
         coordinates = tuple(group.coordinates[member] for member in members)
         place = members.index(group.rank)
         if len(members) == 1:
@@ -329,9 +309,8 @@ class Hop:
 def make_hops(group: AxisGroup, grid: Sequence[Sequence[int]] = ()) -> list[Hop]:
     """The exchanges over the shard axis ``group``, with groups of their own.
 
-    The ``grid`` has for each node its ranks, all equally many: sums are made inside each node, and then between the
-    ranks of equal place in their nodes. If it is empty, all ranks exchange at once. Collective over ``group``; every
-    rank must call it, in the same order of calls.
+    With a ``grid`` (for each node its ranks, all equally many) sums are made inside each node, and then between the
+    ranks of equal place in their nodes. Collective over ``group``; every rank must call it, in the same order of calls.
     """
     private = PrivateGroups()
     if not grid:

@@ -87,10 +87,10 @@ class PendingSum:
             self._start(others)
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Add up what has arrived and start what follows; whether all communications have been started.
+        """Add up what has arrived, with ``wait`` wait for it, and start what follows; whether all has been started.
 
-        With ``wait`` the other ranks' parts are waited for, but not what nothing follows. Collective over the groups of
-        the later legs and ``replicate``; every rank must bring each sum to ``True``, in the same order.
+        Collective over the groups of the later legs and ``replicate``; every rank must bring each sum to ``True``, in
+        the same order.
         """
         while not self._is_added_up:
             must_wait = wait and (self._legs or self._replicate.group is not None)

@@ -29,11 +29,7 @@ class Rider(Protocol):
 
 
 class StepAgreement:
-    """One all-reduce of small integers in host memory, for all that the ranks must know of each other before a step.
-
-    Whoever must know first sends the message: the reducer of gradients, or else the optimizer. What FSDP2 has to
-    compare travels along (:meth:`post`), and so does what an optimizer asks before each step (:meth:`join`).
-    """
+    """One all-reduce of small integers in host memory, sent by whoever must know first what the ranks have."""
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host

@@ -25,14 +25,10 @@ def clip_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their common 2-norm is at most ``max_norm``; return the norm before.
 
-    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``, which refuses lists
-    with parameters of two meshes, or with and without a mesh. An element that several ranks hold counts once, a
-    gradient that a rank lacks as zero, and a frozen parameter not at all. A norm with a NaN or an Inf leaves the
-    gradients as they are, so that the optimizer can still name the parameter.
-
-    Collective over the meshes of ``parameters`` (one all-reduce of one number for each distinct set of ranks over which
-    parameters are sharded) and over ``across``, whose squares are added up; every rank must call it with the parameters
-    in the same order, also without gradients. The norm is float32, 0-d, and equal on all ranks.
+    As ``torch.nn.utils.clip_grad_norm_``, for parameters of any meshes. An element that several ranks hold counts once.
+    A norm with a NaN or an Inf leaves the gradients as they are, so that the optimizer can still name the parameter.
+    Collective over the meshes of ``parameters`` and over ``across``, whose squares are added up; every rank must call
+    it with the parameters in the same order, also without gradients. The norm is float32, 0-d, and equal on all ranks.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
@@ -64,7 +60,7 @@ def clip_norm_(
 
 @torch.no_grad()
 def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layout = _TENSORS) -> None:
-    """Clamp every gradient in place to ``[-max_value, max_value]``; a NaN stays one, and an Inf becomes one.
+    """Clamp every gradient in place; a NaN stays one, and an Inf becomes one.
 
     Collective over the meshes of gradients that are partial sums, which are reduced first; every rank must call it.
     """
@@ -90,12 +86,10 @@ class RankSet:
 
 
 def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> list[RankSet]:
-    """Parameters by the set of ranks that share them, in an order in which all ranks can communicate.
+    """Parameters, frozen ones too, by the set of ranks that share them, in an order in which all ranks can communicate.
 
-    ``sharded`` takes only the axes that shard a parameter, instead of all axes of its mesh. Frozen parameters and those
-    without gradients count, so that the sets do not depend on what a rank has computed.
-
-    Collective over sets of ranks that span several axes the first time; every rank of them must call it.
+    ``sharded`` takes only the axes that shard a parameter, instead of all axes of its mesh. Collective over sets of
+    ranks that span several axes the first time; every rank of them must call it.
     """
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
@@ -130,7 +124,7 @@ def part_of_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
 
 
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """2-norm of each tensor, at least in float32, in which torch sums squares: over sqrt(3.4e38) = 1.8e19 it is Inf."""
+    """2-norm of each tensor, at least in float32; over 1.8e19, whose square float32 cannot hold, it is Inf."""
     norms: dict[int, Tensor] = {}
     for same in _by_device_and_dtype(gradients):
         found = foreach.norm(same, 2, dtype=torch.float32 if same[0].dtype.itemsize < 4 else None)

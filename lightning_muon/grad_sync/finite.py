@@ -54,12 +54,10 @@ def find_nonfinite(
 ) -> list[str]:
     """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 
-    The host waits for the device once.
-
-    Collective over the meshes of ``parameters`` (one small all-reduce for each distinct set of ranks, the smallest sets
-    first, so that what one finds out reaches the larger ones); every rank must call it with the parameters in the same
-    order, also without gradients. The names are equal on all ranks of the largest set.
+    Collective over the meshes of ``parameters``; every rank must call it with the parameters in the same order, also
+    without gradients. The names are equal on all ranks of the largest mesh. The host waits for the device once.
     """
+    # The smallest sets first, so that what one finds out reaches the larger ones.
     sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
     device = common_device(sets)
     # For each set: how many of its ranks find each parameter broken, and how many knew of any in a smaller set.

@@ -19,10 +19,9 @@ from lightning_muon.params.uses import parameter_uses
 
 
 def units_of(root: nn.Module, unit_modules: Collection[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return for ``root`` and each unit the parameters that its forward may use outside of the units inside it.
+    """For ``root`` and each unit the parameters that its forward may use outside of the units inside it.
 
-    A parameter belongs to the innermost unit around each of its uses. One that is used in several units, or in none,
-    belongs to ``root`` too.
+    One that is used in several units, or in none, belongs to ``root`` too.
     """
     units = {root: list[nn.Parameter](), **{unit: list[nn.Parameter]() for unit in unit_modules}}
     for uses in parameter_uses(root):
@@ -38,23 +37,16 @@ class ParameterAllGather:
     """Gives every rank the parts of the parameters that other ranks have updated.
 
     In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, sends each
-    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. Each rank sends its part of a
-    bucket to every other rank as one message. With two hops it sends that to the ranks of its place in other nodes, and
-    each of these what it then has to the ranks of its own node: on CUDA at once, elsewhere in :meth:`finish_updates`,
-    which waits for what comes from other nodes.
+    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. With two hops values travel
+    to the ranks of the same place in other nodes, and from there inside each node: on CUDA at once, elsewhere in
+    :meth:`finish_updates`, which waits for what comes from other nodes.
 
-    Nobody may read a parameter before its bucket has arrived. Hooks see to that: in front of the forward of each unit
-    and of the modules inside it, and in front of ``state_dict`` and ``load_state_dict`` of every module. Whoever reads
-    parameters in another way, such as a training step that uses a weight without a call of its module, or a copy of
-    the model, calls :meth:`wait` or :meth:`wait_all` first.
+    Hooks wait for the values: in front of the forward of each unit and of the modules inside it, and in front of
+    ``state_dict`` and ``load_state_dict`` of every module. Whoever reads parameters in another way, such as a training
+    step that uses a weight without a call of its module, calls :meth:`wait` or :meth:`wait_all` first.
 
-    ``buckets`` have one dtype and device each, and each parameter once; they leave in this order. ``hops`` are those of
-    the gradients, of which values take the way back; ``units`` is what :func:`units_of` returns.
-
-    Attributes:
-        buckets: What is sent: the parameters that are sharded.
-        travelling: The buckets that have left and were not waited for yet, by their index.
-        is_disturbed: To be set before the first update of a step; from then on it cannot be given up.
+    ``buckets`` have one dtype and device each, and leave in this order; ``hops`` are those of the gradients; ``units``
+    is what :func:`units_of` returns.
     """
 
     def __init__(
@@ -68,7 +60,7 @@ class ParameterAllGather:
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
-        self.is_disturbed = False
+        self.is_disturbed = False  # Set before the first update of a step, which from then on cannot be given up.
         self.travelling: dict[int, _Travelling] = {}
         self._parts: dict[int, BucketParts] = {}
         self._side = cache(SideStream)
@@ -162,10 +154,7 @@ class ParameterAllGather:
 
 
 class _Hook:
-    """Calls ``action`` before a module does something; a copied or pickled model gets a hook that does nothing.
-
-    Under ``torch.compile`` only with ``in_graph``, which breaks the graph; a unit's own hook comes before those inside.
-    """
+    """Calls ``action``, under ``torch.compile`` only with ``in_graph``; does nothing in a copied model."""
 
     def __init__(self, action: Callable[[], None] | None = None, *, in_graph: bool = False) -> None:
         self._action, self._in_graph = action, in_graph
@@ -189,7 +178,7 @@ def _outside_of_graph(action: Callable[[], None]) -> None:
 
 
 class _Travelling:
-    """One bucket on its way; ``side`` is for what lies between two hops."""
+    """One bucket on its way; between two hops it runs on ``side``."""
 
     def __init__(self, members: list[Tensor], parts: BucketParts, side: SideStream) -> None:
         self._members, self._side = members, side

@@ -35,10 +35,9 @@ Bucket = tuple[Tensor, ...]
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Buckets of one dtype and device, at most ``bucket_bytes`` large, in the order in which backward completes them.
+    """Buckets of one dtype and device, at most ``bucket_bytes`` or one parameter large, in the order of backward.
 
-    Backward is expected to reach the parameters in the reverse of the given order, that of the modules. A parameter
-    that is larger than ``bucket_bytes`` has a bucket of its own.
+    That is the reverse of the given order, which is that of the modules.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -61,10 +60,7 @@ Owner = TypeVar("Owner")
 
 @dataclass
 class Arrivals:
-    """How often the hook of a parameter is called in a step: more than once if backward reaches it in several ways.
-
-    Learnt from the step before: accumulation in several passes, activation checkpointing.
-    """
+    """How often the hook of a parameter is called in a step, as learnt from the step before."""
 
     expected: int = 1
     seen: int = 0
@@ -84,9 +80,9 @@ def watch_gradients(
 ) -> Callable[[], object]:
     """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; returns what ends it.
 
-    Local. The hooks go with ``owner``, also if it is dropped without a word: Python's garbage collector does not look
-    into the hooks of tensors. Frozen parameters are watched for the time when they are not frozen.
+    Local. The hooks are removed when their owner is garbage-collected. Frozen parameters are watched, too.
     """
+    # Python's garbage collector does not look into the hooks of tensors.
     reference = weakref.ref(owner)
 
     def hook(parameter: Tensor) -> None:
@@ -96,7 +92,7 @@ def watch_gradients(
 
     handles: list[RemovableHandle] = []
     for parameter in parameters:
-        # Torch refuses hooks on frozen parameters, but keeps them while a parameter is frozen.
+        # Torch refuses hooks on frozen parameters.
         is_trainable = parameter.requires_grad
         handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
         parameter.requires_grad_(is_trainable)
@@ -112,31 +108,19 @@ def watch_gradients(
 class _Agreed:
     """What the ranks know together at the end of a step."""
 
-    # The largest number of backward passes that were given up on a rank, and the smallest.
-    num_given_up: tuple[int, int]
+    num_given_up: tuple[int, int]  # Most backward passes that a rank has given up, and fewest.
     num_launched: int  # Buckets that any rank has launched.
     resends: bool  # Whether any rank sends a sum over the ranks again.
     computed: set[Tensor]  # Parameters that any rank has a gradient for.
     left_over: set[Tensor]  # Those of launched buckets for which any rank has a gradient that was not sent.
-    # Parameters that have sums of an earlier step on all ranks; `None` if some have one on some ranks only.
-    kept: set[Tensor] | None
+    kept: set[Tensor] | None  # Those with sums of an earlier step on all ranks; `None` if ranks differ.
 
 
 class GradientReducer:
-    """Sums the gradients of replicated parameters over all data-parallel ranks.
+    """Sums the gradients of replicated parameters over ``group``, all data-parallel ranks.
 
-    Collective over ``group`` to construct; every rank must do so.
-
-    Parameters are plain tensors in the order of the modules; also frozen ones, which may be thawed later. ``transport``
-    is used by this reducer only, ``group`` has all data-parallel ranks.
-
-    Attributes:
-        buckets: In the order of launches.
-        launched: Indices of the buckets that were launched in the last finished step, in order.
-        present: Parameters for which any rank has computed a gradient since the last :meth:`forget`; the same on all
-            ranks.
-        step: Sends what the ranks have to tell each other.
-        close: Removes the hooks; local.
+    Collective over ``group`` to construct; every rank must do so. Parameters are plain tensors in the order of the
+    modules, frozen ones too; ``transport`` is used by this reducer only.
     """
 
     def __init__(
@@ -153,8 +137,9 @@ class GradientReducer:
         host = host_group(group)
         self.step = StepAgreement(host)
         _check(self._parameters, names, host)
-        self.buckets = make_buckets(self._parameters, bucket_bytes)
-        self.launched: list[int] = []
+        self.buckets = make_buckets(self._parameters, bucket_bytes)  # In the order of launches.
+        self.launched: list[int] = []  # Indices of the buckets of the last finished step, in the order of launches.
+        # For which any rank has computed a gradient since the last `forget`; the same on all ranks.
         self.present: set[Tensor] = set()
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
@@ -192,10 +177,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated; launch the buckets that are complete now, in their order.
-
-        Communicates over the groups of the transport; the ranks need not call it at the same time.
-        """
+        """A gradient has been accumulated; launch the buckets that are complete now, in their order."""
         if not self._is_syncing or self._num_given_up:
             return
         with self._lock:
@@ -215,14 +197,11 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> frozenset[Tensor] | None:
-        """Send what the hooks have not sent, and make the sums available.
+        """Send what the hooks have not sent; returns the parameters that have a gradient on all ranks now.
 
-        Collective over the group and the groups of the transport; every rank must call it, once, after the last
-        backward pass of a step, also a rank that had no backward pass. Calling it again, with no backward pass in
-        between, changes nothing.
-
-        Returns the parameters that have a gradient on all ranks now; ``None`` if ranks differ, or if a plan of
-        :attr:`step` is out of date on any of them.
+        ``None`` if ranks differ, or if a plan of :attr:`step` is out of date on any of them. Collective over the group
+        and the groups of the transport; every rank must call it after the last backward pass of a step, also one that
+        had none. Calling it again changes nothing.
         """
         agreed = self._agree()
         most, fewest = agreed.num_given_up
@@ -254,10 +233,7 @@ class GradientReducer:
         return None if agreed.kept is None or self.step.is_stale else frozenset(agreed.computed | agreed.kept)
 
     def give_up(self) -> None:
-        """A backward pass has raised: drop all gradients, and let the next :meth:`finish` drop what was sent. Local.
-
-        Every rank must call it, equally often, or the next :meth:`finish` raises on all ranks.
-        """
+        """A backward pass has raised, on all ranks: drop all gradients, and in :meth:`finish` what was sent. Local."""
         self._num_given_up += 1
         for parameter in self._parameters:
             parameter.grad = None

@@ -20,8 +20,8 @@ def place_shards(
 ) -> dict[Tensor, AxisPlacement]:
     """The placement of each parameter on an axis of ``num_ranks`` ranks; pure, the same on every rank.
 
-    ``whole`` has the FLOPs of the step of each parameter that one rank shall own; they are evened out. The others are
-    divided by rows, but for tensors without dimensions or elements, which every rank updates.
+    ``whole`` has the FLOPs, which are evened out, of those that one rank shall own. The others are divided by rows, or
+    updated by every rank where they have no dimensions or elements.
     """
     costs = [whole.get(parameter, 0) for parameter in parameters]
     sizes = [parameter.nbytes for parameter in parameters]
@@ -39,17 +39,7 @@ def place_shards(
 class ShardMap:
     """The parts of plain, contiguous parameters that the ranks of the shard axis hold; local.
 
-    Every part is one range of the flattened parameter. Replicas (the other axis of a 2-D mesh) hold the same parts.
-
-    Args:
-        mesh: 1-D (shard), or 2-D (replicate, shard).
-        placements: On the shard axis, as :func:`place_shards` returns them.
-
-    Attributes:
-        shard: The ranks that hold the parts of one replica.
-        replicate: The ranks that hold the same parts.
-        boxes: Of each parameter, the part of each rank of the shard axis as a box.
-        ranges: Of each parameter, (start, stop) of the part of each rank of the shard axis in the flattened one.
+    Every part is one range of the flattened parameter. Replicas (the first axis of a 2-D mesh) hold the same parts.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
@@ -57,6 +47,7 @@ class ShardMap:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
+        # Of each parameter the part of each rank of the shard axis: as a box, and as (start, stop) where it is flat.
         self.boxes = {
             parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
             for parameter, placement in placements.items()
@@ -99,19 +90,12 @@ def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 class BucketParts:
-    """How the parts of some parameters travel to and from the ranks that hold them; the same in every step.
-
-    Attributes:
-        sizes: Elements of each part that :meth:`cut` returns.
-        hops: In the order of the sums the group of each hop, and for each of its ranks the parts, by their indices in
-            what :meth:`cut` returns, that it adds up there, or sends on the way back. None is empty.
-        own: Of each parameter the part that the calling rank holds.
-    """
+    """How the parts of some parameters travel to and from the ranks that hold them; the same in every step."""
 
     def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
         self._parameters = parameters
         of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # Elements of each part that `cut` returns.
         self._splits: list[list[int]] = []
         for parameter in parameters:
             ranges = shard_map.ranges[parameter]
@@ -122,9 +106,12 @@ class BucketParts:
                     of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
             self._splits.append([stop - start for start, stop in different] or [0])
             self.sizes += self._splits[-1]
+        # In the order of sums: the group, and for each of its ranks the parts that it adds up there, or sends on the
+        # way back, by their indices in what `cut` returns.
         self.hops = [
             (hop.group, [[index for rank in ranks for index in of_rank[rank]] for ranks in hop.parts]) for hop in hops
         ]
+        # Of each parameter the part that the calling rank holds.
         self.own = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:

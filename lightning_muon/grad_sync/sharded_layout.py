@@ -73,7 +73,7 @@ class ShardedLayout(Layout):
 
     @override
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """Wait for what the last step has sent. A step can be given up until its first update."""
+        """Wait for what the last step has sent."""
         self._updating = parameters
         self.agreed = None
         self._all_gather.begin(parameters)
@@ -165,7 +165,6 @@ class ShardedLayout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        """A DTensor where rows are sharded, a plain tensor on its owner, empty elsewhere."""
         local = torch.zeros_like(self.local(parameter))
         return self._as_rows(parameter, local) if self._has_rows(parameter) else local
 
@@ -206,10 +205,9 @@ class ShardedLayout(Layout):
     def _exchange(
         self, tensors: Mapping[int, Tensor], states: Sequence[tuple[Tensor, Tensor]], *, to_owners: bool
     ) -> dict[int, Tensor]:
-        """What each of ``tensors`` is after its rows went to their owner, or came from there.
+        """What each of ``tensors``, parts of ``states`` by index, is after its rows went to or came from its owner.
 
-        ``tensors`` are the calling rank's parts of some of ``states``, by their index. Collective over the shard axis;
-        every rank must call it. Raises on all ranks if their tensors differ in number or dtype.
+        Collective over the shard axis; every rank must call it. Raises on all ranks if number or dtypes differ.
         """
         group = self._shard_map.shard
         if group.size > 1:
@@ -246,7 +244,6 @@ class ShardedLayout(Layout):
         return isinstance(self._shard_map.placements(parameter)[-1], Shard)
 
     def _part_of_whole(self, parameter: Tensor, state: Tensor) -> Tensor:
-        """The calling rank's part where ``state`` is a whole plain tensor."""
         if isinstance(state, DTensor):
             return state
         part = self._shard_map.local(parameter, state.contiguous()).clone()

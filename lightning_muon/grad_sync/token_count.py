@@ -26,9 +26,6 @@ _Report = int | float | Callable[[], int | float] | str
 class TokenCount:
     """Counts the tokens of an accumulated batch (a window of micro-batches) over all ranks of ``group``.
 
-    The loss of a micro-batch is the sum over its tokens, and the gradient shall be that of the mean over the tokens of
-    all micro-batches on all ranks, which may have any number of them.
-
     Construction is collective over ``group``; every rank of it must construct it.
     """
 
@@ -51,10 +48,7 @@ class TokenCount:
         self._reports.append([])
 
     def report(self, num_tokens: int | float | Tensor) -> None:
-        """Add tokens of this rank to the micro-batch; 0 if it has none. Local; never waits for a device.
-
-        A value that is no count does not raise here, on one rank alone, but in :meth:`total`, on all of them.
-        """
+        """Add tokens of this rank to the micro-batch. Local; a value that is no count raises in :meth:`total`."""
         if self._sum is not None:
             self._late.append(f"reported tokens after they were summed; {_WHAT_TO_DO}, not in backward")
         elif not self._reports:
@@ -63,14 +57,10 @@ class TokenCount:
             self._reports[-1].append(_report(num_tokens))
 
     def start(self) -> None:
-        """Begin to sum the window over the ranks; waits for the device where tensors on it were reported.
-
-        Collective over the group; every rank of it must call it, after the last training step of the window.
-        """
+        """Begin to sum the window; waits for reported tensors. Collective over the group; every rank must call it."""
         if self._sum is not None:
             return
-        tokens = self._count()
-        values = torch.tensor([tokens, float(bool(self._problems))], dtype=torch.float64, device="cpu")
+        values = torch.tensor([self._count(), bool(self._problems)], dtype=torch.float64, device="cpu")
         self._sum = values, start_all_reduce_sum(values, self._group) if self._group.group is not None else None
 
     def total(self) -> float:
@@ -91,13 +81,10 @@ class TokenCount:
         return self._total
 
     def divisor(self, accumulate: int) -> float:
-        """What to divide sums of gradients by, if each loss was divided by ``accumulate`` before backward.
-
-        Collective over the group; every rank of it must call it.
-        """
+        """Divisor of the sums of gradients if each loss was divided by ``accumulate``. Collective; all must call it."""
         return max(self.total(), 1.0) / accumulate
 
-    def _count(self) -> float:
+    def _count(self) -> int:
         """Tokens of this rank; notes what is wrong with the reports."""
         total = 0
         for index, reports in enumerate(self._reports, start=1):
@@ -111,15 +98,11 @@ class TokenCount:
                     self._problems.append(f"reported {found} number of tokens {where}; {_WHAT_TO_DO}, with {_EXPECTED}")
                 else:
                     total += int(value)
-        return float(total)
+        return total
 
 
 def _report(num_tokens: Any) -> _Report:
-    """What is kept of a report, without waiting for a device.
-
-    A tensor is copied to the host at once, since its owner may change it, and so that reading it waits for the device
-    only up to here, and not for the rest of the micro-batch.
-    """
+    """What is kept of a report: a tensor is copied at once, since its owner may change it, without waiting for it."""
     if isinstance(num_tokens, Tensor):
         dtype = num_tokens.dtype
         # Neither truth values nor complex numbers, nor what rounds counts over 2048 (float16) or 256 (bfloat16).

@@ -34,7 +34,7 @@ class Pending(ABC):
 
 
 class Results:
-    """Gradients that were reduced or divided; backward adds to them in place until ``zero_grad`` drops them. Local."""
+    """Gradients that were reduced or divided, to which backward adds in place. Local."""
 
     def __init__(self) -> None:
         # Weak, so that zero_grad frees the memory.
@@ -66,7 +66,7 @@ class Transport(ABC):
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
         """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
 
-        Collective over all ranks that hold the parameters, in the same order of calls.
+        Collective over private groups of all ranks that hold the parameters; every rank must call it in the same order.
         """
 
     def forget(self, parameters: Collection[Tensor]) -> None:  # noqa: B027 - zero_grad drops what is in p.grad
@@ -82,7 +82,6 @@ class AllReduce(Transport):
 
     @override
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
-        """Begin the sum. Collective over the private group; every rank must call it."""
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
         return _AllReduced(self.results, tuple(gradients), buffer, work)
@@ -115,12 +114,8 @@ class _AllReduced(Pending):
 class ReduceScatterToOwners(Transport):
     """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
 
-    The shares of all ranks are added in their order; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops`
-    those of each node, and then these sums in the order of the nodes. 16-bit floats are added in float32, and what
-    travels on, between nodes or replicas, is rounded to the dtype of the parameter (float16, which it might overflow,
-    is not).
-
-    Collective over the axes of the mesh to construct; every rank must do so.
+    Shares are added in the order of the ranks; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops` those
+    of each node first. Collective over the axes of the mesh to construct; every rank must do so.
     """
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
@@ -135,7 +130,6 @@ class ReduceScatterToOwners(Transport):
 
     @override
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
-        """Begin the sum. Collective over the private groups; every rank must call it."""
         parameters = tuple(gradients)
         parts = self._parts.get(parameters[0])
         if parts is None or not parts.are_of(parameters):
@@ -159,11 +153,7 @@ class ReduceScatterToOwners(Transport):
         return _Scattered(self._unread, parameters, parts, pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
-        """The part of the gradient that the calling rank holds, in the dtype of the parameter; waits for its bucket.
-
-        The sum of all passes since :meth:`forget`. Shaped like the rank's part of ``parameter``; ``None`` if no rank
-        has computed a gradient. Local; on CUDA the current stream waits.
-        """
+        """The calling rank's part of the sum since :meth:`forget`, if any rank has a gradient; waits. Local."""
         for scattered in self._unread.pop(parameter, ()):
             scattered.add_to(self._reduced)
         return self._reduced.get(parameter)
