@@ -27,22 +27,19 @@ class SingleReductionGuard:
     def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
         self._parameters, self._mode, self._name = list(parameters), mode, name
         self._num_passes = 0
-        self._adds = False
         # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
         self._was_reached = self._is_reached = False
         self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
 
     def begin_backward(self) -> None:
         """Before a backward pass that reduces gradients; local, every rank must call it."""
-        layout = self._mode.layout
         # Without gradients the user has thrown away what there was.
-        self._adds = self._num_passes > 0 and any(map(layout.has_gradient, self._parameters))
-        self._was_reached &= self._adds
+        self._was_reached = self._was_reached and any(map(self._mode.layout.has_gradient, self._parameters))
         self._is_reached = False
 
     def end_backward(self) -> None:
         """After it. Collective over all ranks in the second pass of a step; every rank must call it, and all raise."""
-        if self._adds:
+        if self._num_passes:
             error = None
             if self._was_reached and self._is_reached:
                 error = RuntimeError(

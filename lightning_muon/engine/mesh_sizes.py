@@ -100,18 +100,19 @@ class MeshSizes:
             # Replicas between nodes only where whole shard groups lie inside of one.
             replicas = num_nodes if num_processes % inner == 0 else 1
         if replicas == "auto":
-            replicas = self._rest(world_size, int(shards) * inner)
-        elif shards == "auto":
-            shards = self._rest(world_size, int(replicas) * inner)
+            replicas = max(1, world_size // (int(shards) * inner))
+        if shards == "auto":
+            shards = max(1, world_size // (int(replicas) * inner))
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
             factors = {"replicas": sizes[0], "shards": sizes[1]}
             factors |= {"context ranks": self.context_size} if self.context_size > 1 else {}
             factors |= {"tensor ranks": self.num_tensor_ranks} if self.num_tensor_ranks > 1 else {}
             product = " x ".join(f"{size} {what}" for what, size in factors.items())
+            asked = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(MeshSizes, key)]
             raise ValueError(
                 f"{product} = {math.prod(sizes) * inner} ranks, but there are {world_size} ({num_nodes} nodes x "
-                f"{num_processes} devices); change {', '.join(self._asked())}, or {_NUM_PROCESSES}"
+                f"{num_processes} devices); change {', '.join(asked)}, or {_NUM_PROCESSES}"
             )
         return sizes
 
@@ -159,19 +160,6 @@ class MeshSizes:
             return True
         only_lightning = (self.replicate_size, self.shard_size, self.context_size, self.tensor_size)
         return self.tensor_parallel_size not in ("auto", 1) and only_lightning == ("auto", "auto", 1, 1)
-
-    def _rest(self, world_size: int, factors: int) -> int:
-        """What ``factors``, the product of the sizes that are given, leaves of all ranks."""
-        if world_size % factors:
-            asked = self._asked()
-            product = " x ".join(asked) + (f" = {factors}" if len(asked) > 1 else "")
-            raise ValueError(
-                f"{product} does not divide the number of ranks, {world_size}; change it, or {_NUM_PROCESSES}"
-            )
-        return world_size // factors
-
-    def _asked(self) -> list[str]:
-        return [f"{key}={value}" for key, value in vars(self).items() if value != getattr(MeshSizes, key)]
 
 
 def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:

@@ -167,12 +167,6 @@ class TrainingEngine:
         self._info(describe_optimizers(fresh))
         for message in optimizer_warnings(fresh, choice, is_default=is_default):
             self._warn(message)
-        if self._is_loop_of_user and not before and self.mode.parameters_arrive_late:
-            self._info(
-                f"sharding={self.mode.name!r}: parameter.grad is None after backward, since no rank has whole "
-                "gradients; torch.nn.utils.clip_grad_norm_ would clip nothing, clip_gradients of a Fabric and "
-                "clip_grad_norm_ of an Accelerator clip all of them"
-            )
         return list(self.optimizers)
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

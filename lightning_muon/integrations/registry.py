@@ -72,15 +72,8 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
 def first_installed(packages: Iterable[str], problem: str) -> str:
     """The first of ``packages`` that is installed, or a ``ModuleNotFoundError`` that begins with ``problem``."""
     for package in packages:
-        if _is_installed(package):
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
             return package
     raise ModuleNotFoundError(
         f'{problem}: none of {", ".join(packages)} is installed; pip install "lightning-muon[lightning]"'
     )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # The parent package is missing.
-        return False

@@ -179,3 +179,15 @@ def _by_tokens() -> None:
 
 def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_by_tokens, world_size=2, match="needs automatic optimization")
+
+
+def _reads_whole_gradients() -> None:
+    pl = load(PACKAGES[0])
+    model = language_model(pl, configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    trainer(pl, strategy=strategy_class(PACKAGES[0])(sharding="zero2")).fit(model, loader())
+
+
+def test_an_optimizer_that_reads_whole_gradients_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _reads_whole_gradients, world_size=2, match="divides the gradients that SGD reads whole"
+    )

@@ -26,22 +26,6 @@ from tests.support.processes import ProcessPool, RanksFailedError
 _FLOAT32 = MuonConfig(compute_dtype="float32")
 
 
-def _stop_early(package: str) -> tuple[int, float]:
-    pl = load(package)
-    model = language_model(pl)
-    # No epoch can improve by 100, so the second one is the last.
-    stopping = pl.callbacks.EarlyStopping("val", min_delta=100.0, patience=1)
-    fitter = trainer(pl, callbacks=[stopping], max_epochs=9)
-    fitter.fit(model, loader(), loader())
-    return fitter.current_epoch, float(stopping.best_score)
-
-
-def test_early_stopping_stops_all_ranks_in_the_same_epoch(gloo: ProcessPool) -> None:
-    outcomes = gloo.run(_stop_early, PACKAGES[0], world_size=3)
-    assert [epoch for epoch, _ in outcomes] == [2, 2, 2]
-    assert len({score for _, score in outcomes}) == 1
-
-
 def _two_groups(module: Any) -> Any:
     head = {"params": module.network.head.parameters(), "lr": 1e-3, "name": "head"}
     rest = [parameter for name, parameter in module.named_parameters() if "head" not in name]
@@ -209,3 +193,25 @@ def _quiet_ones(directory: str) -> tuple[int, list[str]]:
 def test_summaries_bars_timers_and_throughput_run(gloo: ProcessPool, tmp_path: Path) -> None:
     steps, columns = gloo.run(_quiet_ones, str(tmp_path), world_size=2)[0]
     assert steps == 12 and "train/device/samples_per_sec" in columns
+
+
+def _find(package: str, directory: str) -> tuple[float, float, int]:
+    pl = load(package)
+    model = language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=module.lr))
+    model.lr = 1e-3
+    fitter = trainer(pl, max_epochs=1, default_root_dir=directory)
+    finder: Any = pl.tuner.Tuner(fitter).lr_find(model, loader(num_samples=240), num_training=20)
+    fitter.fit(model, loader(num_samples=240))
+    return finder.suggestion(), fitter.optimizers[0].param_groups[0]["lr"], fitter.global_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_rate_that_was_found_is_used_from_the_first_step(
+    gloo: ProcessPool, tmp_path: Path, world_size: int
+) -> None:
+    outcomes = gloo.run(_find, PACKAGES[0], str(tmp_path), world_size=world_size)
+    assert len(set(outcomes)) == 1
+    suggestion, used, steps = outcomes[0]
+    assert used == suggestion
+    assert suggestion != 1e-3
+    assert steps == 30

@@ -74,15 +74,3 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(sharding: str, where
         ProcessPool().run_fresh(_fail_on_one_rank, sharding, where, overlap, world_size=2, timeout=60.0)
     assert raised.value.exit_codes == {1: 3}
     assert raised.value.failures[0].message == "rank 1 has failed: OSError: file 4"
-
-
-def _strategy_of_the_other_package() -> None:
-    trainer(load(PACKAGES[1]), strategy=strategy_class(PACKAGES[0])())
-
-
-def test_the_strategy_of_the_other_package_is_explained(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _strategy_of_the_other_package,
-        world_size=1,
-        match="Trainers of lightning.pytorch; the names 'parallel_muon' and 'flexdemo' find",
-    )

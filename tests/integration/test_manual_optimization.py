@@ -94,26 +94,9 @@ def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any],
     return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
 
 
-@pytest.mark.parametrize("options", [{}, {"toggle": False}, {"accumulate": True}])
-def test_a_gan_trains_as_on_one_rank(gloo: ProcessPool, options: dict[str, bool]) -> None:
-    losses, weights, kinds, moved = gloo.run(_train_gan, PACKAGES[0], world_size=4, **options)[0]
-    single = gloo.run(_train_gan, PACKAGES[0], world_size=1, **options)[0]
-    assert kinds == ["ParallelMuon", "ParallelMuon"]
-    assert moved > 1e-2
-    assert [x for pair in losses for x in pair] == pytest.approx([x for pair in single[0] for x in pair], abs=2e-4)
-    assert max_difference(weights, single[1]) < 2e-4
-
-
-def test_a_gan_on_one_rank_is_as_without_the_strategy(gloo: ProcessPool) -> None:
-    losses, weights, _, _ = gloo.run(_train_gan, PACKAGES[0], world_size=1)[0]
-    plain_losses, plain_weights = gloo.run(_plain_gan, PACKAGES[0], world_size=1)[0]
-    assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain_losses for x in pair], abs=1e-4)
-    assert max_difference(weights, plain_weights) < 1e-4
-
-
-def _plain_gan(package: str) -> tuple[list[Any], dict[str, Any]]:
+def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     pl = load(package)
-    model = _gan(pl)
+    model = _gan(pl, **options)
 
     def configure(self: Any) -> Any:
         kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9), "compute_dtype": "float32"}
@@ -126,6 +109,16 @@ def _plain_gan(package: str) -> tuple[list[Any], dict[str, Any]]:
     # The sampler of the strategy, which shuffles.
     trainer(pl, strategy="ddp_find_unused_parameters_true").fit(model, loader())
     return model.losses, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"toggle": False}, {"accumulate": True}])
+def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, options: dict[str, bool]) -> None:
+    losses, weights, kinds, moved = gloo.run(_train_gan, PACKAGES[0], world_size=4, **options)[0]
+    plain = gloo.run(_plain_gan, PACKAGES[0], world_size=1, **options)[0]
+    assert kinds == ["ParallelMuon", "ParallelMuon"]
+    assert moved > 1e-2
+    assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain[0] for x in pair], abs=2e-4)
+    assert max_difference(weights, plain[1]) < 2e-4
 
 
 def _parameter_on_the_module(package: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_muon import ParallelMuon
 from tests.integration.training import (
+    EXACT,
     PACKAGES,
     Network,
     adamw,
@@ -18,6 +19,7 @@ from tests.integration.training import (
     language_model,
     load,
     loader,
+    max_difference,
     strategy_class,
     trainer,
 )
@@ -95,6 +97,37 @@ def test_a_resumed_run_is_bit_equal(
     assert resumed[0] == losses[len(losses) // 2 :]
     assert resumed[1].keys() == weights.keys()
     assert all(torch.equal(resumed[1][name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("saved", "sharded", "readers"),
+    [
+        (("zero2", 3), True, [("zero2", 3)]),
+        (("zero2", 2), False, [("zero2", 2), ("ddp", 4)]),
+        (("ddp", 2), False, [("ddp", 2)]),
+        (("zero2", 4), True, [("fsdp", 2)]),
+        (("fsdp", 4), False, [("zero2", 2)]),
+        (("ddp", 4), True, [("zero2", 2)]),
+    ],
+)
+def test_a_run_is_resumed_with_the_same_or_another_sharding(
+    gloo: ProcessPool, tmp_path: Path, saved: tuple[str, int], sharded: bool, readers: list[tuple[str, int]]
+) -> None:
+    def run(folder: str, kind: tuple[str, int], resume: str | None = None) -> tuple[list[float], dict[str, Any]]:
+        sizes = {"sharding": kind[0], "optimizer": EXACT}
+        options = {"sizes": sizes, "sharded": sharded, "resume": resume, "configure": "adamw"}
+        options |= {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+        return gloo.run(_run, str(tmp_path / folder), world_size=kind[1], **options)[0][:2]
+
+    losses, weights = run("first", saved)
+    for reader in readers:
+        resumed_losses, resumed = run("second", reader, f"{tmp_path}/first/epoch=0.ckpt")
+        if reader == saved:
+            assert resumed_losses == losses[len(losses) // 2 :]
+            assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+        else:
+            assert resumed_losses == pytest.approx(losses[len(losses) // 2 :], abs=2e-5)
+            assert max_difference(resumed, weights) < 5e-5
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -44,37 +44,41 @@ def read_options(options: Options | Mapping[str, Any] | str | Path | None) -> Op
     raise TypeError(f"options must be Options, a mapping or the path of a YAML file, got {options!r}")
 
 
-def check_state(state: Any, options: Options) -> None:
-    """Raise ``ValueError`` for what the ``AcceleratorState`` was told and the engine cannot honour."""
-    kind, num_launched = state.distributed_type, int(os.environ.get("WORLD_SIZE", "1"))
-    if kind == DistributedType.NO and num_launched > 1:
-        raise ValueError(
-            f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
-            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is sharded all the same"
-        )
+def check_kind(state: Any) -> None:
+    """Raise ``ValueError`` for a kind of Accelerator, or a precision, that Muon cannot work with."""
+    kind = state.distributed_type
     if kind not in (DistributedType.FSDP, DistributedType.NO) and not kind.value.startswith("MULTI_"):
         raise ValueError(
             f"distributed_type: {kind.value} brings a division of its own; use FSDP with fsdp_version: 2, or MULTI_GPU"
         )
+    if kind == DistributedType.FSDP and not state.is_fsdp2:
+        raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
     if state.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: {state.mixed_precision} is not supported: float16 needs loss scaling, whose skipped "
             "steps the sharded optimizer cannot agree on, and float8 has layers of its own; use bf16 or no"
         )
-    if kind == DistributedType.FSDP:
+
+
+def check_state(state: Any, options: Options) -> None:
+    """Raise ``ValueError`` for what the ``AcceleratorState`` was told and the engine cannot honour."""
+    check_kind(state)
+    is_fsdp, num_launched = state.distributed_type == DistributedType.FSDP, int(os.environ.get("WORLD_SIZE", "1"))
+    if state.distributed_type == DistributedType.NO and num_launched > 1:
+        raise ValueError(
+            f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
+            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is sharded all the same"
+        )
+    if is_fsdp and options.sharding != "fsdp":
+        raise ValueError(
+            f"sharding={options.sharding!r} contradicts distributed_type: FSDP; MULTI_GPU goes with every sharding"
+        )
+    if is_fsdp:
         plugin = state.fsdp_plugin
-        if not state.is_fsdp2:
-            raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
-        if options.sharding != "fsdp":
-            raise ValueError(
-                f"sharding={options.sharding!r} contradicts distributed_type: FSDP; MULTI_GPU goes with every sharding"
-            )
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             raise ValueError("fsdp_offload_params: true is not supported; remove it, or shard over more ranks")
         if plugin.ignored_modules is not None:
-            raise ValueError(
-                "fsdp_ignored_modules is not supported; freeze these modules, or take them out of the model"
-            )
+            raise ValueError("fsdp_ignored_modules is not supported; freeze them, or take them out of the model")
         if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
             raise ValueError(
                 "fsdp_activation_checkpointing: true drops activations where an fsdp_auto_wrap_policy says; set one"

@@ -22,8 +22,6 @@ from lightning_muon.params.routing import route_module, routing_table
 _log = logging.getLogger(__name__)
 Config = MuonConfig | FlexDeMoConfig
 _DEFAULT = MuonConfig()
-# Names that TrainingArguments has for options of ours.
-_OTHER_NAMES = {"adam_beta1": "betas[0]", "adam_beta2": "betas[1]", "adam_epsilon": "adamw_eps"}
 
 
 class LazyState(PlannedOptimizer):
@@ -125,9 +123,6 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     """
     if not isinstance(config, MuonConfig | FlexDeMoConfig):
         raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
-    for name in options:
-        if name in _OTHER_NAMES:
-            raise TypeError(f"{name} of TrainingArguments is {_OTHER_NAMES[name]} of {type(config).__name__}")
     return OptimizerFactory, {"config": replace(config, **options)}
 
 
@@ -135,24 +130,11 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
     """All ranks if they divide the work, having averaged gradients (DDP). Then collective; every rank must call it."""
     from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
 
+    from lightning_muon.integrations.accelerate.settings import check_kind
+
     state = AcceleratorState()
-    kind: Any = state.distributed_type
-    if kind == DistributedType.FSDP and not state.is_fsdp2:
-        raise ValueError(
-            "FSDP1 flattens parameters, and no matrix is left for Muon; set fsdp_version: 2 in the accelerate config, "
-            "or fsdp_config={'version': 2} in TrainingArguments"
-        )
-    one_or_sharded = kind in (DistributedType.NO, DistributedType.FSDP)
-    if not one_or_sharded and not kind.value.startswith("MULTI_"):
-        raise ValueError(
-            f"an Accelerator with distributed_type {kind.value} has an optimizer of its own, or parameters that Muon "
-            "cannot read; use FSDP2 (fsdp_version: 2), DDP, or one process"
-        )
-    if state.mixed_precision == "fp16":
-        raise ValueError(
-            "fp16 scales the loss, and each rank would decide for itself which steps to skip; set bf16=True, or neither"
-        )
-    if one_or_sharded:
+    check_kind(state)
+    if state.distributed_type in (DistributedType.NO, DistributedType.FSDP):
         return None
     if isinstance(config, FlexDeMoConfig) and state.num_processes > 1:
         raise ValueError(

@@ -41,10 +41,10 @@ def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expecte
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"shard_size": 3}, "^shard_size=3 does not divide the number of ranks, 8"),
-        ({"replicate_size": 3}, "^replicate_size=3 does not divide"),
-        ({"tensor_size": 3}, "^tensor_size=3 does not divide"),
-        ({"shard_size": 4, "context_size": 4}, "^shard_size=4 x context_size=4 = 16 does not divide the number of"),
+        ({"shard_size": 3}, "^2 replicas x 3 shards = 6 ranks, but there are 8 .*change shard_size=3, or"),
+        ({"replicate_size": 3}, "^3 replicas x 2 shards = 6"),
+        ({"tensor_size": 3}, "x 3 tensor ranks = 6 ranks"),
+        ({"shard_size": 4, "context_size": 4}, "x 4 shards x 4 context ranks = 16 .*shard_size=4, context_size=4, or"),
         ({"replicate_size": 2, "shard_size": 2}, "= 4 ranks, but there are 8 .*2 nodes x 4 devices.*replicate_size=2"),
         (
             {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},

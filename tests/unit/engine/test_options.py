@@ -13,13 +13,11 @@ from lightning_muon import (
     DCTTopK,
     FlexDeMo,
     FlexDeMoConfig,
-    ModeOptions,
     MuonConfig,
     Options,
     ParallelMuon,
     ParallelMuonStrategy,
 )
-from lightning_muon.engine.mesh_sizes import MeshSizes
 
 
 @pytest.mark.parametrize(
@@ -56,17 +54,6 @@ def test_everything_goes_with_what_it_needs() -> None:
     Options(optimizer=FlexDeMoConfig(), replicate_size=2, context_size=2, loss_scaling="tokens")
     for policy in ("auto", [], ("Block",), {dict}, lambda name, module: name == "blocks.0"):
         Options(wrap_policy=policy)
-
-
-def test_the_parts_of_the_engine_get_what_they_take() -> None:
-    wrap = ("Block",)
-    options = Options(shard_size=3, context_size=2, wrap_policy=wrap, reshard_after_backward=False)
-    assert options.mesh_sizes == MeshSizes(shard_size=3, context_size=2)
-    assert options.mode_options == ModeOptions(wrap_policy=wrap, reshard_after_backward=False)
-    assert options.config == MuonConfig() and not options.has_nodes
-    with_nodes = Options(optimizer=FlexDeMoConfig(lr=0.5))
-    assert with_nodes.mode_options == ModeOptions(decoupled_nodes=True)
-    assert with_nodes.config.lr == 0.5 and with_nodes.has_nodes
 
 
 _YAML = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -63,10 +65,14 @@ def test_the_first_packages_give_the_public_classes() -> None:
     [(registry.trainer_strategy, "pytorch_lightning"), (registry.fabric_strategy, "lightning_fabric")],
 )
 def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, strategy_class: type, second: str) -> None:
-    assert not registry._is_installed("no_such_parent.child") and registry._is_installed("torch.nn")
-    monkeypatch.setattr(registry, "_is_installed", lambda package: False)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(ImportError, match=r'pip install "lightning-muon\[lightning\]"'):
         strategy_class()
+
+    def without_lightning(name: str, package: str | None = None) -> Any:
+        return None if name == "lightning" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_lightning)
     pytest.importorskip(second)
-    monkeypatch.setattr(registry, "_is_installed", lambda package: package == second)
     assert strategy_class().package.name == "pytorch_lightning"

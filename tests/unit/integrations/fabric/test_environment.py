@@ -24,8 +24,3 @@ def test_a_trainer_that_refuses_it_says_what_to_do() -> None:
     pl = pytest.importorskip("lightning.pytorch")
     with pytest.raises(ValueError, match="for Fabric; the names 'parallel_muon' and 'flexdemo' find the right class"):
         pl.Trainer(accelerator="cpu", devices=1, strategy=strategy_class("lightning.fabric")())
-
-
-def test_there_is_no_mesh_before_the_processes() -> None:
-    with pytest.raises(RuntimeError, match=r"before fabric\.launch"):
-        _ = _fabric("lightning.fabric").strategy.device_mesh

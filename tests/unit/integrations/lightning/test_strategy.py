@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import fields
 from datetime import timedelta
@@ -38,18 +37,3 @@ def test_the_arguments_are_the_options(cls: Any) -> None:
     given = {"replicate_size": 2, "optimizer": MuonConfig(lr=0.5), "timeout": timedelta(1)}
     assert cls(**given).options == Options(**given)
     assert all(f"\n    {a.name}: " in inspect.cleandoc(cls.__doc__) for a in arguments)
-
-
-def test_the_representation_names_the_package(cls: Any) -> None:
-    assert f"for Trainers of {cls.package.name};" in repr(cls())
-    assert "'parallel_muon' and 'flexdemo'" in repr(cls())
-
-
-def test_a_refused_precision_leaves_the_strategy_as_it_was(cls: Any) -> None:
-    plugins = cls.package.module("plugins.precision")
-    strategy = cls()
-    strategy.precision_plugin = plugins.MixedPrecision("bf16-mixed", "cpu")
-    before = copy.copy(strategy.precision_plugin)
-    with pytest.raises(ValueError, match="16-mixed"):
-        strategy.precision_plugin = plugins.MixedPrecision("16-mixed", "cpu")
-    assert type(strategy.precision_plugin) is type(before)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import logging
 import re
 import textwrap
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import DistributedType, PartialState
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
-from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
-from lightning_muon.integrations.transformers.optimizer import LazyState, TrainerMuon
+from lightning_muon import FlexDeMoConfig, MuonConfig, ParallelMuon
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -79,36 +73,14 @@ def test_the_example_makes_a_parallel_muon(
     assert isinstance(optimizer, ParallelMuon) and optimizer.param_groups[0]["lr"] == 3e-4
 
 
-def test_a_config_may_be_changed_by_keywords(model: LlamaForCausalLM, one_process: Accelerator) -> None:
-    _, arguments = lightning_muon.hf.optimizer(MuonConfig(momentum=0.8), lr=0.5)
-    assert arguments == {"config": MuonConfig(momentum=0.8, lr=0.5)}
-    optimizer = _make(model, FlexDeMoConfig(base="adamw"), lr=0.5, weight_decay=0.1)
-    assert isinstance(optimizer, FlexDeMo) and optimizer.config == FlexDeMoConfig(
-        base="adamw", lr=0.5, weight_decay=0.1
-    )
-
-
 def test_a_wrong_option_names_the_nearest_right_one() -> None:
     make = lightning_muon.hf.optimizer
     with pytest.raises(TypeError, match=r"MuonConfig: there is no option 'wieght_decay'; did you mean 'weight_decay'"):
         make(wieght_decay=0.1)
     with pytest.raises(TypeError, match=r"FlexDeMoConfig: there is no option 'replikator'; did you mean 'replicator'"):
         make(FlexDeMoConfig(), replikator=3)
-    with pytest.raises(TypeError, match="adam_epsilon of TrainingArguments is adamw_eps of MuonConfig"):
-        make(adam_epsilon=1e-6)
     with pytest.raises(TypeError, match=r"a MuonConfig or a FlexDeMoConfig, got 0\.1"):
         make(0.1)
-
-
-def test_what_muon_cannot_work_with_is_refused(
-    model: LlamaForCausalLM, one_process: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_process.state._mixed_precision = "fp16"
-    with pytest.raises(ValueError, match=r"fp16 scales the loss.*bf16=True"):
-        _make(model)
-    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.DEEPSPEED)
-    with pytest.raises(ValueError, match=r"distributed_type DEEPSPEED .* use FSDP2 \(fsdp_version: 2\), DDP"):
-        _make(model)
 
 
 def _make_under(kind: str, config: Any) -> None:
@@ -142,33 +114,3 @@ def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
 )
 def test_what_cannot_be_right_is_an_error(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
     gloo.expect_error_on_all_ranks(_make_under, kind, config, match=message, world_size=2)
-
-
-def _small_model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 7), nn.Linear(7, 3))
-
-
-def _made_early(kind: type[LazyState], model: nn.Module) -> Any:
-    """As a Trainer and ``Accelerator.prepare`` treat it before they shard the model."""
-    optimizer: Any = kind([{"params": list(model.parameters())}])
-    optimizer.route(model)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return optimizer
-
-
-def test_parameters_that_are_replaced_are_not_kept_alive() -> None:
-    model = _small_model()
-    optimizer = _made_early(TrainerMuon, model)
-    references = [weakref.ref(parameter) for parameter in model.parameters()]
-    for layer in model:
-        for name, parameter in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    del layer, parameter
-    gc.collect()
-    assert all(reference() is None for reference in references)
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-    assert set(optimizer.state) == set(model.parameters())
-    assert len(optimizer.state_dict()["state"]) == 5
