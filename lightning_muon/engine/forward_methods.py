@@ -53,11 +53,9 @@ def explain_shards() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "A layer ran while its weights were shards: FSDP2 gathers the weights of a module when its forward is "
-                "called. With manual optimization each child of the LightningModule gathers its own, so call the child "
-                "itself, not a layer or another method of it; or name the layer in "
-                "ParallelMuonStrategy(wrap_policy=...), or the method in "
-                "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
+                "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the "
+                "child of the LightningModule itself, not a layer or another method of it; or name the layer in "
+                "wrap_policy, or the method in torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
             )
         raise
 

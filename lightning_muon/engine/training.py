@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
@@ -46,10 +44,6 @@ _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
     "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
     "self.trainer.strategy.finish_parameters() first."
-)
-_REPORT_TOKENS = (
-    "In a loop of your own: fabric.strategy.report_tokens(n) before each fabric.backward(loss), or "
-    "accelerator.report_tokens(n) before each accelerator.backward(loss)."
 )
 
 
@@ -355,12 +349,11 @@ class TrainingEngine:
         self.mode.finish_parameters()
         broadcast_buffers(self.module)
         num_steps = steps_left_out(self.optimizers)
-        if num_steps and dist.get_rank() == 0:
-            warnings.warn(
+        if num_steps:
+            self._warn(
                 "DiLoCo: the weights after fit are those of the last average, without what the nodes have learnt in "
                 f"the last {num_steps} steps; let the number of steps be a multiple of the period, without overlap, or "
-                "go on from the last checkpoint",
-                stacklevel=2,
+                "go on from the last checkpoint"
             )
         if self.node_weights.stay_common(self.optimizers):
             self.weights_have_changed()
@@ -433,11 +426,7 @@ class TrainingEngine:
         if not self.is_last_micro_batch:
             return None
         if self.tokens is not None:
-            try:
-                self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
-            except ValueError as error:
-                error.add_note(_REPORT_TOKENS)
-                raise
+            self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
             if self._guard is None:
                 parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
                 self._guard = SingleReductionGuard(parameters, self.mode, type(self.module).__name__)

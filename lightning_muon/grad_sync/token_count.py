@@ -16,7 +16,10 @@ from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
 
-_WHAT_TO_DO = "call self.trainer.strategy.report_tokens(n) in training_step"
+_WHAT_TO_DO = (
+    "call self.trainer.strategy.report_tokens(n) in training_step, fabric.strategy.report_tokens(n) or "
+    "accelerator.report_tokens(n) before each backward pass"
+)
 _EXPECTED = "a whole number of at least 0, or a 0-d tensor of integers or float32"
 
 # What was reported at a time: a number, what gives one, or a text that says what it was instead of a count.
@@ -38,6 +41,7 @@ class TokenCount:
         """Forget the window, after the step. Local; every rank must call it."""
         self._reports: list[list[_Report]] = []  # Of each micro-batch.
         self._problems, self._late = self._late, []
+        self._has_reported = False  # For the next backward pass of a loop.
         self._sum: tuple[Tensor, dist.Work | None] | None = None
         self._total: float | None = None
 
@@ -46,6 +50,19 @@ class TokenCount:
         if self._sum is not None:
             self.reset()
         self._reports.append([])
+
+    def report_before_backward(self, num_tokens: int | float | Tensor) -> None:
+        """Add tokens of the loss whose backward pass comes next; for loops, where nobody tells of steps. Local."""
+        if not self._has_reported:
+            self.begin_micro_batch()
+        self._has_reported = True
+        self.report(num_tokens)
+
+    def begin_backward(self) -> None:
+        """Such a backward pass begins; without a report, total raises on all ranks. Local; every rank must call it."""
+        if not self._has_reported:
+            self.begin_micro_batch()
+        self._has_reported = False
 
     def report(self, num_tokens: int | float | Tensor) -> None:
         """Add tokens of this rank to the micro-batch. Local; a value that is no count raises in :meth:`total`."""

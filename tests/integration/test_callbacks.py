@@ -23,8 +23,6 @@ from tests.integration.training import (
 )
 from tests.support.processes import ProcessPool, RanksFailedError
 
-_FLOAT32 = MuonConfig(compute_dtype="float32")
-
 
 def _two_groups(module: Any) -> Any:
     head = {"params": module.network.head.parameters(), "lr": 1e-3, "name": "head"}
@@ -103,24 +101,6 @@ def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_
     checkpoint = f"{tmp_path}/4/epoch=1.ckpt"
     resumed = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
     assert resumed[2] == groups
-
-
-def _accumulate_by_schedule(package: str) -> tuple[list[float], dict[str, Any], int]:
-    pl = load(package)
-    model = language_model(pl)
-    strategy = strategy_class(package)(optimizer=_FLOAT32)
-    callback = pl.callbacks.GradientAccumulationScheduler({0: 3, 1: 2})
-    fitter = trainer(pl, strategy=strategy, callbacks=[callback])
-    fitter.fit(model, loader())
-    return model.losses, full_weights(model), fitter.global_step
-
-
-def test_a_schedule_of_accumulation_is_as_on_one_rank(gloo: ProcessPool) -> None:
-    losses, weights, steps = gloo.run(_accumulate_by_schedule, PACKAGES[0], world_size=4)[0]
-    single = gloo.run(_accumulate_by_schedule, PACKAGES[0], world_size=1)[0]
-    assert steps == 2 + 3
-    assert losses == pytest.approx(single[0], abs=1e-4)
-    assert max_difference(weights, single[1]) < 1e-4
 
 
 def _with_callback(package: str, name: str) -> None:

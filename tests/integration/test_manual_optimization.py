@@ -147,4 +147,4 @@ def _call_a_layer_of_a_child(package: str) -> str:
 
 def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
     for note in gloo.run(_call_a_layer_of_a_child, PACKAGES[0], world_size=2):
-        assert "call the child itself" in note
+        assert "child of the LightningModule itself" in note

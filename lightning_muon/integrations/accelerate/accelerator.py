@@ -164,6 +164,8 @@ class MuonAccelerator:
         if engine is None:
             super().backward(loss, **kwargs)  # type: ignore[misc]
             return
+        if engine.tokens is not None:
+            engine.tokens.begin_backward()
         with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
             super().backward(loss, **kwargs)  # type: ignore[misc]
 
@@ -178,8 +180,7 @@ class MuonAccelerator:
             raise RuntimeError(
                 "report_tokens needs the option loss_scaling='tokens', and comes after prepare(model, optimizer)"
             )
-        tokens.begin_micro_batch()
-        tokens.report(num_tokens)
+        tokens.report_before_backward(num_tokens)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:

@@ -49,7 +49,6 @@ class FabricStrategy(MuonStrategy):
     def _begin(self, **arguments: Any) -> None:
         self._engines: list[TrainingEngine] = []
         self._tokens: TokenCount | None = None
-        self._has_reported = False
         super()._begin(parallelize_fn=lambda module, _: module, **arguments)
         set_no_backward_sync(self, self._no_backward_sync)
         # Fabric has no end; the other ranks should know when this one has come to it.
@@ -141,17 +140,12 @@ class FabricStrategy(MuonStrategy):
                 f"report_tokens takes {type(self).__name__}(loss_scaling='tokens'), got loss_scaling="
                 f"{self.options.loss_scaling!r}, and comes after fabric.setup(module, optimizer)"
             )
-        if not self._has_reported:
-            self._tokens.begin_micro_batch()
-        self._tokens.report(num_tokens)
-        self._has_reported = True
+        self._tokens.report_before_backward(num_tokens)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
         if self._tokens is not None:
-            if not self._has_reported:
-                self._tokens.begin_micro_batch()  # Without a report, which is an error that all ranks get to know of.
-            self._has_reported = False
+            self._tokens.begin_backward()
             last = [engine for engine in self._engines if engine.is_last_micro_batch]
             if last and any(engine.is_accumulating for engine in self._engines):
                 raise RuntimeError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
+from tests.integration.integrations.accelerate.loop import training_on_cpu
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, launch, network, own_rows, set_up
 from tests.integration.training import max_difference
@@ -113,3 +116,27 @@ def test_micro_batches_of_several_models_begin_and_end_together(gloo: ProcessPoo
         match=r"no_backward_sync of some models, but not of \w*Network",
         world_size=2,
     )
+
+
+def _one_rank_reports_no_tokens(framework: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if framework == "accelerate":
+            options = {"is_fsdp": False, "sharding": "ddp", "loss_scaling": "tokens"}
+            runner, model, optimizer = stack.enter_context(training_on_cpu(**options))
+            report = runner.report_tokens
+        else:
+            runner, model, optimizer = set_up(loss_scaling="tokens")
+            report = runner.strategy.report_tokens
+        for index in range(2):
+            tokens, targets = loop.micro_batch(0, index)
+            with runner.accumulate(model) if framework == "accelerate" else runner.no_backward_sync(model, index == 0):
+                if index or dist.get_rank() == 0:
+                    report(targets.numel())
+                runner.backward(loop.summed_loss(model(tokens), targets))
+                optimizer.step() if index else None
+
+
+@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
+def test_a_rank_that_reports_no_tokens_is_an_error_on_all(gloo: ProcessPool, framework: str) -> None:
+    match = "rank 1 reported no tokens in micro-batch 1 of 2"
+    gloo.expect_error_on_all_ranks(_one_rank_reports_no_tokens, framework, match=match, world_size=2)

@@ -10,11 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_muon import DCTTopK, FlexDeMo, FlexDeMoConfig, ParallelMuon
+from lightning_muon import ParallelMuon
 from tests.integration.integrations.fabric.loop import (
     FABRICS,
     HYPER,
@@ -28,10 +25,9 @@ from tests.integration.integrations.fabric.loop import (
     reference,
     run_steps,
     set_up,
-    summed_loss,
     weights,
 )
-from tests.integration.training import Network, full_weights, loss_of, max_difference
+from tests.integration.training import Network, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
@@ -199,49 +195,6 @@ def test_modules_with_optimizers_of_their_own_share_a_loss(gloo: ProcessPool, sh
         assert max_difference(ours, alone) <= _TOLERANCE
 
 
-_SPARSE = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 100, "check_every": 1, "base": "adamw"}
-
-
-def _flexdemo(config: dict[str, Any]) -> dict[str, Tensor]:
-    fabric, model, optimizer = set_up(dist.get_rank(), optimizer=FlexDeMoConfig(**config), replicate_size=2)
-    assert isinstance(optimizer, FlexDeMo)
-    run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=1e6))
-    for parameter in model.parameters():
-        mine = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        first = mine.clone()
-        dist.broadcast(first, src=0)
-        assert torch.equal(first, mine), "nodes have equal weights"
-    return end(fabric, model)
-
-
-def _flexdemo_loop(config: dict[str, Any]) -> dict[str, Tensor]:
-    """The same without Fabric and without the sharding modes."""
-    module = network()
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(module, mesh=mesh["shard"])
-    optimizer = FlexDeMo(module.parameters(), mesh=mesh, adamw_eps=1e-8, **HYPER, **config)
-    optimizer.attach(module)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(4):
-        optimizer.zero_grad()
-        for index in range(2):
-            tokens, targets = (each[rank::size] for each in micro_batch(step, index))
-            module.set_requires_gradient_sync(index == 1)
-            (loss_of(module(tokens), targets) / 2).backward()
-        optimizer.step()
-    return full_weights(module)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_flexdemo_is_that_of_a_plain_loop(gloo: ProcessPool, world_size: int) -> None:
-    expected = gloo.run(_flexdemo_loop, _SPARSE, world_size=world_size)[0]
-    found = gloo.run(_flexdemo, _SPARSE, world_size=world_size)[0]
-    assert max_difference(found, expected) <= _TOLERANCE
-    assert max_difference(found, reference()) > 1e-3, "nodes exchange less than everything"
-
-
 def _not_set_up(what: str) -> None:
     fabric = launch()
     model: Any = network()
@@ -328,21 +281,3 @@ def test_empty_modules_are_initialized_and_load_weights(gloo: ProcessPool, shard
         # Of the size that reset_parameters gives them.
         assert 0.5 < (initial[name].norm() + 0.1) / (weight.norm() + 0.1) < 2.0, name
     assert max_difference(trained, reference()) <= 1e-6
-
-
-def _one_rank_reports_no_tokens() -> None:
-    fabric, model, optimizer = set_up(loss_scaling="tokens")
-    for index in range(2):
-        tokens, targets = own_rows(fabric, micro_batch(0, index))
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            loss = summed_loss(model(tokens), targets)
-            if index or fabric.global_rank == 0:
-                fabric.strategy.report_tokens(targets.numel())
-            fabric.backward(loss)
-    optimizer.step()
-
-
-def test_a_rank_that_reports_no_tokens_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    match = "rank 1 reported no tokens in micro-batch 1 of 2"
-    failures = gloo.expect_error_on_all_ranks(_one_rank_reports_no_tokens, match=match, world_size=2)
-    assert "fabric.strategy.report_tokens(n)" in failures[0].traceback
