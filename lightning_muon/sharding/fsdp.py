@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -229,125 +229,15 @@ def _make_room(reference: TensorWeakRef, zeros: _Zeros, _: Tensor) -> None:
         whole.grad = None
 
 
-class Recovery:
-    """Resets a model whose forward or backward has raised, and lets it go on only if that happened on all ranks.
-
-    An exception that is told of (:meth:`failed`), or that leaves a forward of the model, resets it at once; that of a
-    bare ``loss.backward()``, before the next forward. A failed backward drops all gradients of the step so far. Before
-    this rank then communicates, it compares through the store whether all ranks have failed after the same
-    communications. Its hooks are called before those of ``call_log``. Local to construct.
-    """
-
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, call_log: FsdpCallLog) -> None:
-        self._module, self._mesh, self._call_log = module, mesh, call_log
-        self.gradients_dropped: Callable[[], None] | None = None  # Called when gradients have been dropped.
-        self._roots = list(fsdp_roots(module))
-        self._must_meet = False
-        self._hooks: list[RemovableHandle] = []
-        for unit in fsdp_modules(module):
-            self._watch(unit)
-
-    def failed(self, *, in_backward: bool) -> None:
-        """Reset the model after an exception; local. A second call for the same one changes nothing.
-
-        FSDP2 is left in the middle of the pass: it would take the next forward for a recomputation, and never reduce
-        the gradients of some units again.
-        """
-        in_backward = in_backward or self._is_left_in_backward()
-        with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
-            for root in self._roots:
-                reset_fsdp(root)
-            if in_backward:
-                # Also those of micro-batches before, which cannot be told apart from what the failed pass has added.
-                for unit in fsdp_modules(self._module):
-                    drop_unreduced_gradients(unit)
-                for parameter in self._module.parameters():
-                    parameter.grad = None
-        if in_backward and self.gradients_dropped is not None:
-            self.gradients_dropped()
-        self._must_meet = True
-
-    def resume(self) -> None:
-        """After a failure go on if all ranks have failed, and communicated the same before; else raise.
-
-        Collective over the mesh after a failure; every rank must call it before it communicates.
-        """
-        if self._is_left_in_backward():
-            self.failed(in_backward=True)
-        if not self._must_meet:
-            return
-        problem = self._compare()
-        self._must_meet = False
-        self._call_log.restart()
-        if problem is not None:
-            raise RuntimeError(
-                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
-                "FSDP2 communicates in both, so ranks can only leave out the same batch together; resume from a "
-                "checkpoint"
-            )
-
-    def close(self) -> None:
-        """Remove the hooks, and leave shards, whatever has ended the run; local."""
-        self.failed(in_backward=False)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _is_left_in_backward(self) -> bool:
-        """Whether an exception has ended a backward pass, and nobody has reset the model since."""
-        return not is_in_backward() and any(map(has_unfinished_backward, self._roots))
-
-    def _compare(self) -> str | None:
-        """What other ranks have done instead, ``None`` if they have done the same."""
-        ranks = self._call_log.ranks
-        if len(ranks) == 1:
-            return None
-        # Ranks that have failed equally often meet; models and meshes do not matter.
-        number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
-        store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
-        of_all, of_shards = self._place()
-        store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
-        try:
-            store.wait([str(rank) for rank in ranks], timedelta(seconds=_SECONDS_TO_FAIL_TOGETHER))
-        except RuntimeError:
-            missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
-            return f"not on rank {', '.join(missing)} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
-        others: list[str] = []
-        for rank in ranks:
-            place = store.get(str(rank)).decode()
-            shares_weights = rank in self._call_log.shard_ranks
-            if not place.startswith(of_all) or (shares_weights and not place.endswith(of_shards)):
-                others.append(str(rank))
-        return f"at another place on rank {', '.join(others)}" if others else None
-
-    def _place(self) -> tuple[str, str]:
-        """What all ranks, and what the ranks of a shard group, must have communicated alike until now."""
-        counts = collective_counts()
-        *replicas, shards = (counts.get(self._mesh.get_group(axis).group_name) for axis in range(self._mesh.ndim))
-        words = self._call_log.words()
-        own = [word for word in words[NUM_WORDS:] if word != NO_WORD]
-        return f"{words[:NUM_WORDS]} {replicas}", f"{own} {shards}"
-
-    def _watch(self, unit: FSDPModule) -> None:
-        def enter(*_: Any) -> None:
-            if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
-                self.resume()
-
-        def leave(*_: Any) -> None:
-            if has_unfinished_forward(unit):
-                self.failed(in_backward=False)
-
-        # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
-        before, after = map(torch.compiler.disable, (enter, leave))
-        self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
-        self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
-
-
 class Fsdp(ShardingMode):
     """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
 
     With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. The mean
     over the nodes of their gradients is what all ranks would have computed together.
+
+    An exception that is told of, or that leaves a forward of the model, resets FSDP2 at once; that of a bare
+    ``loss.backward()``, before the next forward. A failed backward drops all gradients of the step so far. Before this
+    rank then communicates, it compares through the store whether all ranks have failed after the same communications.
     """
 
     name = "fsdp"
@@ -360,11 +250,11 @@ class Fsdp(ShardingMode):
         super().__init__(mesh, options)
         self._divisor: float | None = None
         self._agreement: GradientAgreement | None = None
-        self._recovery: Recovery | None = None
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
-        self._is_deferred = False
+        self._is_deferred = self._must_meet = False
+        self._hooks: list[RemovableHandle] = []
         # What `no_sync` has changed.
         self._resharding: list[tuple[FSDPModule, list[Any]]] = []
 
@@ -384,18 +274,29 @@ class Fsdp(ShardingMode):
 
     @override
     def watch(self, module: nn.Module) -> None:
-        if self.call_log is None:
-            self.call_log = FsdpCallLog(module, self._reduced_over)
-            self._recovery = Recovery(module, self._reduced_over, self.call_log)
+        if self.call_log is not None:
+            return
+        self._module, self._roots, self._must_meet = module, list(fsdp_roots(module)), False
+        self.call_log = FsdpCallLog(module, self._reduced_over)
+        for unit in fsdp_modules(module):
+            # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
+            before, after = (torch.compiler.disable(partial(hook, unit)) for hook in (self._enter, self._leave))
+            self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
+            self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
+
+    def _enter(self, unit: FSDPModule, *_: Any) -> None:
+        if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
+            self._resume()
+
+    def _leave(self, unit: FSDPModule, *_: Any) -> None:
+        if has_unfinished_forward(unit):
+            self.forward_failed()
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        self._module = module
         self.watch(module)
         nodes = self.mesh if self.options.decoupled_nodes else None
         self._agreement = GradientAgreement(module, self._reduced_over, self.call_log, nodes=nodes)
-        assert self._recovery is not None
-        self._recovery.gradients_dropped = self._agreement.forget
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
         self._is_deferred = all(map(is_attachable, optimizers))
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
@@ -430,18 +331,82 @@ class Fsdp(ShardingMode):
 
     @override
     def backward_failed(self) -> None:
-        if self._recovery is not None:
-            self._recovery.failed(in_backward=True)
+        self._reset(in_backward=True)
 
     @override
     def forward_failed(self) -> None:
-        if self._recovery is not None:
-            self._recovery.failed(in_backward=False)
+        self._reset(in_backward=self._is_left_in_backward())
+
+    def _is_left_in_backward(self) -> bool:
+        """Whether an exception has ended a backward pass, and nobody has reset the model since."""
+        return self.call_log is not None and not is_in_backward() and any(map(has_unfinished_backward, self._roots))
+
+    def _reset(self, *, in_backward: bool) -> None:
+        """Reset FSDP2, which would take the next forward for a recomputation; a second call changes nothing. Local."""
+        if self.call_log is None:
+            return
+        with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
+            for root in self._roots:
+                reset_fsdp(root)
+            if in_backward:
+                # Also those of micro-batches before, which cannot be told apart from what the failed pass has added.
+                for unit in fsdp_modules(self._module):
+                    drop_unreduced_gradients(unit)
+                for parameter in self._module.parameters():
+                    parameter.grad = None
+        if in_backward and self._agreement is not None:
+            self._agreement.forget()
+        self._must_meet = True
+
+    def _resume(self) -> None:
+        """After a failure go on if all ranks have failed, and communicated the same before; else raise.
+
+        Collective over the mesh after a failure; every rank must call it before it communicates.
+        """
+        if self._is_left_in_backward():
+            self.backward_failed()
+        if not self._must_meet or self.call_log is None:
+            return
+        problem = self._find_other_places(self.call_log)
+        self._must_meet = False
+        self.call_log.restart()
+        if problem is not None:
+            raise RuntimeError(
+                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
+                "FSDP2 communicates in both, so ranks can only leave out the same batch together; resume from a "
+                "checkpoint"
+            )
+
+    def _find_other_places(self, log: FsdpCallLog) -> str | None:
+        """What other ranks have done instead, ``None`` if they have failed after the same communications."""
+        if len(log.ranks) == 1:
+            return None
+        # Ranks that have failed equally often meet; models and meshes do not matter.
+        number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
+        store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
+        # What all ranks, and what the ranks of a shard group, must have communicated alike until now.
+        counts, mesh, words = collective_counts(), self._reduced_over, log.words()
+        *replicas, shards = (counts.get(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
+        of_all = f"{words[:NUM_WORDS]} {replicas}"
+        of_shards = f"{[word for word in words[NUM_WORDS:] if word != NO_WORD]} {shards}"
+        store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
+        try:
+            store.wait([str(rank) for rank in log.ranks], timedelta(seconds=_SECONDS_TO_FAIL_TOGETHER))
+        except RuntimeError:
+            missing = [str(rank) for rank in log.ranks if not store.check([str(rank)])]
+            return f"not on rank {', '.join(missing)} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
+        others: list[str] = []
+        for rank in log.ranks:
+            place = store.get(str(rank)).decode()
+            shares_weights = rank in log.shard_ranks
+            if not place.startswith(of_all) or (shares_weights and not place.endswith(of_shards)):
+                others.append(str(rank))
+        return f"at another place on rank {', '.join(others)}" if others else None
 
     @override
     def finish_gradients(self) -> None:
-        assert self._agreement is not None and self._recovery is not None, "attach comes first"
-        self._recovery.resume()
+        assert self._agreement is not None, "attach comes first"
+        self._resume()
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)
         self._resharding.clear()
@@ -460,8 +425,8 @@ class Fsdp(ShardingMode):
     @override
     def finish_evaluation(self) -> None:
         """Compare the units that the ranks have run since the last step or evaluation."""
-        if self.call_log is not None and self._recovery is not None:
-            self._recovery.resume()
+        if self.call_log is not None:
+            self._resume()
             self.call_log.compare()
 
     @override
@@ -477,7 +442,8 @@ class Fsdp(ShardingMode):
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
-        if self._recovery is not None:
-            self._recovery.close()
-            self._recovery = None
+        self.forward_failed()  # Leaves shards, whatever has ended the run.
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         super().close()
