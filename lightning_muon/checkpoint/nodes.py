@@ -25,10 +25,7 @@ from lightning_muon.sharding.weights import broadcast, mesh_device
 
 
 class NodeWeights:
-    """Keeps the weights of the node while a module has those that all nodes have in common (DiLoCo: the last average).
-
-    All of it is local; every rank must make the same calls.
-    """
+    """Keeps the weights of the node while a module has those that all nodes have in common; all of it is local."""
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
@@ -142,8 +139,7 @@ def expect_saved_nodes(
 ) -> Callable[[], None]:
     """Put tensors for all saved nodes in the place of ``states`` of another number of nodes; local.
 
-    Each rank then reads its shard of the states of all saved nodes, and calls what this returns, which makes them
-    states of the nodes of now.
+    Once they are read, call what this returns, which makes them states of the nodes of now.
     """
     replaced: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     for (name, entry), size in saved_sizes.items():

@@ -98,8 +98,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
 
-    ``content`` has shards, or on rank 0 whole tensors; ``rest`` is everything else, of which that of rank 0 is written,
-    to the file ``metadata_name`` beside the shards, or without that name to one file with everything.
+    The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
+    everything.
     """
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:

@@ -77,12 +77,9 @@ _NS_STEPS = 5
 def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
     """Measure Newton-Schulz, memory and links in less than 20 seconds, as they are when all ranks work at once.
 
-    Runs steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices and fits the rates to its ops and
-    to whole steps, serial and overlapped, so that packing and contention for cores count; also times all-to-alls along
-    each axis of the mesh. ``shapes`` has each matrix; ``options`` are those of the optimizer that change arithmetic.
-
-    Collective inside a process group or under a launcher: every rank must call it, and all get the same result.
-    Elsewhere it starts ``num_ranks`` gloo processes on this machine.
+    Fits the rates to ops and whole steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices, so that
+    packing and contention for cores count, and times all-to-alls along each axis of the mesh. ``options`` are those of
+    the optimizer that change arithmetic. Collective, or on processes that it starts: see :func:`run_on_ranks`.
     """
     counts = Counter((rows, cols) for rows, cols in shapes)
     if not counts:

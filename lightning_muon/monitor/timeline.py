@@ -24,8 +24,7 @@ _LATEST_END_SECONDS = 30.0
 class TimelineRecorder:
     """Notes when each op of the calling rank starts and ends; an executor is told by ``executor.recorder = recorder``.
 
-    On a CPU the clock is ``time.monotonic``, which the processes of a machine share. On CUDA it is that of the device
-    (events on the stream of the op), tied to the host's by one synchronization when recording begins.
+    On CUDA the clock is that of the device, tied to the host's by one synchronization when recording begins.
     """
 
     def __init__(self, device: torch.device) -> None:

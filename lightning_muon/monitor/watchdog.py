@@ -84,11 +84,8 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
 
 
 def _never_meet(a: Position, b: Position) -> bool:
-    """Whether each waits for something that the other will not launch before it.
-
-    A rank waits in the last collective that it has launched in that group. Being ahead in one group proves nothing:
-    the other may be slow.
-    """
+    """Whether each waits for something that the other will not launch before it."""
+    # Each waits in the last collective that it has launched. Ahead in one group proves nothing: the other may be slow.
     if a.group is None or b.group is None or a.step != b.step or min(a.beat, b.beat) < 2:
         return False
     if a.group == b.group:
@@ -112,10 +109,7 @@ def _place(position: Position, call_log: FsdpCallLog) -> str:
 
 
 def describe_process() -> str:
-    """The calling process, for :func:`process_on_this_host` of another one: host, number and start time.
-
-    The host is the running kernel and the namespace of process numbers, and empty where the system does not tell them.
-    """
+    """The calling process, for :func:`process_on_this_host` of another one: host (empty if unknown), number, start."""
     _, start = _state_and_start(os.getpid())
     return f"{_host() if start else ''} {os.getpid()} {start}"
 

@@ -134,9 +134,8 @@ _NOT_NETWORK = re.compile(r"Loss|Metric")
 def find_output_heads(module: nn.Module) -> tuple[dict[int, str], int | None]:
     """The output heads of ``module``: id of a weight -> reason, or else the id of a weight that is a guess.
 
-    In this order: what ``get_output_embeddings()`` of any submodule returns; linear layers that are as wide as an
-    embedding and have one output per entry of it; as a guess the last layer that has a weight, if it is linear and lies
-    in no repeated block.
+    What ``get_output_embeddings()`` of any submodule returns, or linear layers with the shape of an embedding; as a
+    guess the last layer that has a weight, if it is linear and lies in no repeated block.
     """
     known = dict(_declared_heads(module)) or dict(_vocabulary_heads(module))
     return known, None if known else _last_linear(module)

@@ -107,11 +107,7 @@ class LogicalMatrix:
 
 
 def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatrix, ...]:
-    """The matrices of a parameter of global ``shape``, by the kind of its route.
-
-    ``matrix``: the weight, or its parts along ``split_dim`` where it is fused. ``convolution``: ``(out, everything
-    else)``. ``stack``: one matrix for every index of the leading dimensions.
-    """
+    """The matrices of a parameter of global ``shape``: its fused parts, or one for each index of a stack."""
     if route.kind == "elementwise" or 0 in shape:
         return ()
     if route.kind == "stack":

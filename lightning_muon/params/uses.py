@@ -62,11 +62,7 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[Path]:
 
 
 def inside_repeated_block(path: Path) -> bool:
-    """Whether a module lies in a composite that is repeated, such as one layer of a transformer.
-
-    A composite child of a ``ModuleList`` counts also when it is alone (a transformer with one layer); in a
-    ``Sequential`` it needs a sibling of its class.
-    """
+    """Whether a module lies in a composite child of a ``ModuleList``, or of a ``Sequential`` that repeats its class."""
     for (_, parent), (_, child) in pairwise(path):
         if next(iter(child.children()), None) is None:
             continue

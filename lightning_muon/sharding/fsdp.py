@@ -155,8 +155,7 @@ class GradientAgreement:
     def _average(self, scalars: Sequence[nn.Parameter], divisor: float | None) -> None:
         """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
 
-        Collective over the mesh; every rank must call it. A missing gradient counts as zero unless it is missing
-        everywhere. What is a result of an earlier call is not summed again, only what was added to it.
+        Collective over the mesh; every rank must call it. Of results of an earlier call, only what was added is summed.
         """
         # (kept result, what was added to it, whether there is a gradient) x parameters
         dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in scalars) else torch.float32

@@ -75,10 +75,7 @@ class CallList:
             return self.count - len(self._kept), list(self._kept)
 
     def words(self) -> list[int]:
-        """Two words of the digest, each with its negative, whose maximum shows the minimum.
-
-        62 bits: of 4e18 different orders one is taken for equal by chance.
-        """
+        """Two words of the digest, 62 bits in all, each with its negative, whose maximum shows the minimum."""
         digest = self._digest.digest()
         first, second = (int.from_bytes(digest[at : at + 4], "little") >> 1 for at in (0, 4))
         return [first, -first, second, -second]

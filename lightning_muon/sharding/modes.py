@@ -79,10 +79,7 @@ class SingleProcess(ShardingMode):
 
 
 class Ddp(ShardingMode):
-    """Whole weights on every rank; a reducer sums gradients while backward runs.
-
-    A ParallelMuon still orthogonalizes each matrix on one rank only.
-    """
+    """Whole weights on every rank; a reducer sums gradients while backward runs."""
 
     name = "ddp"
     shards_weights = False
@@ -162,8 +159,7 @@ class Ddp(ShardingMode):
 class Zero2(Ddp):
     """Whole weights; gradients and optimizer state in shards over the last axis of the mesh.
 
-    Gradients are reduced during backward to the rank that needs them: a matrix to its owner, who then orthogonalizes it
-    without any gather, and rows of everything else. Replicas, the other axis, sum their parts once more. New values
+    A matrix is reduced to its owner, who then orthogonalizes it without any gather, everything else by rows. New values
     travel back while the next forward already runs.
 
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (stage 2); here with whole matrices as parts.

@@ -93,9 +93,9 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
 def agree_on_units(
     module: nn.Module, plan: Callable[[], list[nn.Module]], groups: Iterable[AxisGroup]
 ) -> list[nn.Module]:
-    """What ``plan`` returns, after all ranks have found that it gives them the same for the same model.
+    """What ``plan`` returns on all ranks, or an error on all of them.
 
-    Collective over each of ``groups``; every rank of it must call it. What ``plan`` raises on a rank stops them all.
+    Collective over each of ``groups``; every rank of it must call it.
     """
     units: list[nn.Module] = []
     error: Exception | None = None
@@ -174,8 +174,7 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
 
     ``"auto"`` takes the classes that transformers models declare as ``_no_split_modules``, and elsewhere the outermost
     ``ModuleList`` or ``Sequential`` children that repeat a class. Otherwise ``wrap_policy`` is classes or class names,
-    or ``policy(qualified_name, module) -> bool``. Modules that are sharded already and all modules inside them are
-    passed over. Units that share a parameter with each other or with the rest are dropped, so that the root holds it.
+    or ``policy(qualified_name, module) -> bool``. Units that share a parameter with others are left to the root.
     """
     candidates = list(_unsharded(module))
     if callable(wrap_policy):
@@ -314,10 +313,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_meta(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a module with tensors both on the meta device and off it.
-
-    Such a module cannot be materialized: ``to_empty`` and ``reset_parameters`` would wipe what it holds already.
-    """
+    """Raise for a module partly on the meta device: materializing it would wipe what it holds already."""
     for name, child in module.named_modules():
         tensors = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
         on_meta = [key for key, tensor in tensors if tensor.is_meta]
@@ -342,11 +338,7 @@ def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return leaf modules that need units of their own, because the unit around them has another dtype.
-
-    FSDP2 wants one dtype for all trainable parameters of a unit. The largest part stays; every layer of another dtype
-    is split off.
-    """
+    """Layers to be units of their own: FSDP2 wants one dtype for all that trains in a unit; its largest part stays."""
     holders = owners(module, units)
     counted = [
         uses
@@ -409,8 +401,7 @@ def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:
 def initialize_roots(module: nn.Module) -> None:
     """Make the outermost FSDP2 modules the roots now, once their weights are materialized; local.
 
-    FSDP2 makes the first module that runs forward a root. A block that is called before its root (``generate`` of an
-    inner model, a sanity check) would become one, and the real root's first forward would fail. Units in which every
+    Otherwise a block that runs before its root (``generate`` of an inner model) would become one. Units in which every
     parameter is frozen get their dtypes here as well, so that they can be unfrozen later under mixed precision.
     """
     for root in fsdp_roots(module):
@@ -428,11 +419,7 @@ def initialize_roots(module: nn.Module) -> None:
 
 
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Choose whether the next backward pass reduces gradients over the mesh.
-
-    Without reduction each rank keeps whole gradients of its own, which the next reducing pass adds up; so all but the
-    last of several micro-batches may go without. Set it before the forward pass, equally on all ranks; local.
-    """
+    """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local."""
     for unit in fsdp_modules(module):
         unit.set_requires_gradient_sync(enabled, recurse=False)
         # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
@@ -442,9 +429,8 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
     """Let the reducing backward passes compute (sum of the gradients over all ranks of the mesh) / ``divisor``.
 
-    ``None`` restores the mean over these ranks. Set it before the backward pass that reduces, equally on all ranks;
-    local and cheap. The sum is divided after the communication, in the dtype of the reduction, and only additions
-    travel, which every backend has.
+    ``None`` restores the mean over these ranks. Local. The sum is divided after the communication, in the dtype of the
+    reduction: every backend has sums.
     """
     if divisor is not None and not 0 < divisor < float("inf"):
         raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
@@ -459,9 +445,6 @@ def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
 
 
 def free_unsharded(module: nn.Module) -> None:
-    """Free whole weights that are left from a forward pass without backward, and register the shards again; local.
-
-    After evaluation the root is such a unit: FSDP2 keeps its weights for a backward pass that never comes.
-    """
+    """Free whole weights that FSDP2 keeps after a forward for a backward pass that never comes; local."""
     for unit in fsdp_modules(module):
         unit.reshard()

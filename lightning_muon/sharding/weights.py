@@ -23,9 +23,8 @@ _BUCKET_BYTES = 64 * 2**20
 def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     """Overwrite weights and buffers with those of the first rank of the mesh; ``fully_shard`` does not do it.
 
-    Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor becomes equal along
-    all axes over which it is not divided: those of ``mesh``, those of tensor parallelism (:func:`groups_beside`), and
-    those on which a DTensor is replicated. Tensors on the meta device are passed over.
+    Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor that is not on the
+    meta device becomes equal along all axes over which it is not divided, also those of tensor parallelism.
     """
     tensors = [tensor for tensor in _state(module) if not tensor.is_meta]
     device = mesh_device(mesh)
@@ -47,10 +46,7 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def groups_beside(module: nn.Module, mesh: DeviceMesh) -> list[AxisGroup]:
-    """The axes of tensor parallelism: those of the DTensors in ``module`` that share only this rank with ``mesh``.
-
-    Along them, what the plan of the user leaves out is a copy. Local; equal on all ranks that hold the same model.
-    """
+    """The axes of tensor parallelism: those of the DTensors in ``module`` that share only this rank with ``mesh``."""
     found: dict[tuple[int, ...], AxisGroup] = {}
     for own_mesh in dict.fromkeys(tensor.device_mesh for tensor in _state(module) if isinstance(tensor, DTensor)):
         for axis in range(own_mesh.ndim):
@@ -134,11 +130,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give all ranks the buffers of rank 0. Collective over all ranks; every rank must call it.
-
-    Each rank updates running statistics from its own batches. DDP sends those of rank 0 before every forward pass;
-    FSDP2 never does, and a checkpoint of shards would take each buffer from another rank.
-    """
+    """Give all ranks the buffers of rank 0, as DDP does. Collective over all ranks; every rank must call it."""
     buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
     if buffers and dist.get_world_size() > 1:
         broadcast(buffers, None, buffers[0].device)
