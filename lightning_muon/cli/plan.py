@@ -2,151 +2,62 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import os
 import sys
-from dataclasses import replace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_as_text
+from rich.console import Console, RenderableType
+
+from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
+    add_model_arguments,
     config_from_words,
-    read_config,
+    count,
+    read_model,
+    table,
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_report import plan_as_dict, plan_as_text, zero2_ways
-from lightning_muon.cli.plan_strategies import CompareOptions, choice_of, compare_strategies
-from lightning_muon.config import MuonConfig
+from lightning_muon.cli.plan_strategies import (
+    GRID,
+    MOST_RANKS_IN_FULL,
+    PIPELINE,
+    CompareOptions,
+    Outcome,
+    choice_of,
+    compare_strategies,
+)
 from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
+from lightning_muon.params.routing import route_of, routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.shapes import ModelShapes, read_shapes, shipped_shapes, write_shapes
+from lightning_muon.schedule.estimates import shard_exchanges
+from lightning_muon.schedule.shapes import ModelShapes, write_shapes
 
 MOST_RANKS = 4096
+WIDTH = 120
 _DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
 strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Plan and print."""
-    was_collecting = gc.isenabled()
-    gc.disable()  # A plan of thousands of ranks has millions of objects without cycles: a third of the time.
-    try:
-        sys.stdout.write(_plan(arguments))
-    finally:
-        if was_collecting:
-            gc.enable()
-
-
-def _plan(arguments: argparse.Namespace) -> str:
-    """Plan, write the files that are asked for, and return the report."""
-    if arguments.config is not None:
-        planned = read_config(arguments.config)
-    else:
-        shapes = read_shapes(arguments.shapes)
-        planned = PlannedModel(shapes=shapes, optimizer=MuonConfig(), replicate=None, shard=8)
-    flexdemo = planned.flexdemo
-    if arguments.flexdemo is not None:
-        flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
-    model = with_fused(planned.shapes, dict(arguments.fused))
-    if arguments.stack_shard_dim is not None:
-        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
-    if arguments.write_shapes is not None:
-        write_shapes(model, arguments.write_shapes)
-    # An exchange between nodes takes two of them.
-    mesh = _mesh(arguments, planned, fewest_replicas=1 if flexdemo is None else 2)
-    optimizer = planned.optimizer
-    # On CUDA, where "auto" is bfloat16.
-    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
-    options = CompareOptions(
-        ns_steps=arguments.ns_steps or optimizer.ns_steps,
-        wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
-        chunk_bytes=arguments.chunk_bytes or optimizer.chunk_bytes,
-        look_ahead=arguments.look_ahead or optimizer.look_ahead,
-        buffer_bytes=arguments.buffer_bytes,
-        cost=_cost_model(arguments, model, mesh),
-    )
-    links, zero2, choice, outcomes = None, [], None, []
-    if flexdemo is not None:
-        links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
-        if flexdemo.base == "muon":
-            # Nodes do not share matrices: every one of them divides all among its own ranks.
-            outcomes = compare_strategies(model, replace(mesh, replicate=1), options)
-    else:
-        outcomes = compare_strategies(model, mesh, options)
-        zero2 = zero2_ways(model, mesh, options.cost, node_ranks=arguments.node_ranks)
-        if arguments.config is not None:
-            choice = choice_of(optimizer, model, mesh, options)
-    if arguments.draw and not outcomes:
-        raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
-    for path in arguments.draw:
-        timelines = {outcome.name: outcome.timeline for outcome in outcomes}
-        draw_timelines(timelines, path, title=f"{model.name} on {mesh.replicate} x {mesh.shard} ranks")
-    plan = plan_as_dict(model, mesh, options, outcomes, choice=choice, slow_links=links, zero2=zero2)
-    if arguments.json:
-        return json.dumps(plan) + "\n"
-    shown = slow_links_as_text(links, flexdemo) if links and flexdemo else ""
-    return plan_as_text(plan, model, outcomes, slow_links=shown)
-
-
-def _mesh(arguments: argparse.Namespace, planned: PlannedModel, *, fewest_replicas: int) -> Mesh:
-    shard = arguments.shard or planned.shard
-    if shard is None:
-        raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard (and --replicate)")
-    mesh = Mesh(replicate=arguments.replicate or planned.replicate or fewest_replicas, shard=shard)
-    if mesh.size > MOST_RANKS:
-        raise ValueError(
-            f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}; choose a smaller "
-            "--replicate or --shard"
-        )
-    return mesh
-
-
-def _cost_model(arguments: argparse.Namespace, model: ModelShapes, mesh: Mesh) -> CostModel:
-    """The machine: measured, a file or a preset, with single numbers replaced."""
-    cost = PRESETS[arguments.machine]
-    if arguments.calibrate:
-        num_cores = os.cpu_count() or 1
-        if mesh.size > 4 * num_cores:
-            raise ValueError(
-                f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
-                "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
-            )
-        cost = calibrate(matrix_shapes(model), num_ranks=mesh.size, num_replicas=mesh.replicate)
-    elif arguments.cost is not None:
-        try:
-            cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"{arguments.cost}: {error}") from error
-    between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
-    latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
-    return replace(
-        cost,
-        flops_per_second=arguments.flops or cost.flops_per_second,
-        memory_bytes_per_second=arguments.memory_bandwidth or cost.memory_bytes_per_second,
-        bandwidth=(arguments.bandwidth or cost.bandwidth[0], *between),
-        latency_seconds=(latency, *cost.latency_seconds[1:]),
-    )
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+_MIB = 2**20
+_GRADIENT_ITEMSIZE = 4  # Of float32 parameters, whose gradients travel in their dtype.
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {value}")
+        raise ArgumentTypeError(f"must be finite and above 0, got {value}")
     return value
 
 
@@ -157,56 +68,334 @@ def _fused(text: str) -> tuple[str, tuple[int, ...]]:
     except ValueError:
         parts = ()
     if not pattern or not parts:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=NUMBER or PATTERN=SIZE,SIZE,...")
+        raise ArgumentTypeError(f"{text!r} is not PATTERN=NUMBER or PATTERN=SIZE,SIZE,...")
     return pattern, parts
 
 
 # Options that take one value: name, what it is called, its type, and what it means.
 _SHAPE_OPTIONS = (
-    ("--replicate", "R", _count, "replicas (default: the config's, or 1; FlexDeMo: 2)"),
-    ("--shard", "S", _count, "ranks per replica (default: the config's, or 8)"),
     ("--stack-shard-dim", "DIM", int, "dimension along which stacks of experts are cut (0)"),
-    ("--ns-steps", "N", _count, "Newton-Schulz iterations (the config's, or 5)"),
-    ("--wire-bytes", "N", _count, "bytes of an element that travels (by the config's dtypes, or 2)"),
-    ("--chunk-bytes", "N", _count, "of what a rank owns of a bucket (the config's)"),
-    ("--look-ahead", "N", _count, "buckets on their way at a time (the config's)"),
-    ("--buffer-bytes", "N", _count, "bound of a rank's buffers"),
+    ("--ns-steps", "N", count, "Newton-Schulz iterations (the config's, or 5)"),
+    ("--wire-bytes", "N", count, "bytes of an element that travels (by the config's dtypes, or 2)"),
+    ("--chunk-bytes", "N", count, "of what a rank owns of a bucket (the config's)"),
+    ("--look-ahead", "N", count, "buckets on their way at a time (the config's)"),
+    ("--buffer-bytes", "N", count, "bound of a rank's buffers"),
+    ("--write-shapes", "FILE.json", Path, "save the shapes of the model"),
 )
 _MACHINE_OPTIONS = (
+    ("--node-ranks", "N", count, "ranks of a node, for sharding=zero2 (8)"),
     ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
     ("--flops", "X", _positive, "FLOP/s of Newton-Schulz"),
     ("--memory-bandwidth", "X", _positive, "bytes/s of elementwise work"),
     ("--bandwidth", "X", _positive, "bytes/s of a rank's link (within a replica)"),
     ("--inter-bandwidth", "X", _positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
+    ("--compute-seconds", "X", _positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
 _CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
+_MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.description = _DESCRIPTION
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
-    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
+    parser.description, add = _DESCRIPTION, parser.add_argument
+    add_model_arguments(parser)
     for name, metavar, kind, text in _SHAPE_OPTIONS:
-        parser.add_argument(name, metavar=metavar, type=kind, help=text)
-    parser.add_argument("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
-    group = parser.add_argument_group("FlexDeMo")
-    group.add_argument("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
-    text = "of forward and backward of one step, for its predicted time"
-    group.add_argument("--compute-seconds", metavar="X", type=_positive, help=text)
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--machine", choices=sorted(PRESETS), default="reference", help="rates to start from")
-    machine.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
-    text = "ranks of a node, for sharding=zero2 (8)"
-    machine.add_argument("--node-ranks", metavar="N", type=_count, default=8, help=text)
+        add(name, metavar=metavar, type=kind, help=text)
+    add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
+    add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
+    add("--json", action="store_true", help="print everything as JSON instead of text")
+    add("--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf")
+    add("--machine", choices=sorted(PRESETS), help=_MACHINE_HELP)
+    add("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     for name, metavar, kind, text in _MACHINE_OPTIONS:
-        machine.add_argument(name, metavar=metavar, type=kind, help=text)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
-    text = "timelines as .png, .svg or .pdf"
-    output.add_argument("--draw", metavar="FILE", type=Path, nargs="+", default=[], help=text)
-    output.add_argument("--write-shapes", metavar="FILE.json", type=Path, help="save the shapes of the model")
+        add(name, metavar=metavar, type=kind, help=text)
+
+
+def run(arguments: Namespace) -> None:
+    """Plan, write the files that are asked for, and print the report."""
+    was_collecting = gc.isenabled()
+    gc.disable()  # A plan of thousands of ranks has millions of objects without cycles: a third of the time.
+    try:
+        _plan(arguments)
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _plan(arguments: Namespace) -> None:
+    planned = read_model(arguments)
+    if arguments.config is None:
+        arguments.shard_size = arguments.shard_size or 8
+    flexdemo = planned.flexdemo
+    if arguments.flexdemo is not None:
+        flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
+    model = with_fused(planned.shapes, dict(arguments.fused))
+    if arguments.stack_shard_dim is not None:
+        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
+    if arguments.write_shapes is not None:
+        write_shapes(model, arguments.write_shapes)
+    # An exchange between nodes takes two of them.
+    mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
+    if mesh.size > MOST_RANKS:
+        raise ValueError(f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}")
+    options = _options(arguments, planned, model, mesh)
+    links, zero2, choice, outcomes = None, [], None, []
+    if flexdemo is not None:
+        links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
+        if flexdemo.base == "muon":
+            # Nodes do not share matrices: every one of them divides all among its own ranks.
+            outcomes = compare_strategies(model, mesh._replace(replicate=1), options)
+    else:
+        outcomes = compare_strategies(model, mesh, options)
+        zero2 = zero2_ways(model, mesh, options.cost, node_ranks=arguments.node_ranks or 8)
+        if arguments.config is not None:
+            choice = choice_of(planned.optimizer, model, mesh, options)
+    if arguments.draw and not outcomes:
+        raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
+    title = f"{model.name} on {mesh.replicate} x {mesh.shard} ranks"
+    for path in arguments.draw:
+        draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=title)
+    base = links["base"] if links and not outcomes else None
+    parameters = [{**asdict(each), "algorithm": base or route_of(each).algorithm} for each in model.parameters]
+    matrices = [spec.name for spec in outcomes[0].specs] if outcomes else []
+    plan = {
+        "model": {"name": model.name, "source": model.source, "parameters": parameters, "matrices": matrices},
+        "mesh": {**mesh._asdict(), "ranks": mesh.size},
+        "options": asdict(options),
+        "config": choice,
+        "flexdemo": links,
+        "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
+        "zero2": zero2 or None,
+    }
+    if arguments.json:
+        sys.stdout.write(json.dumps(plan) + "\n")
+        return
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
+    console.print(f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)")
+    for heading, body in _report(plan, model, outcomes, flexdemo):
+        if heading:
+            console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
+        console.print(*body, sep="\n")
+
+
+def _options(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> CompareOptions:
+    """The file's options and machine, with those of the command line in their place."""
+    machine = arguments.machine or planned.machine
+    cost, optimizer = PRESETS[machine], planned.optimizer
+    if arguments.calibrate:
+        machine, num_cores = "measured", os.cpu_count() or 1
+        if mesh.size > 4 * num_cores:
+            raise ValueError(
+                f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
+                "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
+            )
+        cost = calibrate(matrix_shapes(model), num_ranks=mesh.size, num_replicas=mesh.replicate)
+    elif arguments.cost is not None:
+        machine = str(arguments.cost)
+        try:
+            cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{arguments.cost}: {error}") from error
+    between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
+    latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
+    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
+    return CompareOptions(
+        ns_steps=arguments.ns_steps or optimizer.ns_steps,
+        wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
+        chunk_bytes=arguments.chunk_bytes or optimizer.chunk_bytes,
+        look_ahead=arguments.look_ahead or optimizer.look_ahead,
+        buffer_bytes=arguments.buffer_bytes,
+        machine=machine,
+        cost=replace(
+            cost,
+            flops_per_second=arguments.flops or cost.flops_per_second,
+            memory_bytes_per_second=arguments.memory_bandwidth or cost.memory_bytes_per_second,
+            bandwidth=(arguments.bandwidth or cost.bandwidth[0], *between),
+            latency_seconds=(latency, *cost.latency_seconds[1:]),
+        ),
+    )
+
+
+def zero2_ways(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: int) -> list[dict[str, Any]]:
+    """The ways of ZeRO-2's gradients and values, for JSON; nothing where every replica lies on one node.
+
+    Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
+    """
+    nodes = [
+        [(replica * mesh.shard + rank) // node_ranks for rank in range(mesh.shard)] for replica in range(mesh.replicate)
+    ]
+    num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in model.parameters if not each.frozen)
+    if all(len(set(replica)) == 1 for replica in nodes) or not num_bytes:
+        return []
+    ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
+    chosen = min(ways, key=lambda way: way.seconds)
+    found: list[dict[str, Any]] = []
+    for way in ways:
+        numbers = asdict(way)
+        name = "hierarchical" if numbers.pop("grid") else "direct"
+        found.append({"way": name, "is_chosen": way is chosen, **numbers})
+    return found
+
+
+def _report(
+    plan: Mapping[str, Any], model: ModelShapes, outcomes: Sequence[Outcome], flexdemo: FlexDeMoConfig | None
+) -> Iterator[tuple[str, list[RenderableType]]]:
+    """Title and content of each section."""
+    if model.source:
+        yield "", [f"shapes from {model.source}"]
+    if outcomes:
+        yield "", _settings(plan["options"], outcomes)
+        rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
+        header, *lines = routing_rows(rows)
+        yield "Parameters", [table(header, lines, left=range(len(header))), "", *routing_totals(rows)]
+    if plan["flexdemo"] and flexdemo:
+        title = "FlexDeMo: what nodes send each other, one step"
+        yield title, slow_links_report(plan["flexdemo"], flexdemo)
+    if outcomes:
+        yield "Load of Newton-Schulz", _balance(outcomes)
+        yield f"Owners ({PIPELINE})", [_owners(_pipeline(outcomes))]
+        yield "Bytes on the wire, one step", [_bytes(outcomes)]
+        yield "Predicted timeline, without backward", _timelines(outcomes, plan["config"])
+        notes = [f"{each.name}: {each.numbers['note']}" for each in outcomes if each.numbers["note"]]
+        idle = outcomes[-1].numbers["load"]["ranks_without_matrix"]
+        if idle:
+            notes.append(
+                f"{len(outcomes[-1].specs)} matrices on {len(outcomes[-1].plan.flops)} ranks: {idle} ranks "
+                "own nothing. Divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own."
+            )
+        if notes:
+            yield "Notes", [*notes]
+    if plan["zero2"]:
+        yield "Gradients and values with sharding=zero2, one step", _zero2(plan["zero2"])
+
+
+def _pipeline(outcomes: Sequence[Outcome]) -> Outcome:
+    return next(outcome for outcome in outcomes if outcome.name == PIPELINE)
+
+
+def _settings(options: Mapping[str, Any], outcomes: Sequence[Outcome]) -> list[RenderableType]:
+    cost, bucket_bytes = options["cost"], _pipeline(outcomes).numbers["bucket_bytes"]
+    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost["bandwidth"])
+    latencies = ", ".join(f"{1e6 * each:g}" for each in cost["latency_seconds"])
+    return [
+        f"machine {options['machine']}: {cost['flops_per_second'] / 1e12:g} TFLOP/s, links {links} (latency "
+        f"{latencies} us), memory {cost['memory_bytes_per_second'] / 1e9:g} GB/s, {1e6 * cost['op_seconds']:g} us per "
+        "op",
+        f"{options['ns_steps']} Newton-Schulz steps, {options['wire_itemsize']} bytes per element on the wire, buckets "
+        f"of {options['chunk_bytes'] / _MIB:g} MiB per rank, look-ahead {options['look_ahead']}",
+        f"buckets of {PIPELINE}, which have at least one matrix per rank: {bucket_bytes['mean'] / _MIB:,.1f} MiB per "
+        f"owner on average, {bucket_bytes['max'] / _MIB:,.1f} MiB at most",
+    ]
+
+
+def _flops_unit(loads: Sequence[int]) -> tuple[str, float]:
+    return ("TFLOP", 1e12) if max(loads) >= 1e11 else ("GFLOP", 1e9)
+
+
+def _balance(outcomes: Sequence[Outcome]) -> list[RenderableType]:
+    unit, scale = _flops_unit(outcomes[-1].plan.flops)
+    rows = [
+        (
+            outcome.name,
+            *(f"{load[key] / scale:.2f}" for key in ("max_flops", "mean_flops", "bound_flops")),
+            *(f"{load[key]:.3f}" for key in ("max_over_mean", "max_over_bound")),
+            str(load["ranks_without_matrix"]),
+        )
+        for outcome in outcomes
+        for load in [outcome.numbers["load"]]
+    ]
+    header = ("strategy", f"busiest {unit}", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
+    bound = "The lower bound is the mean load, the dearest matrix, or what cannot leave its rank, whichever is more."
+    return [table(header, rows), bound]
+
+
+def _owners(outcome: Outcome) -> RenderableType:
+    loads, specs = outcome.plan.flops, outcome.specs
+    unit, scale = _flops_unit(loads)
+    mean = outcome.numbers["load"]["mean_flops"]
+    labels = {rank: str(rank) for rank in range(len(loads))}
+    if len(loads) > MOST_RANKS_IN_FULL:
+        ordered = sorted(labels, key=lambda rank: (-loads[rank], rank))
+        chosen = {"busiest": ordered[0], "median": ordered[len(ordered) // 2], "idlest": ordered[-1]}
+        labels = {rank: f"{what} ({rank})" for what, rank in chosen.items()}
+    rows: list[tuple[str, ...]] = []
+    for rank, label in labels.items():
+        owned = [spec for spec, owners in zip(specs, outcome.plan.owners, strict=True) if rank in owners]
+        shapes = Counter((spec.rows, spec.cols) for spec in owned)
+        text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
+        load = loads[rank]
+        rows.append((label, str(len(owned)), f"{load / scale:.2f}", f"{load / mean:.3f}", text or "nothing"))
+    return table(("rank", "matrices", unit, "/ mean", "shapes"), rows, left=(0, 4))
+
+
+def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
+    rows = [
+        (
+            outcome.name,
+            each["direction"],
+            each["axis"],
+            f"{each['most'] / _MIB:,.1f}",
+            f"{each['total'] / len(outcome.plan.flops) / _MIB:,.1f}",
+            f"{each['floor'] / len(outcome.plan.flops) / _MIB:,.1f}",
+            f"{each['total'] / each['floor']:.3f}" if each["floor"] else "-",
+        )
+        for outcome in outcomes
+        for each in outcome.numbers["bytes"]
+    ]
+    header = ("strategy", "direction", "axis", "busiest MiB", "mean MiB", "floor MiB", "/ floor")
+    return table(header, rows, left=(0, 1, 2)) if rows else "Nothing travels."
+
+
+def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:
+    best = min(outcome.numbers["makespan_seconds"] for outcome in outcomes)
+    rows = [
+        (
+            f"{outcome.name} *" if choice is not None and outcome.name == choice["row"] else outcome.name,
+            f"{1e3 * found['makespan_seconds']:,.2f}",
+            f"{found['makespan_seconds'] / best:.2f}" if best else "-",
+            *(f"{found[key]:.1%}" for key in ("idle", "idle_of_idlest", "hidden")),
+            f"{1e3 * found['exposed_seconds_of_worst']:,.2f}",
+            f"{found['peak_buffer_bytes'] / _MIB:,.0f}",
+            str(found["num_buckets"]),
+        )
+        for outcome in outcomes
+        for found in [outcome.numbers]
+    ]
+    header = ("strategy", "step ms", "/ best", "idle", "idlest", "hidden", "exposed ms", "buffers MiB", "buckets")
+    working = max(outcome.numbers["newton_schulz_bytes"] for outcome in outcomes)
+    caption = [
+        "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
+        f"buffers: without the working memory of Newton-Schulz, {working / _MIB:,.0f} MiB for the dearest matrix in 16 "
+        "bits.",
+    ]
+    caption += [
+        f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}."
+        for outcome in outcomes
+        if outcome.name in (PIPELINE, GRID) and outcome.early is not None
+    ]
+    if choice is not None:
+        shared = "no replicas"
+        if choice["num_shared"] is not None:
+            shared = f"replicas share {choice['num_shared']} of {choice['num_matrices']} matrices"
+        row = "none of these rows" if choice["row"] is None else f"the row {choice['row']!r} (*)"
+        caption.append(
+            f"The config has assignment={choice['assignment']}, overlap={choice['overlap']}, dedupe={choice['dedupe']} "
+            f"({shared}): {row}."
+        )
+    return [table(header, rows), *caption]
+
+
+def _zero2(ways: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    rows = [
+        (
+            f"{way['way']} *" if way["is_chosen"] else way["way"],
+            *(f"{way[key] / _MIB:,.0f}" for key in ("bucket_bytes", "node_bytes")),
+            f"{1e3 * way['seconds']:,.1f}",
+        )
+        for way in ways
+    ]
+    caption = "Gradients and values of float32 parameters, per node. * is faster; a run goes by --machine h100."
+    return [table(("way", "bucket MiB", "leaves a node MiB", "transfers and sums ms"), rows), caption]

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
+from rich.console import RenderableType
 from torch.distributed.tensor import Shard
 
-from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_report import fill, table
+from lightning_muon.cli.plan_model import Mesh, table
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period
@@ -189,7 +189,7 @@ def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
     return NodeTraffic(gathered=0, reduced=num_bytes, returned=num_bytes, dense=num_bytes, sent=sent)
 
 
-def slow_links_as_text(links: dict[str, Any], config: FlexDeMoConfig) -> str:
+def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[RenderableType]:
     """A table with a row for each way to exchange, and what its columns mean."""
     unit = "GB" if links["all_reduce"]["bytes"]["message"] >= 100 * _SCALES["GB"] else "MB"
     header = (
@@ -226,7 +226,7 @@ def slow_links_as_text(links: dict[str, Any], config: FlexDeMoConfig) -> str:
             "C of arithmetic and E of exchange take C / 3 + max(2 C / 3, E) if the exchange hides behind backward "
             '(HSDP, overlap="backward"), C + E with overlap="step", max(C, E) with delay=1.'
         )
-    return "\n\n".join(["\n".join(map(fill, head)), table(header, rows, left=(0, 1)), "\n".join(map(fill, caption))])
+    return [*head, "", table(header, rows, left=(0, 1)), "", *caption]
 
 
 def _line(row: dict[str, Any], reference: float, scale: float) -> tuple[str, ...]:

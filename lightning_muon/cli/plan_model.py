@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from rich.table import Table
 from torch import nn
 
 from lightning_muon.config import MuonConfig, unknown_option
@@ -19,7 +21,7 @@ from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.params.routing import route_module
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
 _FLEXDEMO = "flexdemo"  # Name of the strategy.
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
@@ -27,8 +29,7 @@ _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full,
 _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
+class Mesh(NamedTuple):
     """Replicas of so many shards each."""
 
     replicate: int
@@ -42,13 +43,64 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """What a YAML file says of a training."""
+    """What a YAML file says of a training, or what there is in its place."""
 
     shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
-    optimizer: MuonConfig  # Options of the strategy, or the defaults; those that FlexDeMo shares with ParallelMuon.
-    replicate: int | None  # Replicas that the file asks for, if it does; so is the next one.
-    shard: int | None
+    optimizer: MuonConfig = field(
+        default_factory=MuonConfig
+    )  # Of the strategy; what FlexDeMo shares with ParallelMuon.
+    replicate: int | None = None  # Replicas that the file asks for, if it does; so is the next one.
+    shard: int | None = None
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
+    machine: str = "reference"  # Whose rates are taken if nothing else is asked for.
+
+    def mesh(self, arguments: Namespace, *, fewest_replicas: int = 1) -> Mesh:
+        """The sizes of the command line, or else of the file."""
+        shard = arguments.shard_size or self.shard
+        if shard is None:
+            raise ValueError(
+                f"{arguments.config or arguments.shapes} does not say how many ranks there are; add --shard-size (and "
+                "--replicate-size)"
+            )
+        return Mesh(arguments.replicate_size or self.replicate or fewest_replicas, shard)
+
+
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """Declare what says which model is meant, and on how many ranks; argparse takes ``--shard`` for short, too."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
+    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
+    parser.add_argument(
+        "--replicate-size", metavar="R", type=count, help="replicas (the config's, or 1; with FlexDeMo 2)"
+    )
+    parser.add_argument(
+        "--shard-size", metavar="S", type=count, help="ranks per replica (the config's; of shapes, plan: 8)"
+    )
+
+
+def read_model(arguments: Namespace) -> PlannedModel:
+    """The model of ``--config`` or ``--shapes``."""
+    if arguments.config is not None:
+        return read_config(arguments.config)
+    return PlannedModel(shapes=read_shapes(arguments.shapes))
+
+
+def count(text: str) -> int:
+    """The type of options that are whole numbers from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
+    """Columns that end at the right but for those in ``left``; cells that are too long go on in the next line."""
+    found = Table(box=None, pad_edge=False)
+    for index, name in enumerate(header):
+        found.add_column(name, justify="left" if index in left else "right", overflow="fold")
+    for row in rows:
+        found.add_row(*row)
+    return found
 
 
 def read_config(path: Path) -> PlannedModel:
@@ -81,7 +133,7 @@ def read_config(path: Path) -> PlannedModel:
     trainer = content.get("trainer") or {}
     strategy = trainer.get("strategy")
     arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
-    known = ("optimizer", *(field.name for field in fields(MeshSizes)))
+    known = ("optimizer", *(each.name for each in fields(MeshSizes)))
     given = {key: arguments[key] for key in known if arguments.get(key) is not None}
     options = Options.from_mapping(given, source=str(path))
     config = FlexDeMoConfig() if strategy == _FLEXDEMO else options.config
@@ -104,12 +156,15 @@ def read_config(path: Path) -> PlannedModel:
         for route, parameter in zip(routes.values(), model.parameters(), strict=True)
     )
     shapes = ModelShapes(name=f"{type(model).__name__} ({path.name})", source=str(path), parameters=parameters)
-    return PlannedModel(shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo)
+    machine = "cpu" if trainer.get("accelerator") == "cpu" else "reference"
+    return PlannedModel(
+        shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo, machine=machine
+    )
 
 
 def muon_part(config: FlexDeMoConfig) -> MuonConfig:
     """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
-    shared = {field.name for field in fields(MuonConfig)} & {field.name for field in fields(FlexDeMoConfig)}
+    shared = {each.name for each in fields(MuonConfig)} & {each.name for each in fields(FlexDeMoConfig)}
     # FlexDeMo's is of the buckets that travel between nodes.
     taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
     return MuonConfig(**taken, dedupe="never")
@@ -160,7 +215,7 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
     name = str(values.pop("replicator", type(base.replicator).__name__))
     if name not in known:
         raise ValueError(f"--flexdemo replicator={name}: {unknown_option(name, list(known))}")
-    own = [field.name for field in fields(known[name])]
+    own = [each.name for each in fields(known[name])]
     options = {key: values.pop(key) for key in own if key in values}
     for key in values:
         if key not in _KEYS:

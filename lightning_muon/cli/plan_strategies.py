@@ -59,6 +59,7 @@ class CompareOptions:
     look_ahead: int  # Buckets whose gathers may be on their way.
     buffer_bytes: int | None  # Upper bound of the buffers of a rank.
     cost: CostModel
+    machine: str = "reference"  # Where the rates come from.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +251,7 @@ class _Ranks:
 def _exchange_groups(
     model: ModelShapes, mesh: Mesh, options: CompareOptions, dedupe: Dedupe
 ) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
-    """The exchange groups that the optimizer makes of the trainable matrices, on CUDA."""
+    """The exchange groups that the optimizer makes of the trainable matrices."""
     ranks = MeshRanks.of_shape((mesh.replicate, mesh.shard))
     parameters = [
         ParameterToPlan(route_of(each), each.shape, ranks, (Replicate(), Shard(each.shard_dim)), options.ns_steps)
@@ -259,7 +260,7 @@ def _exchange_groups(
     ]
     plan_options = PlanOptions(
         itemsize=options.wire_itemsize,
-        device_type="cuda",
+        device_type="cpu" if options.machine == "cpu" else "cuda",
         chunk_bytes=options.chunk_bytes,
         assignment="lpt",
         dedupe=dedupe,

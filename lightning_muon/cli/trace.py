@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from lightning_muon.config import Assignment, MuonConfig
+from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
+from lightning_muon.config import Assignment
 from lightning_muon.monitor.calibrate import compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 
 # Weight, gradient and momentum of a matrix, in float32; AdamW's parameters have one more.
 _BYTES_PER_ELEMENT = 16
@@ -30,32 +30,40 @@ torchrun the ranks are those that it has started, on CUDA if there is any."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
-    add("--shapes", required=True, metavar="FILE", help=f"shape file, or one of {', '.join(shipped_shapes())}")
-    add("--ranks", type=int, required=True, metavar="N", help="number of ranks, in all replicas")
-    add("--replicate", type=int, default=1, metavar="R", help="number of replicas (default 1)")
-    add("--steps", type=int, default=5, help="recorded steps (default 5)")
+    add_model_arguments(parser)
+    add("--ranks", type=count, help=argparse.SUPPRESS)  # In all replicas; an older way to say --shard-size.
+    add("--steps", type=count, default=5, help="recorded steps (default 5)")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
-    add("--assignment", choices=get_args(Assignment), default=MuonConfig.assignment)
-    add("--overlap", choices=("step", "off"), default="step")
-    add("--look-ahead", type=int, default=MuonConfig.look_ahead)
-    add("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
+    for name, kind, choices in (
+        ("--assignment", str, get_args(Assignment)),
+        ("--overlap", str, ("step", "off")),
+        ("--look-ahead", count, None),
+        ("--chunk-bytes", count, None),
+    ):
+        add(name, type=kind, choices=choices, help="as in the config (default: its own)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, and write what was recorded."""
-    model = read_shapes(arguments.shapes)
-    for name in ("ranks", "replicate", "steps"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
-    if arguments.ranks % arguments.replicate:
-        raise ValueError(f"--replicate {arguments.replicate} must divide --ranks {arguments.ranks}")
-    options = {key: getattr(arguments, key) for key in ("assignment", "overlap", "look_ahead", "chunk_bytes")}
-    MuonConfig(**options)  # Raises for a value that there is not.
+    planned = read_model(arguments)
+    model, config = planned.shapes, planned.optimizer
+    if arguments.ranks is not None:
+        replicas = arguments.replicate_size or 1
+        if arguments.ranks % replicas:
+            raise ValueError(f"--replicate-size {replicas} must divide --ranks {arguments.ranks}")
+        arguments.replicate_size, arguments.shard_size = replicas, arguments.ranks // replicas
+    mesh = planned.mesh(arguments)
+    options = {
+        "assignment": arguments.assignment or config.assignment,
+        "overlap": arguments.overlap or ("off" if config.overlap == "off" else "step"),
+        "look_ahead": arguments.look_ahead or config.look_ahead,
+        "chunk_bytes": arguments.chunk_bytes or config.chunk_bytes,
+    }
     is_launched = "RANK" in os.environ
     if not is_launched:
         # All ranks are on this machine, with all of the model in each replica.
         numel = sum(math.prod(parameter.shape) for parameter in model.parameters if not parameter.frozen)
-        needed = numel * _BYTES_PER_ELEMENT * arguments.replicate
+        needed = numel * _BYTES_PER_ELEMENT * mesh.replicate
         present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > present:
             raise ValueError(
@@ -63,11 +71,11 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{present / 2**30:.0f} GiB; trace fewer layers"
             )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run = partial(compare, model, num_replicas=arguments.replicate, num_steps=arguments.steps, options=[options])
-    (comparison,) = run_on_ranks(run, num_ranks=arguments.ranks)
+    run = partial(compare, model, num_replicas=mesh.replicate, num_steps=arguments.steps, options=[options])
+    (comparison,) = run_on_ranks(run, num_ranks=mesh.size)
     if is_launched and os.environ["RANK"] != "0":
         return
-    title = f"{model.name} on {arguments.replicate} x {arguments.ranks // arguments.replicate} ranks"
+    title = f"{model.name} on {mesh.replicate} x {mesh.shard} ranks"
     folder, cost = arguments.out, comparison.cost
     trace = folder / "trace.json"
     trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")

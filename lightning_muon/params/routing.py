@@ -218,7 +218,16 @@ Row = tuple[Route, tuple[int, ...], bool]
 
 
 def routing_table(rows: Sequence[Row]) -> str:
-    """A plain-text table of all routes, numbered layers collapsed to ``*``, with the totals below."""
+    """A plain-text table of all routes, with the totals below."""
+    lines = routing_rows(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    rule = "-" * max(map(len, text))
+    return "\n".join([text[0], rule, *text[1:], rule, *routing_totals(rows)])
+
+
+def routing_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A header and a line for each route, numbered layers collapsed to ``*``."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         route, shape, frozen = row
@@ -231,20 +240,20 @@ def routing_table(rows: Sequence[Row]) -> str:
         count = f"x{len(group)}" if len(group) > 1 else ""
         name, reason = _common([row[0].name for row in group]), _common([row[0].reason for row in group])
         lines.append((name, count, str(shape), _TITLES[route.algorithm], reason, "frozen" if frozen else ""))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    rule = "-" * max(map(len, text))
+    return lines
 
+
+def routing_totals(rows: Sequence[Row]) -> list[str]:
+    """How many tensors and parameters each optimizer has."""
     sizes: dict[str, list[int]] = {title: [] for title in (*_TITLES.values(), "frozen")}
     for route, shape, frozen in rows:
         sizes["frozen" if frozen else _TITLES[route.algorithm]].append(math.prod(shape))
     total = max(sum(map(sum, sizes.values())), 1)
-    totals = [
+    return [
         f"{title}: {len(found)} tensors, {sum(found):,} parameters ({sum(found) / total:.1%})"
         for title, found in sizes.items()
         if found or title != "frozen"
     ]
-    return "\n".join([text[0], rule, *text[1:], rule, *totals])
 
 
 def _common(texts: Sequence[str]) -> str:

@@ -113,5 +113,14 @@ PRESETS: dict[str, CostModel] = {
         op_seconds=10e-6,
         latency_seconds=(20e-6, 40e-6),
     ),
+    # ``lightning-muon plan --calibrate`` on two cores with AVX-512 BF16 (memory, loopback), with the FLOP/s that
+    # estimates.py has for this loopback; the 10 Gbit/s between machines are assumed.
+    "cpu": CostModel(
+        flops_per_second=400 * 1.4e9,
+        memory_bytes_per_second=12e9,
+        bandwidth=(1.4e9, 1.25e9),
+        op_seconds=0.2e-3,
+        latency_seconds=(0.2e-3,),
+    ),
 }
 """Machines by name. Data sheets and assumptions; measure your own."""

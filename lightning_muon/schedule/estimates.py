@@ -31,18 +31,6 @@ def sharing_pays(
     return seconds_saved > shared * (num_replicas - 1) * wire_bytes
 
 
-# What a rank has inside of a machine, and between machines. CPU: ``lightning-muon plan --calibrate`` on two cores with
-# AVX-512 BF16 (memory, loopback), the FLOP/s that schedule/estimates.py has for this loopback; 10 Gbit/s are assumed.
-_MACHINES = {
-    "cuda": PRESETS["h100"],
-    "cpu": CostModel(
-        flops_per_second=400 * 1.4e9,
-        memory_bytes_per_second=12e9,
-        bandwidth=(1.4e9, 1.25e9),
-        op_seconds=0.2e-3,
-        latency_seconds=(0.2e-3,),
-    ),
-}
 # The comparison computes the look-ahead again, rounds it, and reads what was sent: 36 bytes for an element of 2 bytes
 # on the wire, 34 for one of 4, where the op that sends it counts 14 and 16 (schedule/muon.py).
 _BYTES_OF_CHECK = 2.5
@@ -77,7 +65,7 @@ def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> C
     ``is_between_machines`` says whether the links inside of a replica lead to other machines, and those between
     replicas.
     """
-    machine = _MACHINES.get(device_type, _MACHINES["cuda"])
+    machine = PRESETS["cpu" if device_type == "cpu" else "h100"]
     links = [-1 if is_between else 0 for is_between in is_between_machines]
     return replace(
         machine,

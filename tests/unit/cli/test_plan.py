@@ -27,7 +27,7 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_10b_model_on_8_ranks_hides_its_communication(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = _plan(capsys, "--shapes", "10b", "--shard", "8", "--flops", "150e12", "--bandwidth", "40e9")
+    plan = _plan(capsys, "--shapes", "10b", "--shard-size", "8", "--flops", "150e12", "--bandwidth", "40e9")
     assert len(plan["model"]["matrices"]) == 160
     best = plan["strategies"]["lpt+pipeline"]
     assert best["load"]["max_over_bound"] <= 1.02
@@ -41,7 +41,7 @@ def test_the_10b_model_on_8_ranks_hides_its_communication(capsys: pytest.Capture
 
 def test_thousands_of_ranks_are_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     started = time.process_time()
-    plan = _plan(capsys, "--shapes", "deepseek-v3", "--replicate", "8", "--shard", "512")
+    plan = _plan(capsys, "--shapes", "deepseek-v3", "--replicate-size", "8", "--shard-size", "512")
     # 10 seconds is what the command promises; twice that leaves room for a slower machine.
     assert time.process_time() - started < 20
     assert plan["mesh"]["ranks"] == 4096
@@ -55,7 +55,7 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     (tmp_path / "cost.json").write_text(json.dumps(cost))
     plan = _plan(
         capsys,
-        *("--shapes", "t5-small", "--replicate", "2", "--shard", "2", "--ns-steps", "4", "--wire-bytes", "4"),
+        *("--shapes", "t5-small", "--replicate-size", "2", "--shard-size", "2", "--ns-steps", "4", "--wire-bytes", "4"),
         *("--chunk-bytes", "1000000", "--look-ahead", "4", "--buffer-bytes", "1000000000"),
         *("--cost", str(tmp_path / "cost.json"), "--inter-bandwidth", "5e8", "--latency", "1e-3"),
         *("--memory-bandwidth", "2e11", "--fused", "*SelfAttention.q.weight=8", "--fused", "*wi.weight=1024,1024"),
@@ -66,6 +66,7 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         "chunk_bytes": 1_000_000,
         "look_ahead": 4,
         "buffer_bytes": 10**9,
+        "machine": str(tmp_path / "cost.json"),
         "cost": {
             "flops_per_second": 1e12,
             "memory_bytes_per_second": 2e11,
@@ -76,7 +77,8 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     }
     assert len(plan["model"]["matrices"]) == 96 + 12 * 7 + 12
     assert "lpt+pipeline, owner grid" in plan["strategies"]
-    machine = ("--shapes", "t5-small", "--shard", "2", "--machine", "h100")
+    # Older spellings of the sizes.
+    machine = ("--shapes", "t5-small", "--shard", "2", "--replicate", "1", "--machine", "h100")
     cost = _plan(capsys, *machine, "--bandwidth", "1e11", "--latency", "1e-3")["options"]["cost"]
     assert (cost["bandwidth"], cost["latency_seconds"]) == ([1e11, 40e9], [1e-3, 40e-6]), "within a replica"
 
@@ -85,7 +87,19 @@ def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str]
     pytest.importorskip("matplotlib")
     pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
     shapes = tmp_path / "shapes.json"
-    main(["plan", "--shapes", "t5-small", "--shard", "2", "--draw", *map(str, pictures), "--write-shapes", str(shapes)])
+    main(
+        [
+            "plan",
+            "--shapes",
+            "t5-small",
+            "--shard-size",
+            "2",
+            "--draw",
+            *map(str, pictures),
+            "--write-shapes",
+            str(shapes),
+        ]
+    )
     assert "T5-small on 1 x 2 = 2 ranks (replicate x shard)" in capsys.readouterr().out
     assert all(picture.stat().st_size > 1000 for picture in pictures)
     assert read_shapes(shapes) == read_shapes("t5-small")
@@ -123,12 +137,15 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     plan = _plan(capsys, *path)
     assert plan["mesh"] == {"replicate": 2, "shard": 3, "ranks": 6}
     assert plan["model"]["matrices"] == ["layers.0.weight", "layers.1.weight"]
-    assert _plan(capsys, *path, "--replicate", "1", "--shard", "4")["mesh"]["ranks"] == 4
+    assert _plan(capsys, *path, "--replicate-size", "1", "--shard-size", "4")["mesh"]["ranks"] == 4
     # Small matrices are not worth sending to the other replica.
     assert (plan["config"]["row"], plan["config"]["num_shared"]) == ("lpt+pipeline", 0)
     assert plan["options"]["wire_itemsize"] == 2
+    assert plan["options"]["machine"] == "cpu" and plan["options"]["cost"]["flops_per_second"] < 1e12
+    assert _plan(capsys, *path, "--machine", "h100")["options"]["machine"] == "h100"
     main(["plan", *path])
     assert "lpt+pipeline *" in (text := " ".join(capsys.readouterr().out.split()))
+    assert "machine cpu: 0.56 TFLOP/s" in text
     assert "dedupe=auto (replicas share 0 of 2 matrices): the row 'lpt+pipeline' (*)." in text
     path = config(_strategy("replicate_size: 2, optimizer: {compute_dtype: float32, overlap: 'off'}"))
     plan = _plan(capsys, *path)
@@ -136,7 +153,7 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     path = config(_strategy("optimizer: {compute_dtype: float32, wire_dtype: bfloat16, assignment: round_robin}"))
     plan = _plan(capsys, *path)
     assert (plan["config"]["row"], plan["options"]["wire_itemsize"]) == (None, 2)
-    assert "does not say how many ranks there are; add --shard" in _error(capsys, *config(""))
+    assert "does not say how many ranks there are; add --shard-size" in _error(capsys, *config(""))
 
 
 def test_a_config_file_of_flexdemo_is_planned(
@@ -157,7 +174,7 @@ def test_a_config_file_of_flexdemo_is_planned(
 
 def test_flexdemo_is_planned_with_its_exchange(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--flexdemo", "top_k=8", "base=adamw", "--compute-seconds", "0.5")
-    arguments = ("--shapes", "t5-small", "--shard", "4", *options)
+    arguments = ("--shapes", "t5-small", "--shard-size", "4", *options)
     plan = _plan(capsys, *arguments)
     assert plan["mesh"] == {"replicate": 2, "shard": 4, "ranks": 8}
     assert plan["strategies"] == {}
@@ -172,9 +189,9 @@ def test_flexdemo_is_planned_with_its_exchange(capsys: pytest.CaptureFixture[str
 
 
 def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--shapes", "t5-small", "--replicate", "3", "--shard", "2", "--flexdemo", "base=muon")
+    arguments = ("--shapes", "t5-small", "--replicate-size", "3", "--shard-size", "2", "--flexdemo", "base=muon")
     plan = _plan(capsys, *arguments)
-    alone = _plan(capsys, "--shapes", "t5-small", "--replicate", "1", "--shard", "2")
+    alone = _plan(capsys, "--shapes", "t5-small", "--replicate-size", "1", "--shard-size", "2")
     assert plan["flexdemo"]["nodes"] == 3 and plan["mesh"]["ranks"] == 6
     assert plan["strategies"] == alone["strategies"] and alone["flexdemo"] is None
     main(["plan", *arguments])
@@ -186,8 +203,8 @@ def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.Capture
     ("arguments", "message"),
     [
         (("--shapes", "lama3-8b"), "no shape file lama3-8b (did you mean 'llama3-8b'?)"),
-        (("--shapes", "10b", "--shard", "0"), "--shard: must be at least 1, got 0"),
-        (("--shapes", "10b", "--shard", "512", "--replicate", "9"), "4608 ranks are more than 4096"),
+        (("--shapes", "10b", "--shard-size", "0"), "--shard-size: must be at least 1, got 0"),
+        (("--shapes", "10b", "--shard-size", "512", "--replicate-size", "9"), "4608 ranks are more than 4096"),
         (("--shapes", "10b", "--flops", "inf"), "--flops: must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "pictures are .png, .svg or .pdf files"),
         (("--config", "nothing.yaml"), "No such file or directory: 'nothing.yaml'"),

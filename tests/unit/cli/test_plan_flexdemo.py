@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -10,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from lightning_muon.cli.plan import WIDTH
 from lightning_muon.cli.plan_flexdemo import (
     LINKS,
     TOP_KS,
     comparison,
     shard_shapes,
     slow_links,
-    slow_links_as_text,
+    slow_links_report,
     step_seconds,
 )
 from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_report import WIDTH
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication, Random, Replicator
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
@@ -142,7 +144,9 @@ def _shipped(
 ) -> tuple[dict[str, Any], str]:
     config = FlexDeMoConfig(replicator=replicator, **options)
     links = slow_links(read_shapes(name), Mesh(replicate=nodes, shard=2), config, compute_seconds=compute)
-    return links, slow_links_as_text(links, config)
+    console = Console(width=WIDTH, file=io.StringIO())
+    console.print(*slow_links_report(links, config), sep="\n")
+    return links, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def _row(text: str, start: str) -> list[str]:
