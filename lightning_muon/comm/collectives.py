@@ -47,7 +47,7 @@ def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: in
 
 
 class BufferPool:
-    """Flat buffers by name, grown on demand and kept until they are released or dropped."""
+    """Flat buffers by name, grown on demand and kept until they are released."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -69,11 +69,6 @@ class BufferPool:
         for name, buffer in self._buffers.items():
             if name.startswith(prefix):
                 buffer.untyped_storage().resize_(0)
-
-    def drop(self, suffix: str) -> None:
-        """Give back the memory of the buffers whose names end so."""
-        for name in [name for name in self._buffers if name.endswith(suffix)]:
-            del self._buffers[name]
 
 
 def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:

@@ -17,8 +17,8 @@ from lightning_muon.math.newton_schulz import lr_scale, orthogonalize, worth_bat
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, number
 from lightning_muon.optim.executor import make_executor
 from lightning_muon.optim.parameters import Gradients, States
-from lightning_muon.optim.step_plan import MatrixBucket, MatrixJob, StepPlan
-from lightning_muon.optim.transfer import BucketPieces, Transfer
+from lightning_muon.optim.step_plan import MatrixJob, StepPlan
+from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule import program
 from lightning_muon.schedule.passes import scatter_buffers_for
@@ -73,8 +73,8 @@ class MatrixStep:
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
             for index, key in enumerate(plan.buckets)
         }
-        self._whole_buckets: dict[str, BucketPieces] = {}  # All of whose parameters have gradients.
         self._transfers: dict[str, Transfer] = {}
+        self._has_early_buffers = False  # Those of all buckets that were sent early, since they travel at once.
         # Of the step: what it works on, whether it may still be given up, and buckets with momentum in the state.
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
@@ -103,10 +103,9 @@ class MatrixStep:
         Without ``packs`` whatever is in the buffer is sent, for a bucket that will not count. Collective over the axes
         of the bucket's exchange group; every rank of it must call it, in the same order of buckets.
         """
-        slots = {**self._slots[key], "gather": _early_slot(key)}
-        transfer = self._transfers[key] = self._transfer(self.plan.buckets[key], gradients, slots)
+        self._has_early_buffers = True
         with self.executor.memory_of_step():
-            transfer.take_gather_buffers()
+            self._take_buffers(key, gradients, self._slots[key] | {"gather": f"early-{key}"})
         with self._looking_at(gradients, states):
             for op in self._in_backward[key]:
                 if packs or op.kind != OpKind.EARLY_MOMENTUM:
@@ -126,10 +125,8 @@ class MatrixStep:
         return torch.stack(same).all().logical_not()
 
     def drop_sent(self, key: str) -> None:
-        """Wait for an early gather whose result is not wanted, and give its buffers back."""
+        """Wait for an early gather whose result is not wanted."""
         self.executor.wait(f"{OpKind.EARLY_GATHER}[{key}]")
-        self._transfers.pop(key, None)
-        self._pool.drop(_early_slot(key))
 
     def run(self, agreed: AgreedGradients, states: States) -> None:
         """Update all with gradients. Collective over the axes of each exchange group; every rank must call it."""
@@ -137,11 +134,10 @@ class MatrixStep:
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part: set[str] = set()
-        for key, bucket in self.plan.buckets.items():
+        for key in self.plan.buckets:
             if key not in agreed.valid:
-                self._transfers[key] = self._transfer(bucket, agreed.gradients, self._slots[key])
-                self._transfers[key].take_gather_buffers()
-            if self._transfers[key].pieces.taken:
+                self._take_buffers(key, agreed.gradients, self._slots[key])
+            if self._transfers[key].taken:
                 taking_part.add(key)
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
@@ -159,8 +155,9 @@ class MatrixStep:
     def _finish(self) -> None:
         """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
         self.executor.finish()
-        if any(transfer.slots["gather"] == _early_slot(key) for key, transfer in self._transfers.items()):
+        if self._has_early_buffers:
             self._pool.release(OpKind.GATHER)
+            self._has_early_buffers = False
         self._agreed, self._states = replace(self._agreed, gradients={}), {}
 
     @contextmanager
@@ -173,21 +170,19 @@ class MatrixStep:
         finally:
             self._agreed, self._states = before
 
-    def _transfer(self, bucket: MatrixBucket, gradients: Gradients, slots: Mapping[str, str]) -> Transfer:
-        """The transfer of a bucket, kept as long as the same jobs take part: pieces and views are costly to make."""
-        key, kept = bucket.key, self._transfers.get(bucket.key)
-        if all(tensor in gradients for tensor in bucket.tensors):
-            if key not in self._whole_buckets:
-                self._whole_buckets[key] = BucketPieces(bucket.group, bucket.taken)
-            pieces = self._whole_buckets[key]
-        else:
-            jobs = bucket.group.jobs
-            taken = tuple(index for index in bucket.taken if jobs[index].parameter.tensor in gradients)
-            is_same = kept is not None and kept.pieces.taken == taken
-            pieces = kept.pieces if kept is not None and is_same else BucketPieces(bucket.group, taken)
-        if kept is not None and kept.pieces is pieces and kept.slots == slots:
-            return kept
-        return Transfer(pieces, self._pool, slots)
+    def _take_buffers(self, key: str, gradients: Gradients, slots: Mapping[str, str]) -> None:
+        """Get ready to send a bucket to its owners.
+
+        The transfer is kept as long as the same jobs take part: pieces and views are costly to make.
+        """
+        bucket, transfer = self.plan.buckets[key], self._transfers.get(key)
+        taken, jobs = bucket.taken, bucket.group.jobs
+        if not all(tensor in gradients for tensor in bucket.tensors):
+            taken = tuple(index for index in taken if jobs[index].parameter.tensor in gradients)
+        if transfer is None or transfer.taken != taken:
+            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool)
+        transfer.slots = slots
+        transfer.take_gather_buffers()
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
         """Wait for what must be known before anything changes."""
@@ -219,9 +214,9 @@ class MatrixStep:
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
         """Send the pieces to the owners, or the updates back to the ranks that hold the pieces."""
         transfer = self._transfers[op.key]
-        leg = transfer.pieces.scatter if op.kind == OpKind.SCATTER else transfer.pieces.gather
+        leg = transfer.scatter if op.kind == OpKind.SCATTER else transfer.gather
         send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
-        return leg.start(send=send, receive=receive, group=transfer.axes)
+        return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
@@ -327,11 +322,6 @@ class MatrixStep:
     def _buffers(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
         """The calling rank's pieces of the momenta."""
         return [job.local_view(local_tensor(self._states[job.parameter.tensor]["momentum_buffer"])) for job in jobs]
-
-
-def _early_slot(key: str) -> str:
-    """Buffers of its own for each bucket that is sent early, since all of them are on their way at once."""
-    return f"early-{key}"
 
 
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:

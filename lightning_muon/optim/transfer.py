@@ -61,16 +61,20 @@ def _packed(messages: _Messages, num_ranks: int) -> tuple[_Pieces, Parts]:
     return [piece for _, piece in pieces], layout
 
 
-class BucketPieces:
-    """Which pieces the calling rank holds, sends and receives if the jobs ``taken`` of a bucket take part; local."""
+class Transfer:
+    """A bucket of which the jobs ``taken`` take part, on its way: pack, unpack, pack_updates, updates."""
 
-    def __init__(self, group: ExchangeGroup, taken: Sequence[int]) -> None:
-        self.group, self.taken = group, tuple(taken)
+    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool) -> None:
+        self.group, self.taken, self._pool = group, tuple(taken), pool
         me, owners = group.axes.rank, group.plan.owners
         self._held = [index for index in taken if me in group.jobs[index].pieces.by_rank]
         self._owned = [index for index in taken if me in owners[index]]
         self.jobs = [group.jobs[index] for index in self._held]  # Of which the calling rank holds a piece.
         self.owned = [group.jobs[index] for index in self._owned]  # Whose matrices it orthogonalizes.
+        self.slots: Mapping[str, str] = {}  # Leg -> the buffers that it uses in this step.
+        self._to_keep = frozenset(self.owned)
+        self._own_pieces: dict[MatrixJob, Tensor] = {}
+        self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @cached_property
     def gather(self) -> Leg:
@@ -107,37 +111,25 @@ class BucketPieces:
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
-    def sent_at(self) -> Mapping[MatrixJob, Sequence[int]]:
+    def _sent_at(self) -> Mapping[MatrixJob, Sequence[int]]:
         """Places of the piece of each job in the buffer to the owners: one for each of them."""
         places: defaultdict[MatrixJob, list[int]] = defaultdict(list)
         for place, (job, _) in enumerate(self.gather.sent):
             places[job].append(place)
         return dict(places)
 
-
-class Transfer:
-    """One bucket on its way, in buffers of these names for each leg: pack, unpack, pack_updates, updates."""
-
-    def __init__(self, pieces: BucketPieces, pool: BufferPool, slots: Mapping[str, str]) -> None:
-        self.pieces, self.slots = pieces, slots
-        self.jobs, self.owned = pieces.jobs, pieces.owned
-        self.axes, self._pool = pieces.group.axes, pool
-        self._to_keep = frozenset(pieces.owned)
-        self._own_pieces: dict[MatrixJob, Tensor] = {}
-        self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
-
     def take_gather_buffers(self) -> None:
         """Take the memory for the way to the owners now: on CUDA it belongs to the stream that is current then."""
         for is_sent in (True, False):
-            self.buffer(self.pieces.gather, is_sent=is_sent)
+            self.buffer(self.gather, is_sent=is_sent)
 
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
-        views = self._views(self.pieces.gather, is_sent=True)
+        views = self._views(self.gather, is_sent=True)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for job, piece in zip(jobs, pieces, strict=True):
-            for place in self.pieces.sent_at.get(job, ()):
+            for place in self._sent_at.get(job, ()):
                 targets.append(views[place])
                 sources.append(piece)
             if job in self._to_keep:
@@ -146,10 +138,10 @@ class Transfer:
 
     def is_packed(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> list[Tensor]:
         """Whether the pieces of some of the jobs have the bits of those that were packed: bools on the device."""
-        views = self._views(self.pieces.gather, is_sent=True)
+        views = self._views(self.gather, is_sent=True)
         same: list[Tensor] = []
         for job, piece in zip(jobs, pieces, strict=True):
-            packed = [views[place] for place in self.pieces.sent_at.get(job, ())]
+            packed = [views[place] for place in self._sent_at.get(job, ())]
             if job in self._own_pieces:
                 packed.append(self._own_pieces[job])
             same += [(each == piece.to(each.dtype)).all() for each in packed]
@@ -157,18 +149,19 @@ class Transfer:
 
     def unpack(self, matrices: Mapping[MatrixJob, Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns."""
-        leg, parts = self.pieces.gather, _parts(matrices)
+        leg, parts = self.gather, _parts(matrices)
+        me = self.group.axes.rank
         targets = [parts[job][box.start] for job, box in leg.received]
         sources = list(self._views(leg, is_sent=False))
         for job, piece in self._own_pieces.items():
-            targets.append(parts[job][job.pieces.by_rank[self.axes.rank].start])
+            targets.append(parts[job][job.pieces.by_rank[me].start])
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
     def pack_updates(self, updates: Mapping[MatrixJob, Tensor]) -> None:
         """Take the update of every owned matrix."""
-        leg, parts, me = self.pieces.scatter, _parts(updates), self.axes.rank
+        leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
         _copy(self._views(leg, is_sent=True), [parts[job][box.start] for job, box in leg.sent])
         self._own_pieces = {
             job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
@@ -178,7 +171,7 @@ class Transfer:
 
     def updates(self) -> dict[MatrixJob, Tensor]:
         """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
-        leg = self.pieces.scatter
+        leg = self.scatter
         received = zip((job for job, _ in leg.received), self._views(leg, is_sent=False), strict=True)
         found = dict(received) | self._own_pieces
         self._own_pieces = {}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.step_plan import ExchangeGroup
-from lightning_muon.optim.transfer import BucketPieces, Leg, Transfer
+from lightning_muon.optim.transfer import Leg, Transfer
 from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.traffic import count_elements, traffic_floor
 from tests.support.processes import ProcessPool
@@ -54,7 +54,7 @@ class _Wire:
 
 def _start(transfer: Transfer, leg: Leg) -> Any:
     send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
-    return leg.start(send=send, receive=receive, group=transfer.axes)
+    return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
 
 def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: int) -> dict[str, Any]:
@@ -68,17 +68,18 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
     ):
         for number, taken in enumerate(group.plan.buckets):
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
-            transfer = Transfer(BucketPieces(group, taken), pool, {"gather": "0", "scatter": "0"})
+            transfer = Transfer(group, taken, pool)
+            transfer.slots = {"gather": "0", "scatter": "0"}
             pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
-            for work in _start(transfer, transfer.pieces.gather) if "gather" in kinds else ():
+            for work in _start(transfer, transfer.gather) if "gather" in kinds else ():
                 work.wait()
             matrices = {job: torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned}
             transfer.unpack(matrices)
             for job, matrix in matrices.items():
                 is_right &= torch.equal(matrix, full[group.jobs.index(job)])
             transfer.pack_updates({job: 2 * matrix for job, matrix in matrices.items()})
-            for work in _start(transfer, transfer.pieces.scatter) if "scatter" in kinds else ():
+            for work in _start(transfer, transfer.scatter) if "scatter" in kinds else ():
                 work.wait()
             updates = transfer.updates()
             for job, piece in zip(transfer.jobs, pieces, strict=True):
