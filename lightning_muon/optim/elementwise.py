@@ -17,8 +17,6 @@ from lightning_muon.params.layout import Layout, local_tensor
 Elementwise = Callable[
     [Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], Mapping[Tensor, float]], None
 ]
-# A parameter, its gradient and its two moments.
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
 _LEAST_ALONE = 1 << 20
 
@@ -70,13 +68,10 @@ def adamw_step_(
     beta1, beta2 = group["betas"]
     is_fused = params[0].device.type == "cpu"
     moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
-    given: list[_Four] = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
-    used = list(given)
+    given = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
+    # The fused kernel of CPUs runs over `numel` elements from the first address on: gaps between rows would be wrong.
     apart = [n for n, tensors in enumerate(given) if is_fused and not all(map(Tensor.is_contiguous, tensors))]
-    for n in apart:
-        given[n] = _in_order_of_first(given[n])
-        param, grad, first, second = given[n]
-        used[n] = param.contiguous(), grad.contiguous(), first.contiguous(), second.contiguous()
+    used = [tuple(map(Tensor.contiguous, tensors)) if n in apart else tensors for n, tensors in enumerate(given)]
     weights, gradients, first_moments, second_moments = map(list, zip(*used, strict=True))
     adamw(
         weights,
@@ -97,22 +92,9 @@ def adamw_step_(
         maximize=False,
     )
     for n in apart:
-        for place, (tensor, value) in enumerate(zip(given[n], used[n], strict=True)):
-            if tensor is not value and place != 1:  # Gradients stay as they are.
-                tensor.copy_(value)
-
-
-def _in_order_of_first(tensors: _Four) -> _Four:
-    """Views of tensors of one shape whose dimensions are in the order in which the first one lies in memory.
-
-    The fused kernel of CPUs runs over ``numel`` elements of each tensor from the first address on: gaps between the
-    rows, or tensors that lie in memory in different orders, would be wrong, so that only contiguous tensors may go
-    there. A transposed or channels-last weight with state like it is contiguous as such a view.
-    """
-    strides = tensors[0].stride()
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    param, grad, first, second = tensors
-    return param.permute(order), grad.permute(order), first.permute(order), second.permute(order)
+        for place in (0, 2, 3):  # Gradients stay as they are.
+            if given[n][place] is not used[n][place]:
+                given[n][place].copy_(used[n][place])
 
 
 def sgd_step_(

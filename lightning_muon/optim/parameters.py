@@ -246,17 +246,6 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
     return replace(by_shape, reason=reason)
 
 
-def check_memory(parameters: Sequence[BoundParameter]) -> None:
-    """Raise ``ValueError`` for a parameter with several elements in one place in memory, as ``expand`` makes it."""
-    for parameter in parameters:
-        local = parameter.local
-        if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
-            raise ValueError(
-                f"{parameter.route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements "
-                "are one place in memory, which cannot be updated in place; make it with .contiguous() or .clone()"
-            )
-
-
 def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool) -> None:
     """Say once per plan, on rank 0, what a user may not expect of gradients and routes."""
     if dist.is_initialized() and dist.get_rank() != 0:

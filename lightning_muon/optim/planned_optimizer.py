@@ -342,7 +342,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         try:
             self._checked_groups.check(self.param_groups)
             bound = self._bind_parameters()
-            parameters.check_memory(bound)
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
                 require_muon(parameter.route for parameter in bound)

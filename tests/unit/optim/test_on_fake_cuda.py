@@ -80,12 +80,12 @@ def test_without_a_check_nothing_is_waited_for() -> None:
 
 
 def test_flexdemo_looks_at_a_buffer_at_once() -> None:
-    simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward")
+    simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward", error_if_nonfinite=False)
 
     # The gradients themselves, one for each unit.
     assert simulation.launches["reduce_scatter"] == 5
-    # One buffer, early and at the step.
-    assert simulation.ops["dot"] == 2
+    # The norm of one buffer, early and at the step, of two launches each.
+    assert simulation.ops["_foreach_norm"] == 2 * 2
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:

@@ -244,16 +244,6 @@ def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
     assert torch.equal(model[1].weight, before)
 
 
-def test_elements_in_one_place_in_memory_are_refused_by_name() -> None:
-    weight = nn.Parameter(torch.ones(4, 1).expand(4, 3))
-    bias = nn.Parameter(torch.ones(3))
-    optimizer = ParallelMuon([("fc.weight", weight), ("fc.bias", bias)])
-    weight.grad, bias.grad = torch.ones(4, 3), torch.ones(3)
-    with pytest.raises(ValueError, match=r"fc\.weight \(4, 3\) has strides \(1, 0\)"):
-        optimizer.step()
-    assert (bias == 1).all()
-
-
 @pytest.mark.parametrize("options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", **FLOAT32}, None], ids=str)
 def test_parameters_between_other_elements_are_trained_alone(options: Any) -> None:
     """The same as contiguous ones, for FlexDeMo on each base, and for ParallelMuon."""
