@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import yaml  # Comes with accelerate.
 
 from lightning_muon.config import MuonConfig, check_whole, option_docs
 from lightning_muon.engine.options import SECTION, Options
@@ -23,6 +24,7 @@ _DESCRIPTION = """Write a config file of accelerate with a section lightning_muo
 with its default. Start a program with it, as it is: lightning-muon launch --config_file FILE program.py"""
 _OPTIMIZERS: dict[str, type[Any]] = {"muon": MuonConfig, "flexdemo": FlexDeMoConfig}
 _WIDTH = 110
+_NUM_PROCESSES = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
-    processes = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
-    add("--num-processes", type=int, metavar="N", help=processes)
+    add("--num-processes", type=int, metavar="N", help=_NUM_PROCESSES)
     add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     add("--cpu", action="store_true", help="processes with gloo on the CPU")
@@ -55,8 +56,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _config_file(arguments: argparse.Namespace) -> str:
     """What ``accelerate config`` would write, and our section."""
-    import yaml  # Comes with accelerate.
-
     with_nodes, is_cpu, machines = arguments.optimizer == "flexdemo", arguments.cpu, arguments.num_machines
     asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
     options = Options(
@@ -92,44 +91,35 @@ def _config_file(arguments: argparse.Namespace) -> str:
     if processes > 1 and not is_fsdp and (arguments.sharding == "fsdp" or set(asked.values()) != {"auto"}):
         live |= {"replicate_size": replicas, "shard_size": shards}
     header = f"# Start a program with: lightning-muon launch --config_file {arguments.output or 'FILE'} program.py\n"
-    section = "\n".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
+    section = "".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
     note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"
-    return header + yaml.safe_dump(stock, sort_keys=False) + note + section + "\n"
+    return header + yaml.safe_dump(stock, sort_keys=False) + note + section
 
 
 def _section(live: Mapping[str, Any], optimizer: type[Any], *, is_chosen: bool) -> Iterator[str]:
     """Lines of our section: ``live`` are options that are set, ``is_chosen`` that the optimizer is no comment."""
-    for name, default, comment in _options(Options):
-        yield from _commented(comment, "  ")
-        yield f"  {_line(name, live[name])}" if name in live else f"  # {_line(name, default)}"
+    for name, default, about in _options(Options):
+        yield textwrap.indent(about, "  # ")
+        yield _entry(name, live[name], "  ") if name in live else _entry(name, default, "  # ")
         if name == "optimizer":
-            mark = "  " if is_chosen else "  # "
-            yield f"{mark}optimizer:"
-            yield f"{mark}  class_path: lightning_muon.{optimizer.__name__}"
-            yield f"{mark}  init_args:"
-            for key, inner, about in _options(optimizer):
-                yield from _commented(about, "      ")
-                yield f"      # {_line(key, inner)}"
+            head = f"optimizer:\n  class_path: lightning_muon.{optimizer.__name__}\n  init_args:\n"
+            yield textwrap.indent(head, "  " if is_chosen else "  # ")
+            for key, inner, explained in _options(optimizer):
+                yield textwrap.indent(explained, "      # ") + _entry(key, inner, "      # ")
 
 
 def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
-    """(name, default, what its docstring says) of every field of a config."""
+    """(name, default, what its docstring says without the marks that Sphinx reads) of every field of a config."""
     about, made = option_docs(kind), kind()
     for field in fields(kind):
-        yield field.name, getattr(made, field.name), about[field.name]
+        text = re.sub(r":\w+:`~?([^`]+)`|``([^`]*)``", lambda found: found[1] or found[2], about[field.name])
+        yield field.name, getattr(made, field.name), textwrap.fill(text, _WIDTH - 8) + "\n"
 
 
-def _commented(text: str, indent: str) -> Iterator[str]:
-    """A comment, without the marks that Sphinx reads."""
-    plain = re.sub(r":\w+:`~?([^`]+)`|``([^`]*)``", lambda found: found[1] or found[2], " ".join(text.split()))
-    yield from textwrap.wrap(plain, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-
-
-def _line(name: str, value: Any) -> str:
-    import yaml
-
+def _entry(name: str, value: Any, indent: str) -> str:
     # In a list, because YAML ends a scalar that is a document of its own with three dots.
-    return f"{name}: {yaml.safe_dump([_plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]}"
+    text = yaml.safe_dump([_plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]
+    return f"{indent}{name}: {text}\n"
 
 
 def _plain(value: Any) -> Any:

@@ -291,30 +291,24 @@ def _settings(options: Mapping[str, Any], outcomes: Sequence[Outcome]) -> list[R
     ]
 
 
-def _flops_unit(loads: Sequence[int]) -> tuple[str, float]:
-    return ("TFLOP", 1e12) if max(loads) >= 1e11 else ("GFLOP", 1e9)
-
-
 def _balance(outcomes: Sequence[Outcome]) -> list[RenderableType]:
-    unit, scale = _flops_unit(outcomes[-1].plan.flops)
     rows = [
         (
             outcome.name,
-            *(f"{load[key] / scale:.2f}" for key in ("max_flops", "mean_flops", "bound_flops")),
+            *(f"{load[key] / 1e12:.3f}" for key in ("max_flops", "mean_flops", "bound_flops")),
             *(f"{load[key]:.3f}" for key in ("max_over_mean", "max_over_bound")),
             str(load["ranks_without_matrix"]),
         )
         for outcome in outcomes
         for load in [outcome.numbers["load"]]
     ]
-    header = ("strategy", f"busiest {unit}", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
+    header = ("strategy", "busiest TFLOP", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
     bound = "The lower bound is the mean load, the dearest matrix, or what cannot leave its rank, whichever is more."
     return [table(header, rows), bound]
 
 
 def _owners(outcome: Outcome) -> RenderableType:
     loads, specs = outcome.plan.flops, outcome.specs
-    unit, scale = _flops_unit(loads)
     mean = outcome.numbers["load"]["mean_flops"]
     labels = {rank: str(rank) for rank in range(len(loads))}
     if len(loads) > MOST_RANKS_IN_FULL:
@@ -327,8 +321,8 @@ def _owners(outcome: Outcome) -> RenderableType:
         shapes = Counter((spec.rows, spec.cols) for spec in owned)
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
         load = loads[rank]
-        rows.append((label, str(len(owned)), f"{load / scale:.2f}", f"{load / mean:.3f}", text or "nothing"))
-    return table(("rank", "matrices", unit, "/ mean", "shapes"), rows, left=(0, 4))
+        rows.append((label, str(len(owned)), f"{load / 1e12:.3f}", f"{load / mean:.3f}", text or "nothing"))
+    return table(("rank", "matrices", "TFLOP", "/ mean", "shapes"), rows, left=(0, 4))
 
 
 def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:

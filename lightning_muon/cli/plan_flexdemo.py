@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from torch.distributed.tensor import Shard
 
 from lightning_muon.cli.plan_model import Mesh, table
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
+from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period
 from lightning_muon.params.layout import held_boxes
@@ -41,17 +41,8 @@ class NodeTraffic:
     # Over the link of the node; by formula `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
     sent: float
 
-    @property
-    def message(self) -> float:
-        """What the node has to say, whatever the number of others."""
-        return self.gathered + self.reduced
-
     def break_even(self, other: NodeTraffic) -> float | None:
-        """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does.
-
-        With ``g = gathered``, ``a = reduced + returned``: ``(R - 1) g + (R - 1) / R a = (R - 1) / R a'`` has the
-        solution ``R = (a' - a) / g``.
-        """
+        """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does."""
         saved = other.reduced + other.returned - self.reduced - self.returned
         if not self.gathered:
             return None if saved >= 0 else 0.0
@@ -66,22 +57,23 @@ def slow_links(
     ``compute_seconds`` are those of forward and backward of one step, without any exchange between nodes.
     """
     trained = [parameter for parameter in model.parameters if not parameter.frozen]
-    numel = sum(math.prod(parameter.shape) for parameter in trained)
-    if not numel:
-        raise ValueError(f"{model.name} has no parameters that are trained, so there is nothing to plan")
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for parameter in trained:
         sizes[Shape(parameter.shape, ()).is_dense(config.dense_below)].append(math.prod(parameter.shape))
+    numel = sum(map(sum, sizes.values()))
+    if not numel:
+        raise ValueError(f"{model.name} has no parameters that are trained, so there is nothing to plan")
     all_reduce = _summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate)
 
     def row(each: FlexDeMoConfig | None) -> dict[str, Any]:
         traffic = all_reduce if each is None else node_traffic(trained, mesh, each)
+        message = traffic.gathered + traffic.reduced  # What the node has to say, whatever the number of others.
         seconds = {name: 8 * traffic.sent / rate for name, rate in LINKS.items()}
         return {
             **_names(each),
             "is_asked": each is config,
-            "bits_per_parameter": 8 * traffic.message / numel,
-            "bytes": {**asdict(traffic), "message": traffic.message},
+            "bits_per_parameter": 8 * message / numel,
+            "bytes": {**asdict(traffic), "message": message},
             "break_even_nodes": None if each is None else traffic.break_even(all_reduce),
             "exchange_seconds": seconds,
             "step_seconds": {name: step_seconds(each, value, compute_seconds) for name, value in seconds.items()},
@@ -151,25 +143,17 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
         return _summed_up(config.replicator.bits_per_parameter() / 8 * numel, mesh.replicate)
     gathered = reduced = returned = dense = sent = 0
     for shapes, num_ranks in shard_shapes(trained, mesh.shard):
-        # One of all buckets whose messages have the same form, and their number.
-        kinds: dict[tuple[object, ...], BucketPlan] = {}
-        counts: Counter[tuple[object, ...]] = Counter()
         for plan in plan_buckets(shapes, config):
-            form = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
-            kinds.setdefault(form, plan)
-            counts[form] += num_ranks
-        for form, plan in kinds.items():
-            number, message = counts[form], plan.message_bytes()
+            message = num_ranks * plan.message_bytes()
             if plan.is_summed(_MANY):
-                reduced += number * message
-                returned += number * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
+                reduced += message
+                returned += num_ranks * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
             else:
-                gathered += number * message
+                gathered += message
             # The first node adds up the longest segments.
-            sent += number * plan.sent_bytes(0, mesh.replicate)
-            for part in plan.parts:
-                if shapes[part.places[0].number].is_dense(config.dense_below):
-                    dense += number * part.message_bytes()
+            sent += num_ranks * plan.sent_bytes(0, mesh.replicate)
+            is_dense = [shapes[part.places[0].number].is_dense(config.dense_below) for part in plan.parts]
+            dense += num_ranks * sum(p.message_bytes() for p, small in zip(plan.parts, is_dense, strict=True) if small)
     return NodeTraffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
 
 
@@ -192,41 +176,33 @@ def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
 def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[RenderableType]:
     """A table with a row for each way to exchange, and what its columns mean."""
     unit = "GB" if links["all_reduce"]["bytes"]["message"] >= 100 * _SCALES["GB"] else "MB"
-    header = (
-        *("exchange", "values", "bits", f"total {unit}", f"dense {unit}", f"sent {unit}"),
-        *("/ HSDP", "break-even", *LINKS),
-    )
+    header = ["exchange", "values", "bits", *(f"{what} {unit}" for what in ("total", "dense", "sent"))]
     reference = links["all_reduce"]["bytes"]["sent"]
     rows = [_line(row, reference, _SCALES[unit]) for row in (links["all_reduce"], *links["rows"])]
     late = f", {config.delay} step late" if config.delay else ""
     compressed, dense, compute = links["compressed"], links["dense"], links["compute_seconds"]
-    head = (
+    times = "the exchange alone (give forward and backward with --compute-seconds)"
+    if compute is not None:
+        times = (
+            f"a step with {_seconds(compute)} of forward and backward: C of arithmetic and E of exchange take "
+            'C / 3 + max(2 C / 3, E) if the exchange hides behind backward (HSDP, overlap="backward"), C + E with '
+            'overlap="step", max(C, E) with delay=1'
+        )
+    return [
         f"{links['nodes']} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}",
         f"compressed: {compressed['parameters']} parameters with {compressed['elements']:,} elements; dense: "
         f"{dense['parameters']} parameters with {dense['elements']:,} elements (less than two dimensions, or fewer "
-        f"than {config.dense_below} elements)",
-    )
-    times = (
-        "Times are those of the exchange alone (give forward and backward with --compute-seconds)"
-        if compute is None
-        else f"Times are those of a step with {_seconds(compute)} of forward and backward"
-    )
-    caption = [
-        "* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: part "
-        "of it. MB: 10^6 bytes.",
+        f"than {config.dense_below} elements)\n",
+        table([*header, "/ HSDP", "break-even", *LINKS], rows, left=(0, 1)),
+        "\n* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: "
+        "part of it. MB: 10^6 bytes.",
         "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at indices of their own) "
         "+ 2 (R - 1) / R x what is added up on the way (values at common indices; the all-reduce of HSDP, in bf16).",
         "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up "
         "on the way.",
-        f"{times}, at the full rate of one link for each node, without latency, checks, codec and what travels "
-        "inside a node.",
+        "Times are at the full rate of one link for each node, without latency, checks, codec and what travels inside "
+        f"a node, those of {times}.",
     ]
-    if compute is not None:
-        caption.append(
-            "C of arithmetic and E of exchange take C / 3 + max(2 C / 3, E) if the exchange hides behind backward "
-            '(HSDP, overlap="backward"), C + E with overlap="step", max(C, E) with delay=1.'
-        )
-    return [*head, "", table(header, rows, left=(0, 1)), "", *caption]
 
 
 def _line(row: dict[str, Any], reference: float, scale: float) -> tuple[str, ...]:

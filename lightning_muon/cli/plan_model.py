@@ -14,16 +14,15 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_muon.config import MuonConfig, unknown_option
+from lightning_muon.config import MuonConfig
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import read_yaml
+from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
-_FLEXDEMO = "flexdemo"  # Name of the strategy.
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
 # What the words may say beside the options of the replicator: all else changes neither bytes nor times.
 _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
@@ -119,24 +118,21 @@ def read_config(path: Path) -> PlannedModel:
     except ArgumentError as error:
         raise ValueError(f"{path}: {error}") from error
 
-    def build() -> Any:
-        model = parser.instantiate_classes(parsed)["model"]
-        model.configure_model()
-        return model
-
     try:
         with torch.device("meta"):
-            model = build()
+            model = parser.instantiate_classes(parsed)["model"]
+            model.configure_model()
     except Exception:
         # Whatever a constructor does with numbers fails on tensors that have none.
-        model = build()
+        model = parser.instantiate_classes(parsed)["model"]
+        model.configure_model()
     trainer = content.get("trainer") or {}
     strategy = trainer.get("strategy")
     arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     known = ("optimizer", *(each.name for each in fields(MeshSizes)))
     given = {key: arguments[key] for key in known if arguments.get(key) is not None}
     options = Options.from_mapping(given, source=str(path))
-    config = FlexDeMoConfig() if strategy == _FLEXDEMO else options.config
+    config = FlexDeMoConfig() if strategy == "flexdemo" else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
     optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
     # As far as the file determines the mesh without looking at a machine.
@@ -145,15 +141,10 @@ def read_config(path: Path) -> PlannedModel:
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         sizes = asked.resolve(num_nodes=nodes, num_processes=devices)
     replicate, shard = (size if isinstance(size, int) else None for size in sizes)
-    routes = route_module(
-        model,
-        adamw_patterns=optimizer.adamw_patterns,
-        muon_patterns=optimizer.muon_patterns,
-        fused=optimizer.fused,
-    )
+    patterns = {key: getattr(optimizer, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     parameters = tuple(
         ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)
-        for route, parameter in zip(routes.values(), model.parameters(), strict=True)
+        for route, parameter in zip(route_module(model, **patterns).values(), model.parameters(), strict=True)
     )
     shapes = ModelShapes(name=f"{type(model).__name__} ({path.name})", source=str(path), parameters=parameters)
     machine = "cpu" if trainer.get("accelerator") == "cpu" else "reference"
@@ -213,13 +204,10 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
             values[key] = text
     known = {kind.__name__: kind for kind in _REPLICATORS}
     name = str(values.pop("replicator", type(base.replicator).__name__))
-    if name not in known:
-        raise ValueError(f"--flexdemo replicator={name}: {unknown_option(name, list(known))}")
+    check_keys([name], list(known), where="--flexdemo replicator")
     own = [each.name for each in fields(known[name])]
+    check_keys(values, ("replicator", *_KEYS, *own), where="--flexdemo")
     options = {key: values.pop(key) for key in own if key in values}
-    for key in values:
-        if key not in _KEYS:
-            raise ValueError(f"--flexdemo {key}: {unknown_option(key, ('replicator', *_KEYS, *own))}")
     is_named = any(word.startswith("replicator=") for word in words)
     try:
         replicator = known[name](**options) if is_named else replace(cast(Any, base.replicator), **options)

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
@@ -106,19 +107,13 @@ class _Ranks:
         self.num_ranks = exchange.size
         self._adamw_bytes = _adamw_bytes(model, exchange)
         self._options = options
-        self._plans: dict[Strategy, MuonPlan] = {}
+        self._plan = cache(self._make_plan)
 
-    def _plan(self, strategy: Strategy) -> MuonPlan:
-        """Owners, buckets and serial program; made once."""
-        if strategy not in self._plans:
-            self._plans[strategy] = plan_step(
-                self.specs,
-                itemsize=self._options.wire_itemsize,
-                chunk_bytes=self._chunk_bytes(strategy),
-                strategy=strategy,
-                ranks=self._listed(strategy),
-            )
-        return self._plans[strategy]
+    def _make_plan(self, strategy: Strategy) -> MuonPlan:
+        """Owners, buckets and serial program."""
+        itemsize, chunk_bytes = self._options.wire_itemsize, self._chunk_bytes(strategy)
+        ranks = self._listed(strategy)
+        return plan_step(self.specs, itemsize=itemsize, chunk_bytes=chunk_bytes, strategy=strategy, ranks=ranks)
 
     def _listed(self, strategy: Strategy) -> Sequence[int]:
         """The ranks whose ops are made: where all of many ranks do the same, the first one."""
@@ -197,9 +192,7 @@ class _Ranks:
         specs, itemsize = self.specs, self._options.wire_itemsize
         # Of whole matrices of each bucket, per rank that owns some of it; where all own all, all of the bucket.
         bucket_bytes = [
-            sum(specs[matrix].numel for matrix in bucket)
-            * itemsize
-            // len({plan.owners[matrix][0] for matrix in bucket})
+            sum(specs[i].numel for i in bucket) * itemsize // len({plan.owners[i][0] for i in bucket})
             for bucket in plan.buckets
         ]
         resident: Counter[int] = Counter()  # Loads that cannot travel.
@@ -285,24 +278,16 @@ def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> list[int]:
 def choice_of(optimizer: MuonConfig, model: ModelShapes, mesh: Mesh, options: CompareOptions) -> dict[str, Any]:
     """What a config says of owners and transfers on this mesh, and the row of the table that is the same, for JSON."""
     groups = _exchange_groups(model, mesh, options, optimizer.dedupe)
-    num_matrices = sum(len(placed) for _, placed in groups)
-    num_shared = None  # Matrices with one owner for all replicas.
-    if mesh.replicate > 1:
+    num_matrices, num_shared = sum(len(placed) for _, placed in groups), None
+    if mesh.replicate > 1:  # Matrices with one owner for all replicas.
         num_shared = sum(len(placed) for ranks, placed in groups if ranks.spans_replicas)
-    is_serial = optimizer.overlap == "off"
     rows = {("lpt", True): "lpt", ("lpt", False): PIPELINE, ("round_robin", True): "round_robin"}
-    row = {**rows, ("redundant", False): "redundant"}.get((optimizer.assignment, is_serial))
+    row = {**rows, ("redundant", False): "redundant"}.get((optimizer.assignment, optimizer.overlap == "off"))
     if num_shared == 0 and mesh.shard == 1:
         row = "redundant"  # Replicas that do not share compute everything; in the other rows they share it.
     elif num_shared and num_shared < num_matrices:
         row = None
     elif num_shared and mesh.shard > 1:
         row = GRID if row == PIPELINE else None
-    return {
-        "assignment": optimizer.assignment,
-        "overlap": optimizer.overlap,
-        "dedupe": optimizer.dedupe,
-        "num_matrices": num_matrices,
-        "num_shared": num_shared,
-        "row": row,
-    }
+    said = {key: getattr(optimizer, key) for key in ("assignment", "overlap", "dedupe")}
+    return {**said, "num_matrices": num_matrices, "num_shared": num_shared, "row": row}

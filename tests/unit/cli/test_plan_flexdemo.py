@@ -180,7 +180,7 @@ def test_the_table_shows_bits_bytes_break_even_and_times() -> None:
     assert float(asked[9]) == pytest.approx(8 * row["bytes"]["sent"] / 1e6, abs=0.01)
     reference = _row(text, "HSDP, all-reduce")
     assert reference[:2] == ["bf16", "16.000"] and float(reference[5]) == 1
-    assert "Times are those of the exchange alone" in text and "C / 3" not in text
+    assert "those of the exchange alone" in " ".join(text.split()) and "C / 3" not in text
     averaged = _row(_shipped(DiLoCo(period=50))[1], "DiLoCo(50) *")
     assert averaged[:2] == ["fp32", "0.640"] and averaged[6] == "never"
 
