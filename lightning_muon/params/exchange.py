@@ -175,17 +175,12 @@ def group_matrices(
     parameters: Sequence[ParameterToPlan], options: PlanOptions
 ) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
     """The matrices of these parameters by the ranks among which they travel; arguments as :func:`plan_exchanges`."""
-    found = [
-        (
-            each,
-            sharded_axes(each.placements, each.mesh.shape, each.route.name),
-            logical_matrices(each.shape, each.route),
-        )
-        for each in parameters
-    ]
     num_alike: Counter[tuple[MeshRanks, tuple[int, ...]]] = Counter()
-    for each, sharded, matrices in found:
-        num_alike[each.mesh, sharded] += len(matrices)
+    found: list[tuple[ParameterToPlan, tuple[int, ...], tuple[LogicalMatrix, ...]]] = []
+    for each in parameters:
+        sharded = sharded_axes(each.placements, each.mesh.shape, each.route.name)
+        found.append((each, sharded, logical_matrices(each.shape, each.route)))
+        num_alike[each.mesh, sharded] += len(found[-1][-1])
     groups: dict[ExchangeRanks, list[PlacedMatrix]] = {}
     # Each group of ranks is one object, and a large model has few different shapes.
     ranks_of, shards_of = cache(exchange_ranks), cache(_ParameterShards)

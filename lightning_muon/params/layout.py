@@ -48,9 +48,7 @@ class StepPart:
 
     ops: AddedOps = NOTHING_ADDED  # The ops, with keys of their own.
     # Kind of op -> runs one; returns the handles of the communication that it has started, if any.
-    actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(
-        default_factory=dict[str, Callable[[Op], Sequence[Any]]]
-    )
+    actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(default_factory=dict)
     # Parameters that take part in a step -> the conditions of these ops.
     facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
 
@@ -135,10 +133,9 @@ class Layout:
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Pairs of parameter and state, as :meth:`zeros_like` makes it -> states as a checkpoint has them.
+        """Pairs of parameter and state -> states as a checkpoint has them: DTensors or whole tensors.
 
-        DTensors in which each element is on some rank, or whole tensors. Collective over the mesh of the parameters;
-        every rank must call it.
+        Collective over the mesh of the parameters; every rank must call it.
         """
         return [state for _, state in states]
 

@@ -71,22 +71,6 @@ def test_every_op_is_recorded_after_what_it_depends_on(
         assert {group for _, group in starts} == {(0, 1), (2, 3)}
 
 
-def _is_unchanged() -> bool:
-    results: list[list[torch.Tensor]] = []
-    for step in (record_step, ParallelMuon.step):
-        optimizer = make_optimizer(MODEL)
-        optimizer.step()
-        step(optimizer)
-        optimizer.step()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        results.append([parameter.to_local().detach() for parameter in parameters])
-    return all(map(torch.equal, *results))
-
-
-def test_recording_does_not_change_the_weights(gloo: ProcessPool) -> None:
-    assert gloo.run(_is_unchanged, world_size=2) == [True, True]
-
-
 def test_spans_wait_for_an_op_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TimelineRecorder(torch.device("cpu"))
     op = Op(kind="gather", key="3", rank=0, lane=TRANSFER)
