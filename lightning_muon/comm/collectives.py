@@ -118,38 +118,20 @@ def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
 
     The host then waits for what a device was given before this call, and not for what it is given afterwards. Local.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    pending = [
-        (indices, _start_reading([tensors[index] for index in indices], device))
-        for device, indices in by_device.items()
-    ]
+    copies = [_start_copy(tensor.detach().reshape(-1)) for tensor in tensors]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def read() -> list[list[Any]]:
-        found: dict[int, list[Any]] = {}
-        for indices, read_device in pending:
-            found.update(zip(indices, read_device(), strict=True))
-        return [found[index] for index in range(len(tensors))]
+        for event in events:
+            event.synchronize()
+        return [copy.tolist() for copy in copies]
 
     return read
 
 
-def _start_reading(tensors: Sequence[Tensor], device: torch.device) -> Callable[[], list[list[Any]]]:
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    if device.type != "cuda":
-        kept = [part.clone() for part in flat]
-        return lambda: [part.tolist() for part in kept]
-    # As bytes, since one dtype for all would round large integers.
-    packed = torch.cat([part.contiguous().view(torch.uint8) for part in flat])
-    host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    copied = torch.cuda.current_stream(device).record_event()
-
-    def read() -> list[list[Any]]:
-        copied.synchronize()
-        parts = host.split([part.numel() * part.element_size() for part in flat])
-        # Copied, because a view of another dtype must begin at a multiple of its size.
-        return [part.clone().view(whole.dtype).tolist() for part, whole in zip(parts, flat, strict=True)]
-
-    return read
+def _start_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import fail_together
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 from lightning_muon.sharding.weights import mesh_device
@@ -48,10 +47,7 @@ class NodeLayout(Layout):
         return [group for group in (*groups, [tensor for tensor in parameters if tensor not in known]) if group]
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> DTensor:
-        """A tensor of each node, laid out like ``parameter``, as one DTensor (R, *parameter.shape).
-
-        ``local`` is the calling rank's part of that of its node; shares memory.
-        """
+        """The calling rank's parts of a tensor of each node as one DTensor (R, *parameter.shape); shares memory."""
         inside = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in self._inside(parameter)]
         shape = torch.Size((self._nodes.size(0), *parameter.shape))
         return DTensor.from_local(
@@ -96,8 +92,7 @@ def require_node_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:
     """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the nodes that there are now.
 
-    The same number of nodes takes over what each had; see :func:`shared_among` for another number. Collective over the
-    mesh for a DTensor; every rank must call it.
+    See :func:`shared_among` for another number of them. Collective over the mesh of a DTensor; every rank must call it.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
@@ -119,20 +114,13 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
 
 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """(saved nodes, *shape) -> (num_nodes, *shape), the same for all of these nodes, in the dtype of ``saved``.
-
-    ``"sum"`` is the sum over the saved nodes, divided by the number of nodes now: the sum over the nodes stays what it
-    was. ``"mean"`` is the mean over the saved nodes.
-    """
+    """(saved nodes, *shape) -> (num_nodes, *shape), the same for all: their mean, or ``"sum"``, which is kept."""
     share = saved.float().sum(0, keepdim=True) / (num_nodes if rule == "sum" else saved.shape[0])
     return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
-    """The calling rank's part of a saved ``value`` of the parameter's shape: whole, or laid out like the parameter.
-
-    Collective over the mesh of the parameter for a DTensor; every rank must call it.
-    """
+    """The calling rank's part of a saved ``value``; collective over the mesh of a DTensor, every rank must call it."""
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     return _redistributed(value, parameter.device_mesh, parameter.placements)
@@ -145,47 +133,35 @@ def _redistributed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return value.redistribute(mesh, placements).to_local()
 
 
-def check_equal(tensors: Sequence[tuple[str, Tensor]], *, nodes: AxisGroup, everyone: AxisGroup) -> None:
+def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> None:
     """Raise on all ranks if a tensor has other bits on one node, or a plain one on any rank, than on the first.
 
-    Collective over ``everyone``; every rank must call it.
-
-    Args:
-        tensors: By name, in the same order on all ranks.
-        nodes: The ranks that hold the same shards; for tensors in the memory of the host.
-        everyone: All ranks of all nodes; likewise.
+    Collective over ``everyone``, all ranks of all nodes; every rank must call it with the same names.
     """
-    sharded = [(name, tensor) for name, tensor in tensors if isinstance(tensor, DTensor)]
-    plain = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]
-    drifted = [f"{name} (node {ranks})" for name, ranks in _differing(sharded, nodes)]
-    not_sharded = [f"{name} (rank {ranks} of all nodes)" for name, ranks in _differing(plain, everyone)]
-    drifted += not_sharded
-    error: RuntimeError | None = None
+    if everyone.group is None or not tensors:
+        return
+    sums = torch.stack(gather(checksums([tensor for _, tensor in tensors]).cpu(), everyone.group))
+    # Shards are compared with those of the first node, and what FSDP2 does not shard with the first rank.
+    ranks = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
+    is_sharded = torch.tensor([isinstance(tensor, DTensor) for _, tensor in tensors])
+    first = sums[[ranks[0, shard] for _, shard in everyone.coordinates]]
+    differs = (sums != torch.where(is_sharded, first, sums[0])).T
+    drifted: list[str] = []
+    for (name, tensor), ranks_of in zip(tensors, differs, strict=True):
+        found = ranks_of.nonzero().flatten().tolist()
+        if isinstance(tensor, DTensor):
+            found = list(dict.fromkeys(everyone.coordinates[rank][0] for rank in found))
+        if found:
+            what = "node {}" if isinstance(tensor, DTensor) else "rank {} of all nodes"
+            drifted.append(f"{name} ({what.format(', '.join(map(str, found)))})")
     if drifted:
-        error = RuntimeError(
+        raise RuntimeError(
             f"{len(drifted)} parameters are not what they are on node 0: {', '.join(drifted[:5])}. The nodes have "
             "begun with different weights, or their learning rates differ (a scheduler that follows the loss of one "
             "rank), or something has changed weights on some of them only, such as a callback that runs on rank 0; let "
-            "it be the same on all ranks, and load the last checkpoint" + (_NOT_SHARDED if not_sharded else "")
+            "it be the same on all ranks, and load the last checkpoint"
+            + (_NOT_SHARDED if differs[~is_sharded].any() else "")
         )
-    fail_together(error, everyone.group)
-
-
-def _differing(tensors: Sequence[tuple[str, Tensor]], ranks: AxisGroup) -> list[tuple[str, str]]:
-    """Names of the tensors that differ from those of the first rank, and where.
-
-    Collective over ``ranks``; every rank must call it.
-    """
-    if ranks.group is None or not tensors:
-        return []
-    mine = checksums([tensor for _, tensor in tensors]).cpu()
-    of_ranks = [torch.empty_like(mine) for _ in range(ranks.size)]
-    dist.all_gather(of_ranks, mine, group=ranks.group)
-    found = [
-        (name, [rank for rank, sums in enumerate(of_ranks) if sums[index] != of_ranks[0][index]])
-        for index, (name, _) in enumerate(tensors)
-    ]
-    return [(name, ", ".join(map(str, where))) for name, where in found if where]
 
 
 def checksums(parameters: Sequence[Tensor]) -> Tensor:

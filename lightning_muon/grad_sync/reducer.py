@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.agreement import StepAgreement, maxima_over, require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
-from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
 from lightning_muon.grad_sync.transports import Pending, Transport
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_muon.comm.agreement import StepAgreement, maxima_over
 from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.comm.step_agreement import StepAgreement, maxima_over
 from lightning_muon.compat import foreach
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import AgreedGradients

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import PrivateGroups, require_backend
-from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.finite import FiniteCheck

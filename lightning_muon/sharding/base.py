@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.comm.step_agreement import StepAgreement
+from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog

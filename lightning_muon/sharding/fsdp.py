@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
+from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import axis_group, host_group
-from lightning_muon.comm.step_agreement import StepAgreement
 from lightning_muon.compat.torch import (
     collective_counts,
     default_store,
@@ -122,7 +122,7 @@ class GradientAgreement:
         return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
 
     def settle(self, maxima: Sequence[int]) -> list[Tensor]:
-        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.step_agreement.Rider`."""
+        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.agreement.Rider`."""
         size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
         own = nodes[self._node]

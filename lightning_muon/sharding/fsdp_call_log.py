@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, maxima_over
 from lightning_muon.comm.groups import axis_group, backends, host_group
-from lightning_muon.comm.step_agreement import maxima_over
 from lightning_muon.sharding.shard_model import fsdp_modules, original_class, own_places
 
 # So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.

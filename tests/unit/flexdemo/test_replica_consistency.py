@@ -50,11 +50,7 @@ def _check(mesh_shape: tuple[int, int], changed: dict[int, str]) -> None:
         if torch.distributed.get_rank() == rank:
             local = weights[name].to_local()  # type: ignore[attr-defined]
             local.view(-1)[-1] += 1e-3
-    check_equal(
-        list(weights.items()),
-        nodes=axis_group(mesh, (0,)),
-        everyone=axis_group(mesh, (0, 1)),
-    )
+    check_equal(list(weights.items()), axis_group(mesh, (0, 1)))
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1), (4, 1), (1, 2)], ids=str)
