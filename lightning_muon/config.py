@@ -250,8 +250,7 @@ def check_fused(fused: object) -> None:
         sizes = parts if isinstance(parts, tuple | list) else (parts,)
         if not isinstance(pattern, str) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(
-                f"fused must map patterns to a number of equal parts or to the sizes of the parts, such as 3 or "
-                f"(4096, 1024, 1024), got {pattern!r}: {parts!r}"
+                f"fused must map patterns to a number of parts or their sizes (4096, 1024), got {pattern!r}: {parts!r}"
             )
 
 

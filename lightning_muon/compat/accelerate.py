@@ -70,10 +70,7 @@ def in_place_of_states(
 
 
 def launch_on_cpus(arguments: Any) -> None:
-    """Start several processes on the CPUs of this machine, or this one of several, with torchrun.
-
-    Takes the parsed arguments of ``accelerate launch``, which itself does so through mpirun only.
-    """
+    """What ``accelerate launch`` does with these arguments, on the CPUs of this machine, by torchrun."""
     from accelerate.commands import launch
     from accelerate.utils import patch_environment
 

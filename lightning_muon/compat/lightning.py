@@ -37,10 +37,7 @@ class LightningPackage:
 
 
 def start_process_group(strategy: Any) -> None:
-    """Set the device, the ranks and the default process group of a ``ModelParallelStrategy``.
-
-    Collective over all ranks; every rank must call it.
-    """
+    """Set the device, the ranks and the default process group. Collective; every rank must call it."""
     strategy._setup_distributed()
 
 

@@ -219,10 +219,7 @@ def has_unfinished_backward(unit: FSDPModule) -> bool:
 
 
 def reset_fsdp(root: FSDPModule) -> None:
-    """Bring FSDP2 back to where it is between two steps, after an exception in forward or backward; local.
-
-    Gradients stay, those that no pass has reduced among them.
-    """
+    """Bring FSDP2 back to where it is between two steps, after an exception in a pass; gradients stay. Local."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
@@ -259,11 +256,7 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
 
 
 def load_whole(directory: Path, key: str) -> Any:
-    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
-
-    Uses ``state_dict_loader._load_state_dict`` and ``default_planner._EmptyStateDictLoadPlanner``, as
-    ``format_utils.dcp_to_torch_save`` does, which reads everything (2.13).
-    """
+    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local."""
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={key})
     _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)

@@ -114,12 +114,7 @@ def optimizer_warnings(
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
-    """Return what takes the place of ``optimizer``, which has taken no step. Local; whoever converts attaches next.
-
-    Matrices of ``AdamW``, and of ``Adam`` where it computes the same, go to Muon with learning rate and weight decay of
-    their group; the config has the rest. FlexDeMo takes both from each of these and from ``SGD``. Number and order of
-    the param groups, of the parameters in them, and keys that the user or a scheduler added stay.
-    """
+    """Return what takes the place of ``optimizer``, with its groups, rates and keys that the user added. Local."""
     name = type(optimizer).__name__
     config = choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
     kind = FlexDeMo if isinstance(config, FlexDeMoConfig) else ParallelMuon
@@ -128,23 +123,16 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choic
         return Conversion(optimizer=optimizer, summary=f"{name}, as configured", is_as_configured=True)
     if isinstance(optimizer, FlexDeMo):
         raise ValueError(
-            "the optimizer is a FlexDeMo, but gradients are averaged over all ranks, so nothing is left to exchange; "
-            "set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
+            "a FlexDeMo needs nodes; set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
         )
     if choice == "keep":
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
 
     reason = _reason_against(optimizer, config.base if isinstance(config, FlexDeMoConfig) else None)
     if reason and isinstance(config, FlexDeMoConfig):
-        raise ValueError(
-            f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}. Without FlexDeMo "
-            "each node would go its own way, so nothing is kept"
-        )
+        raise ValueError(f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}")
     if reason:
-        warning = (
-            f"{name} is kept and does not run on Muon: {reason}. The option optimizer='keep' says that this is meant "
-            "and silences the warning."
-        )
+        warning = f"{name} is kept and does not run on Muon: {reason}. optimizer='keep' says that this is meant."
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: {reason}", warning=warning)
     if optimizer.state:
         raise ValueError(
@@ -180,8 +168,7 @@ def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
             instead = "FlexDeMoConfig(weight_decay=...)" if kind is torch.optim.SGD else "AdamW"
             return (
-                f"its weight_decay={group['weight_decay']} is added to the gradient, which has no counterpart in "
-                f"{ours}; use {instead}, which decays the weights themselves"
+                f"its weight_decay={group['weight_decay']} is added to the gradient, in {ours} it is not; use {instead}"
             )
         for key in ("amsgrad", "maximize", "differentiable", "capturable"):
             if group.get(key):
@@ -211,10 +198,7 @@ def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptim
             unused.append(f"{key}={value!r} (it says {', '.join(sorted(set(map(repr, used))))})")
     if not unused:
         return ""
-    return (
-        f"The {name} of the program decides, so these have no effect in {type(config).__name__}: {', '.join(unused)}. "
-        "They are for programs that make no optimizer."
-    )
+    return f"The {name} of the program decides, no option of {type(config).__name__}: {', '.join(unused)}."
 
 
 def _translated(
@@ -249,11 +233,7 @@ def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerProxy:
-    """Lets the given optimizer go on as a handle on the learning rates of the used one, for schedulers that hold it.
-
-    It shares the param groups of the used one, and takes a step without parameters whenever that has stepped, by which
-    schedulers see that they are called in the right order. Stepping it by itself is an error.
-    """
+    """Lets the given optimizer go on as a handle on the learning rates of the used one, for schedulers that hold it."""
 
     def __init__(self, given: torch.optim.Optimizer, used: torch.optim.Optimizer) -> None:
         self.given, self.used = given, used
@@ -265,6 +245,7 @@ class OptimizerProxy:
         self._share()
 
     def _follow(self, *_: Any) -> None:
+        # A step without parameters, by which schedulers see that they are called in the right order.
         self.given.param_groups, self._is_following = [], True
         try:
             self.given.step()
@@ -278,6 +259,5 @@ class OptimizerProxy:
     def _refuse(self, *_: Any) -> None:
         if not self._is_following:
             raise RuntimeError(
-                f"this {type(self.given).__name__} does nothing any more: a {type(self.used).__name__} has taken its "
-                "place; step the one that setup (prepare) has returned"
+                f"{type(self.given).__name__} does nothing any more: a {type(self.used).__name__} has taken its place"
             )

@@ -61,11 +61,7 @@ def explain_shards() -> Iterator[None]:
 
 
 def unshard_on_call(module: nn.Module) -> None:
-    """Gather the weights of the root while a child, or ``generate`` of a model in it, runs outside of a step.
-
-    Called from a hook or after ``fit``, a child is entered past its root, whose weights are shards then. Gathering is
-    collective: as in every forward pass of a sharded model, all ranks must make the call.
-    """
+    """Gather the root while a child, or ``generate`` in it, runs outside of a step; all ranks must make such calls."""
     places = own_places(module) if isinstance(module, FSDPModule) else []
     if not places:
         return  # Without weights of the root, each child is entered as it should be.

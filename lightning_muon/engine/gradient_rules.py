@@ -18,11 +18,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class SingleReductionGuard:
-    """Refuses a second reducing backward pass that adds to gradients of the same step.
-
-    With ``loss_scaling="tokens"`` gradients are sums over the ranks divided by the number of tokens. Two reducing
-    passes would each divide by their own number, which over-weights the tokens of the shorter one.
-    """
+    """Refuses a second reducing pass that adds to gradients of a step, since each pass divides by tokens of its own."""
 
     def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
         self._parameters, self._mode, self._name = list(parameters), mode, name

@@ -73,8 +73,7 @@ class MeshSizes:
                 check_whole(key, value, at_least=1, other="'auto' or ")
         if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
             raise ValueError(
-                f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}, which "
-                "is another name for it; give only one of them"
+                f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}; give one"
             )
         if self.data_parallel_size == "auto":
             return
@@ -85,8 +84,7 @@ class MeshSizes:
             )
         if self.context_size > 1:
             raise ValueError(
-                f"data_parallel_size={self.data_parallel_size} makes Lightning's mesh, which has no context axis for "
-                f"context_size={self.context_size}; give replicate_size and shard_size in its place"
+                f"data_parallel_size makes a mesh that has no context axis for context_size={self.context_size}"
             )
 
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:

@@ -44,11 +44,7 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, warn: Callable[[str], None]) -> None:
-    """Give all meta tensors of ``module`` memory and initial values, before ``mode.prepare``.
-
-    Where weights are sharded, its units are sharded one after the other, so that no rank ever holds more than one whole
-    unit and what is in no unit. Collective over the mesh of ``mode``; every rank must call it.
-    """
+    """Give meta tensors memory and initial values, unit by unit where weights are sharded; every rank must call it."""
     if not has_meta_tensors(module):
         return
     uninitialized = _materialize_user_sharded(module, device) if mode.shards_weights else set[str]()
@@ -92,10 +88,7 @@ def _materialize_user_sharded(module: nn.Module, device: torch.device) -> set[st
 
 
 def initialize_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
-    """Replace meta tensors by initialized ones; return the classes that cannot initialize themselves.
-
-    ``replaced`` (old tensor -> new one) carries ties from call to call. Sharded parts are left alone.
-    """
+    """Replace meta tensors (``replaced`` carries ties from call to call); return the classes without initial values."""
     touched: list[nn.Module] = []
     for child in module.modules():
         tensors = chain(

@@ -176,8 +176,7 @@ class Options(ShardingOptions, MeshSizes):
             raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
         if num_tensor_ranks > 1:
             raise ValueError(
-                f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={num_tensor_ranks}: it exchanges the "
-                "parts of weights that lie on one axis, shard; use tensor_size=1, or a MuonConfig"
+                f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={num_tensor_ranks}; use 1, or a MuonConfig"
             )
         if self.has_lightning_names:
             raise ValueError(

@@ -1,7 +1,4 @@
-"""From what a YAML file holds to objects, with errors that name the file, the key and the nearest right one.
-
-Values take the forms that they have in a LightningCLI file, because jsonargparse converts them here, too.
-"""
+"""From what a YAML file holds to objects, with errors that name the file, the key and the nearest right one."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
-    """``kind(**mapping)``, with values converted to the types of its parameters. Needs jsonargparse.
-
-    A wrong key at any depth is an ``UnknownOptionError``, what ``kind`` refuses a ``ValueError``; both name ``where``.
-    """
+    """``kind(**mapping)``, with values converted to its types by jsonargparse; errors name ``where``."""
     from jsonargparse import ArgumentParser
 
     if not isinstance(mapping, Mapping):
@@ -62,10 +56,7 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
 
 
 def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, where: str) -> Any:
-    """The object that ``{class_path: ..., init_args: {...}}`` describes; errors as those of :func:`build`.
-
-    Without ``class_path``, ``value`` has the arguments of the first of ``kinds`` that has all of these keys, or most.
-    """
+    """What ``{class_path, init_args}`` describes; or, with arguments alone, that of ``kinds`` that has most of them."""
     if "class_path" in value:
         kind = _import_class(value["class_path"], where)
         elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}

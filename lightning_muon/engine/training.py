@@ -175,9 +175,7 @@ class TrainingEngine:
                         continue
                     if not is_fresh and parameter in optimizer.state:
                         raise ValueError(
-                            f"{type(optimizer).__name__} has state for {name}, which was sharded since; create the "
-                            "optimizer anew (in Lightning in configure_optimizers), and load its state after the "
-                            "sharding"
+                            f"{type(optimizer).__name__} has state for {name}, which was sharded since; create it anew"
                         )
                     group["params"][index] = current[name]
 
@@ -351,9 +349,7 @@ class TrainingEngine:
         num_steps = steps_left_out(self.optimizers)
         if num_steps:
             self._warn(
-                "DiLoCo: the weights after fit are those of the last average, without what the nodes have learnt in "
-                f"the last {num_steps} steps; let the number of steps be a multiple of the period, without overlap, or "
-                "go on from the last checkpoint"
+                f"DiLoCo: the weights lack the last {num_steps} steps; let their number be a multiple of the period"
             )
         if self.node_weights.stay_common(self.optimizers):
             self.weights_have_changed()

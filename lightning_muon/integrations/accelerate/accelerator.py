@@ -113,9 +113,8 @@ class MuonAccelerator:
         ready: dict[int, Any] = {}
         if (models or optimizers) and len(models) + len(self._engines) != 1:
             raise ValueError(
-                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; an "
-                "Accelerator shards one model, which comes in one call with all its optimizers, or before them "
-                "(accelerator.free_memory() lets another one follow)"
+                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; it "
+                "shards one, with its optimizers or before them, until accelerator.free_memory()"
             )
         if models:
             self._meshes = self._meshes or make_meshes(self.state, self.options)
@@ -198,8 +197,7 @@ class MuonAccelerator:
             return
         if not (self.even_batches if even_batches is None else even_batches):
             raise ValueError(
-                "join_uneven_inputs with even_batches=False: a sharded model needs as many batches on each rank; leave "
-                "even_batches=True, which repeats samples at the end (gather_for_metrics drops them again)"
+                "a sharded model needs as many batches on each rank; leave even_batches=True (see gather_for_metrics)"
             )
         yield
 

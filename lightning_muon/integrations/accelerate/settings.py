@@ -55,8 +55,7 @@ def check_kind(state: Any) -> None:
         raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
     if state.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision: {state.mixed_precision} is not supported: float16 needs loss scaling, whose skipped "
-            "steps the sharded optimizer cannot agree on, and float8 has layers of its own; use bf16 or no"
+            f"mixed_precision: {state.mixed_precision} is not supported (float16 needs loss scaling); use bf16 or no"
         )
 
 
@@ -66,8 +65,7 @@ def check_state(state: Any, options: Options) -> None:
     is_fsdp, num_launched = state.distributed_type == DistributedType.FSDP, int(os.environ.get("WORLD_SIZE", "1"))
     if state.distributed_type == DistributedType.NO and num_launched > 1:
         raise ValueError(
-            f"{num_launched} processes were launched, but Accelerate has found no accelerators for them, so each would "
-            "train by itself; on CPUs use distributed_type: MULTI_CPU and use_cpu: true, which is sharded all the same"
+            f"{num_launched} processes were launched, of which Accelerate knows one; on CPUs use MULTI_CPU"
         )
     if is_fsdp and options.sharding != "fsdp":
         raise ValueError(
@@ -86,8 +84,7 @@ def check_state(state: Any, options: Options) -> None:
     for key in ("context_size", "tensor_size"):
         if getattr(options, key) > 1:
             raise ValueError(
-                f"{key}={getattr(options, key)}: the data loaders of Accelerate would give the ranks that share a "
-                "sample different ones; use ParallelMuonStrategy of Lightning, or a plain loop"
+                f"{key}={getattr(options, key)}: Accelerate would give the ranks that share a sample different ones"
             )
 
 
@@ -106,8 +103,7 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
         size = getattr(config, f"{name}_size")
         if size > 1:
             raise ValueError(
-                f"parallelism_config_{name}_size: {size} is not supported; set it to 1, or use ParallelMuonStrategy of "
-                "Lightning with tensor_size or context_size"
+                f"parallelism_config_{name}_size: {size} is not supported here; use ParallelMuonStrategy of Lightning"
             )
     if state.distributed_type != DistributedType.FSDP:
         # There Accelerate itself fills in that all ranks are replicas, which says nothing of what the user wants.
@@ -122,8 +118,7 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
     for key, other in _OTHER_NAMES.items():
         if getattr(sizes, key) not in ("auto", theirs[key]):
             raise ValueError(
-                f"{key}={getattr(sizes, key)} contradicts parallelism_config_{other}: {theirs[key]}, which is another "
-                "name for it; give only one of them"
+                f"{key}={getattr(sizes, key)} contradicts parallelism_config_{other}: {theirs[key]}; give one"
             )
     return replace(sizes, **theirs)
 

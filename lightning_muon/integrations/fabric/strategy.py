@@ -64,8 +64,7 @@ class FabricStrategy(MuonStrategy):
         name = str(getattr(plugin, "precision", SUPPORTED[0]))
         if name not in SUPPORTED:
             raise ValueError(
-                f"Fabric(precision={name!r}) is not supported by {type(self).__name__}: FSDP2 and Muon cannot honour "
-                f"it (float16 needs loss scaling); use one of {', '.join(map(repr, SUPPORTED))}"
+                f"Fabric(precision={name!r}) is not supported (float16 needs loss scaling); use one of {SUPPORTED}"
             )
         super(FabricStrategy, type(self)).precision.fset(self, plugin)  # type: ignore[attr-defined]
 
@@ -110,17 +109,9 @@ class FabricStrategy(MuonStrategy):
         if len(owners) != 1:
             names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
             raise ValueError(
-                f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set up the module "
-                "first, and give each module optimizers of its own"
+                f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set it up first"
             )
-        try:
-            return self._attach(owners[0], [optimizer])[0]
-        except ValueError as error:
-            error.add_note(
-                "fabric.setup(module, *optimizers) takes several optimizers of a module together; of those given to "
-                "fabric.setup_optimizers the one with matrices comes first."
-            )
-            raise
+        return self._attach(owners[0], [optimizer])[0]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None
@@ -137,8 +128,7 @@ class FabricStrategy(MuonStrategy):
         """
         if self._tokens is None:
             raise RuntimeError(
-                f"report_tokens takes {type(self).__name__}(loss_scaling='tokens'), got loss_scaling="
-                f"{self.options.loss_scaling!r}, and comes after fabric.setup(module, optimizer)"
+                "report_tokens takes the option loss_scaling='tokens', and comes after fabric.setup(module, optimizer)"
             )
         self._tokens.report_before_backward(num_tokens)
 
@@ -149,9 +139,8 @@ class FabricStrategy(MuonStrategy):
             last = [engine for engine in self._engines if engine.is_last_micro_batch]
             if last and any(engine.is_accumulating for engine in self._engines):
                 raise RuntimeError(
-                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens are counted "
-                    "for all models together (loss_scaling='tokens'), so their micro-batches begin and end together; "
-                    "enter no_backward_sync of each of them"
+                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens "
+                    "(loss_scaling='tokens') are counted for all models together; enter that of each of them"
                 )
         with ExitStack() as stack:
             for engine in self._engines:
@@ -224,8 +213,7 @@ class FabricStrategy(MuonStrategy):
             remainder = checkpoint.load(self._by_kind(state), state, strict=strict)
         elif checkpoint.is_sharded:
             raise ValueError(
-                f"{checkpoint.path} is a directory of shards, which are found by their keys only: "
-                "fabric.load(path, {'model': model}), with the keys of fabric.save"
+                f"{checkpoint.path} is a directory of shards: fabric.load(path, state), with the keys of fabric.save"
             )
         else:  # A file that is the state dict of one object.
             checkpoint.content = {"": checkpoint.content}

@@ -19,11 +19,7 @@ _SECONDS_TO_FAIL_TOGETHER = 20.0
 
 
 class TrainerCheckpoint(Checkpoint):
-    """A checkpoint that is opened before ``setup``; weights and optimizer states follow once they have a place to go.
-
-    Lightning can restore after it, but callbacks would get their state too late (BaseFinetuning needs it in
-    ``on_fit_start``), and 2.6 then forgets ``weights_only``.
-    """
+    """A checkpoint that is opened before ``setup``, for callbacks; weights and optimizer states follow."""
 
     weights_advice = "LightningModule.strict_loading = False loads what fits"
     state_advice = "load them into the model and train without resuming (Trainer.fit without ckpt_path)"

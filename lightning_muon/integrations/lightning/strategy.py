@@ -147,8 +147,7 @@ class TrainerStrategy(MuonStrategy):
         """
         if self.options.loss_scaling != "tokens":
             raise RuntimeError(
-                f"report_tokens has no meaning with loss_scaling={self.options.loss_scaling!r}, where training_step "
-                "returns a mean; set ParallelMuonStrategy(loss_scaling='tokens')"
+                "report_tokens has no meaning where training_step returns a mean; set loss_scaling='tokens'"
             )
         tokens = None if self._engine is None else self._engine.tokens
         # A step that is shared with validation reports there too.

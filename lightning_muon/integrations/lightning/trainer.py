@@ -45,16 +45,14 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
     """Raise ``ValueError`` for a LightningModule, or a callback of its Trainer, that does not go with the options."""
     if options.loss_scaling == "tokens" and not module.automatic_optimization:
         raise ValueError(
-            "loss_scaling='tokens' needs automatic optimization, where it is known which micro-batches make a step; "
-            "with manual optimization divide the loss by the number of tokens yourself"
+            "loss_scaling='tokens' needs automatic optimization; divide the loss by the number of tokens yourself"
         )
     known = package.module("callbacks")
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
         for name, (reason, instead) in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):
                 raise ValueError(
-                    f"the callback {type(callback).__name__} does not work with ParallelMuonStrategy: "
-                    f"{reason}. Instead, {instead}; or use another strategy."
+                    f"the callback {type(callback).__name__} does not work with shards: {reason}. Instead, {instead}."
                 )
 
 
@@ -69,10 +67,7 @@ _WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def reads_weights_between_steps(trainer: Any, options: Options, package: LightningPackage) -> bool:
-    """Whether new weights must be there when an optimizer step returns, because a hook after it may read them.
-
-    Lightning's own callbacks read none, but for those that average weights; ``state_dict`` waits by itself.
-    """
+    """Whether new weights must be there when a step returns, because a hook of the user after it may read them."""
     module = trainer.lightning_module
     if options.config.overlap in ("step", "off") or not module.automatic_optimization:
         return True

@@ -59,9 +59,8 @@ class TrainerFlexDeMo(LazyState, FlexDeMo):
             super()._require_mesh()
         except ValueError:
             raise ValueError(
-                "FlexDeMo exchanges updates between the nodes itself, but this Accelerator averages gradients over all "
-                "ranks and tells it no nodes; start the script with `lightning-muon launch --config_file FILE`, whose "
-                "lightning_muon section has `optimizer: {class_path: lightning_muon.FlexDeMoConfig}`, or use MuonConfig"
+                "this Accelerator averages gradients over all ranks; give FlexDeMo nodes by `lightning-muon launch "
+                "--config_file FILE`, with `optimizer: {class_path: lightning_muon.FlexDeMoConfig}` in it"
             ) from None
 
 
@@ -69,10 +68,7 @@ class OptimizerFactory:
     """Makes the optimizer of a Trainer: ``OptimizerFactory()(model, config=config)``, as the Trainer calls it."""
 
     def __call__(self, model: nn.Module, *, config: Config) -> PlannedOptimizer:
-        """An optimizer for the trainable parameters of ``model``, which may be sharded afterwards.
-
-        Collective over all ranks where gradients are averaged by DDP; every rank must call it.
-        """
+        """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
         from lightning_muon.compat.transformers import decayed_names  # transformers is an optional extra.
 
         mesh = _mesh_of_replicas(config)
@@ -138,7 +134,6 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
         return None
     if isinstance(config, FlexDeMoConfig) and state.num_processes > 1:
         raise ValueError(
-            "FlexDeMo leaves gradients to each node, but DDP averages them over all ranks; start the script with "
-            "`lightning-muon launch --config_file FILE`, with FSDP2 and FlexDeMoConfig in it, or use MuonConfig"
+            "DDP averages gradients over all ranks and leaves FlexDeMo nothing; use `lightning-muon launch`, FSDP2"
         )
     return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))

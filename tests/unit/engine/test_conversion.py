@@ -219,7 +219,7 @@ def test_flexdemo_has_momentum_of_muon_only_in_nodes(
         (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), {}, "maximize"),
         (lambda p: torch.optim.SGD(p, lr=0.1), {"base": "adamw"}, r"set FlexDeMoConfig\(base='sgd'\)"),
         (lambda p: torch.optim.Muon(p), {}, r"base='sgd'; set FlexDeMoConfig\(base='muon'\)"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {}, "no counterpart in FlexDeMo; use AdamW"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {}, "in FlexDeMo it is not; use AdamW"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "amsgrad=True is not supported by FlexDeMo"),
         (lambda p: torch.optim.Adagrad(p), {}, "the Adagrad .*: AdamW, Adam, SGD, Muon"),
         (lambda p: ParallelMuon(p), {}, "the ParallelMuon that configure_optimizers returned"),

@@ -109,7 +109,7 @@ def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
     ("kind", "config", "message"),
     [
         ("fsdp1", MuonConfig(), "FSDP1 flattens parameters.*fsdp_version: 2"),
-        ("ddp", FlexDeMoConfig(), "DDP averages them over all ranks.*lightning-muon launch"),
+        ("ddp", FlexDeMoConfig(), "DDP averages gradients over all ranks.*lightning-muon launch"),
     ],
 )
 def test_what_cannot_be_right_is_an_error(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
