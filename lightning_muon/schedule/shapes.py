@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,9 +33,11 @@ class ParameterShape:
     def __post_init__(self) -> None:
         where = f"parameter {self.name!r} {self.shape}"
         if self.kind not in _KINDS:
-            raise ValueError(f"{where}: kind must be one of {_KINDS}, got {self.kind!r}{_nearest(self.kind, _KINDS)}")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"{where}: sizes must be >= 0")
+            raise ValueError(
+                f"{where}: kind must be one of {_KINDS}, got {self.kind!r}{_nearest(str(self.kind), _KINDS)}"
+            )
+        if any(type(size) is not int or size < 0 for size in (*self.shape, *self.splits)):
+            raise ValueError(f"{where}: sizes must be integers >= 0, splits are {self.splits}")
         smallest = {"matrix": 2, "convolution": 2, "stack": 3, "elementwise": 0}[self.kind]
         if len(self.shape) < smallest or (self.kind == "matrix" and len(self.shape) != 2):
             raise ValueError(f"{where} is {len(self.shape)}-D and cannot be of kind {self.kind!r}")
@@ -82,7 +84,7 @@ def read_shapes(source: str | Path) -> ModelShapes:
         raise ValueError(f"{path} is no JSON: {error}") from error
     try:
         return _model(content)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -100,7 +102,7 @@ def write_shapes(model: ModelShapes, path: Path) -> None:
 
 def _model(content: object) -> ModelShapes:
     checked = _checked(content, ("name", "source", "parameters"), "the file", required=("name", "parameters"))
-    parameters = tuple(_parameters(_list(checked["parameters"], "parameters")))
+    parameters = tuple(_parameters(checked["parameters"]))
     if not parameters:
         raise ValueError("parameters is empty")
     names = [parameter.name for parameter in parameters]
@@ -110,39 +112,20 @@ def _model(content: object) -> ModelShapes:
     return ModelShapes(name=str(checked["name"]), source=str(checked.get("source", "")), parameters=parameters)
 
 
-def _parameters(entries: Iterable[object]) -> Iterable[ParameterShape]:
+def _parameters(entries: Any) -> Iterable[ParameterShape]:
     """Parameters of ``entries``; ``{"repeat": n, "parameters": [...]}`` is n layers, ``{i}`` the number of a layer."""
     keys = [field.name for field in fields(ParameterShape)]
     for entry in entries:
-        if isinstance(entry, dict) and "repeat" in entry:
-            block = _checked(
-                cast(object, entry), ("repeat", "first", "parameters"), "a block", required=("parameters",)
-            )
-            layers = list(_parameters(_list(block["parameters"], "parameters of a block")))
-            for key in ("repeat", "first"):
-                value = block.get(key, 0)
-                if type(value) is not int or value < 0:
-                    what = f"the block of {layers[0].name!r}" if layers else "a block"
-                    raise ValueError(f"{what}: {key} must be an integer of at least 0, got {value!r}")
-            first = block.get("first", 0)
+        if "repeat" in entry:
+            block = _checked(entry, ("repeat", "first", "parameters"), "a block", required=("parameters",))
+            layers, first = list(_parameters(block["parameters"])), block.get("first", 0)
             for i in range(first, first + block["repeat"]):
                 for layer in layers:
                     yield replace(layer, name=layer.name.replace("{i}", str(i)))
         else:
-            yield _parameter(_checked(cast(object, entry), keys, "a parameter", required=("name", "shape", "kind")))
-
-
-def _parameter(values: Mapping[str, Any]) -> ParameterShape:
-    for key in ("name", "kind", "reason"):
-        if not isinstance(values.get(key, ""), str):
-            raise ValueError(f"parameter {values['name']!r}: {key} must be a text, got {values[key]!r}")
-    tuples: dict[str, Any] = {}
-    for key in ("shape", "splits"):
-        value = values.get(key, [])
-        if not isinstance(value, list) or not all(type(size) is int for size in cast("list[object]", value)):
-            raise ValueError(f"parameter {values['name']!r}: {key} must be a list of integers, got {value!r}")
-        tuples[key] = tuple(cast("list[int]", value))
-    return ParameterShape(**{**values, **tuples})
+            values = _checked(entry, keys, "a parameter", required=("name", "shape", "kind"))
+            tuples = {key: tuple(values[key]) for key in ("shape", "splits") if key in values}
+            yield ParameterShape(**{**values, **tuples})
 
 
 def _checked(content: object, allowed: Sequence[str], what: str, *, required: Sequence[str]) -> dict[str, Any]:
@@ -156,12 +139,6 @@ def _checked(content: object, allowed: Sequence[str], what: str, *, required: Se
         if key not in found:
             raise ValueError(f"{what} has no key {key!r}: {str(found)[:120]}")
     return found
-
-
-def _list(content: object, what: str) -> list[object]:
-    if not isinstance(content, list):
-        raise ValueError(f"{what} must be a list, got {type(content).__name__}")
-    return cast("list[object]", content)
 
 
 def _nearest(wrong: str, right: Iterable[str]) -> str:
