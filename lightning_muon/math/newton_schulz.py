@@ -77,11 +77,9 @@ def worth_batching(rows: int, cols: int, device_type: str) -> bool:
 
 
 def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
-    """Floating-point operations of :func:`orthogonalize` for one matrix, as textbooks count them.
+    """FLOPs of :func:`orthogonalize` for one matrix: ``num_steps * 2 s^2 (2 l + s)`` with sides ``s <= l``.
 
-    Per step, with sides ``s <= l``: ``2 s s l`` for the Gram matrix, ``2 s s s`` for its square and ``2 s s l`` for
-    the last product, so ``num_steps * 2 s^2 (2 l + s)``. That some products are computed by half is left out: this is
-    the unit in which owners are balanced and rates are stated, whatever the device does.
+    As textbooks count them, though some products are computed by half: the unit of loads and rates on any device.
     """
     short, long = sorted((rows, cols))
     return num_steps * 2 * short * short * (2 * long + short)

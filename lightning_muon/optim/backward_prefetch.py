@@ -44,11 +44,7 @@ class _Progress:
 
 
 class BackwardPrefetch(ABC):
-    """Watches the gradients of one plan and sends its buckets when they are complete, in their order.
-
-    ``buckets`` are the parameters of each bucket in the order in which backward finishes them, ``leader`` the name of
-    the first parameter of each. Local to construct; each bucket that is sent is a communication.
-    """
+    """Sends the buckets of one plan in their order, each as soon as its gradients are there; local to construct."""
 
     def __init__(self, buckets: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
         self._buckets, self._leader = buckets, leader
@@ -106,10 +102,9 @@ class BackwardPrefetch(ABC):
         return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
 
     def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
-        """Send what other ranks have sent, wait for what is void of it, and get ready for the next backward pass.
+        """Send what any rank has ``sent``, wait for what is ``void`` of it, and get ready for the next backward pass.
 
-        Parameters without a gradient send zeros. Collective over the ranks that share buckets; every rank must call it,
-        with equal ``sent`` (by any rank) and ``void``.
+        Collective over the ranks that share buckets; every rank must call it, with equal ``sent`` and ``void``.
         """
         for key, progress in self._progress.items():
             if key in sent and not progress.is_sent:
@@ -194,11 +189,7 @@ def _can_be_sent(tensor: Tensor) -> bool:
 
 
 class GatherPrefetch(BackwardPrefetch):
-    """Runs the ops of the backward phase of :class:`MatrixStep`, each over the private group of its exchange group.
-
-    ``states`` of the optimizer may be replaced at any time; ``is_valid`` says whether a step can be taken with the
-    hyper-parameters of now.
-    """
+    """Runs the ops of the backward phase of :class:`MatrixStep`; ``is_valid``: are the hyper-parameters right?"""
 
     def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
         leaders = {each.key: each.group.jobs[each.taken[0]].matrix.name for each in step.early_buckets}

@@ -38,10 +38,7 @@ def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:
 
 
 def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: float) -> None:
-    """Targets <- targets + alpha * updates, in the dtype of the targets, which are equal.
-
-    On CUDA torch adds tensors of two dtypes one after the other. Small updates are converted first, all at once.
-    """
+    """Targets <- targets + alpha * updates, in the dtype of the targets, which are equal."""
     pairs = list(zip(targets, updates, strict=True))
     if targets[0].is_cuda and updates[0].dtype != targets[0].dtype:
         small = [(target, update) for target, update in pairs if update.numel() < _LEAST_ALONE]
@@ -61,10 +58,7 @@ def adamw_step_(
     group: dict[str, Any],
     numbers: Mapping[Tensor, float],
 ) -> None:
-    """One AdamW step; an :data:`Elementwise`.
-
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2; the arithmetic is torch's own.
-    """
+    """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2); the arithmetic is torch's own."""
     beta1, beta2 = group["betas"]
     is_fused = params[0].device.type == "cpu"
     moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]

@@ -97,15 +97,10 @@ def agree_on_gradients(
 ) -> AgreedGradients | None:
     """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
-    A replicated parameter that only some replicas have a gradient for gets the mean over all of them. What ``early``
-    has sent is settled whatever the outcome. ``step`` sends the message over its ranks, together with what others have
-    to agree on. Where the ranks have agreed on their gradients when these were finished (``Layout.agreed``), there is
-    no message: what has changed since is found out together with NaN and Inf. ``may_lack_gradients`` says that this
-    rank knows why no parameter might have a gradient.
-
-    Returns ``None`` on all ranks if any of them needs a new plan (``is_stale``; this one will do for the agreement),
-    and raises on all ranks alike. Collective over every mesh of the parameters, one after the other (one small
-    all-reduce each in host memory, which the host waits for); every rank of it must call it.
+    ``None`` on all ranks if any of them needs a new plan (``is_stale``). What ``early`` has sent is settled whatever
+    the outcome. Where the ranks have agreed before (``Layout.agreed``) there is no message: what has changed since is
+    found out together with NaN and Inf. Collective over every mesh of the parameters, the smallest first; every rank of
+    it must call it.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
@@ -279,9 +274,8 @@ def _deferred_check(
 ) -> Callable[[], None] | None:
     """Finds out what the host does not know yet of gradients and ``valid`` early buckets: waits for it, and raises.
 
-    It also fills ``numbers`` with the values of hyper-parameters that are tensors on a device. ``None``, on all ranks,
-    if there is nothing to find out. Collective over every mesh of the parameters, now or, where gradients are on their
-    way, when the result is called: a look waits for them, on CUDA the stream. Every rank of the meshes must call it.
+    It also fills ``numbers``. ``None``, on all ranks, if there is nothing to find out. Collective over every mesh of
+    the parameters, now or, where gradients are on their way, when the result is called; every rank must call it.
     """
     groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
     options = [value for group in groups.values() for value in group.values()]

@@ -43,11 +43,7 @@ class AgreedGradients:
 
 
 class MatrixStep:
-    """Walks through the ops of a plan, which are always in the same order on every rank.
-
-    The ops of a bucket in the backward phase may be run from hooks of the backward pass (:meth:`run_in_backward`): they
-    read the state and do not change it, so that what they sent can be thrown away.
-    """
+    """Walks through the ops of a plan, which are always in the same order on every rank."""
 
     def __init__(
         self,
@@ -98,10 +94,9 @@ class MatrixStep:
         )
 
     def run_in_backward(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
-        """Send the look-ahead of a bucket to its owners before the step; every gradient of the bucket must be there.
+        """Send the look-ahead of a bucket before the step, changing no state; without ``packs`` what is in the buffer.
 
-        Without ``packs`` whatever is in the buffer is sent, for a bucket that will not count. Collective over the axes
-        of the bucket's exchange group; every rank of it must call it, in the same order of buckets.
+        Collective over the axes of the bucket's exchange group; every rank must call it, in the same order of buckets.
         """
         self._has_early_buffers = True
         with self.executor.memory_of_step():
@@ -171,10 +166,7 @@ class MatrixStep:
             self._agreed, self._states = before
 
     def _take_buffers(self, key: str, gradients: Gradients, slots: Mapping[str, str]) -> None:
-        """Get ready to send a bucket to its owners.
-
-        The transfer is kept as long as the same jobs take part: pieces and views are costly to make.
-        """
+        """Get ready to send a bucket; views are costly, so a transfer is kept as long as the same jobs take part."""
         bucket, transfer = self.plan.buckets[key], self._transfers.get(key)
         taken, jobs = bucket.taken, bucket.group.jobs
         if not all(tensor in gradients for tensor in bucket.tensors):
@@ -298,10 +290,10 @@ class MatrixStep:
         return ()
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
-        """Jobs to be treated together: those whose param groups have equal values for ``keys``.
+        """Jobs whose param groups have equal values for ``keys``, together.
 
-        On a CPU one by one, so that what one operation writes is still in the cache for the next: on pieces of 0.5 to
-        2 MB momentum and packing are 2.5 times faster.
+        On a CPU one by one: what one operation writes is in the cache for the next, which is 2.5 times faster at 0.5 to
+        2 MB.
         """
         by_group: dict[int, list[MatrixJob]] = {}
         for job in jobs:

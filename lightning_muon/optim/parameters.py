@@ -48,11 +48,7 @@ class CheckedGroups:
         self._right: list[tuple[Any, ...]] = []
 
     def check(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise ``ValueError`` for the first value that no step can be taken with; a few microseconds per group. Local.
-
-        Values that were right the last time are not looked at again, but for tensors, which may be filled with others.
-        Those on a device are not looked at, since the host would have to wait for it.
-        """
+        """Raise ``ValueError`` for the first wrong value; those that were right, or on a device, are not read."""
         for group, right in zip_longest(groups, self._right[: len(groups)]):
             values = tuple(map(group.get, COMPARED))
             if values != right or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values):
@@ -70,10 +66,7 @@ class CheckedGroups:
 
 
 def check_group_(group: ParamGroup) -> None:
-    """Raise ``ValueError`` for a hyper-parameter that is missing or out of range.
-
-    ``None`` becomes what it means, and lists, as some checkpoints bring them, become tuples.
-    """
+    """Raise ``ValueError`` for a wrong or missing hyper-parameter; ``None`` and lists become what they mean."""
     missing = sorted(set(COMPARED) - group.keys())
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
@@ -132,10 +125,7 @@ class MeshMembers:
 
 
 def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
-    """Parameters by mesh, the smallest meshes first, so that what one mesh finds out reaches the larger ones.
-
-    Collective over meshes of several axes the first time; every rank of them must call it.
-    """
+    """Parameters by mesh, the smallest first. Collective over each mesh the first time; every rank must call it."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
@@ -171,11 +161,7 @@ class KnownRoutes:
         return self._found[parameter][1]
 
     def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
-        """Look for what is not known, and return whether there was any.
-
-        State of parameters that are not there any more is dropped, which torch could not save, and what is left of
-        another algorithm.
-        """
+        """Look for what is not known, drop state that nobody needs now, and return whether there was any."""
         current = {param: group["algorithm"] for group in groups for param in group["params"]}
         known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
         if len(known) == len(current):
@@ -351,10 +337,7 @@ class StateCompletion:
 
 
 def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` for a saved state that is not of the shape of its parameter; local.
-
-    Fused kernels do not look, and would write outside of the tensors.
-    """
+    """Raise ``ValueError`` for a saved state of another shape, outside of which fused kernels would write; local."""
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
             saved_keys = state_dict["state"].get(number, {}).keys()

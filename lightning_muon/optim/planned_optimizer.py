@@ -44,13 +44,9 @@ class Bound:
 class PlannedOptimizer(torch.optim.Optimizer):
     """An optimizer that makes one plan with all ranks at its first step, and a new one when its parameters change.
 
-    Its state is complete from the start, though nothing is made before somebody asks for it: frameworks replace
-    parameters after the optimizer was made, so that there must be nothing for them then. ``step()`` is collective over
-    the meshes of the parameters; every rank of them must call it. A gradient that only some ranks have counts as zero
-    on the others; one that no rank has leaves parameter and state as they are.
-
-    ``mesh`` is where plain tensors are replicated, if it is known; ``defaults`` are further entries of the param
-    groups, and other ones than those of ``config``.
+    Its state is complete from the start, but made when somebody asks for it: frameworks replace parameters after the
+    optimizer was made. ``mesh`` is where plain tensors are replicated, if it is known; ``defaults`` are further entries
+    of the param groups, and other ones than those of ``config``.
     """
 
     def __init__(
@@ -99,17 +95,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._routes = parameters.KnownRoutes(self._options)
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
-        """Take names and routes from ``module``, and create the state of every parameter now.
+        """Take names and routes from ``module``, and create the state of every parameter now; local.
 
-        Call it on each rank once the parameters have their final form (after ``fully_shard``). No communication.
-
-        Args:
-            module: Holds the parameters.
-            layout: Says where the parts of the parameters lie, and where their gradients are found. Without it the
-                tensors say so themselves.
-
-        Raises:
-            RuntimeError: If there is state already, laid out in another way.
+        Call it on each rank once the parameters have their final form (after ``fully_shard``). ``layout`` says where
+        their parts and gradients lie; without it the tensors say so themselves. Raises a ``RuntimeError`` if there is
+        state already, laid out in another way.
         """
         self.route(module)
         if layout is not None and layout is not self._layout:
@@ -208,11 +198,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """As in torch, and complete: zeros are made when it is first asked for.
-
-        ``torch.distributed.checkpoint.state_dict`` has an optimizer without state take a step, to make it. Of
-        parameters on the meta device, which have no final form yet, there is none.
-        """
+        """As in torch, and complete: zeros are made when it is first asked for, but not on the meta device."""
         if (self.is_fresh or not self._existing_state) and self._can_make_state():
             self._complete_state()
         return self._existing_state
@@ -252,13 +238,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective as :meth:`state_dict` is.
+        """As in torch; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
-        Hyper-parameters that another optimizer's state lacks stay as they are.
-
-        Raises:
-            ValueError: If a hyper-parameter is out of range, or a state has another shape than its parameter; nothing
-                has changed then.
+        Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups)

@@ -112,8 +112,8 @@ def make_step_plan(
 ) -> StepPlan:
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
-    ``make_part`` returns what else the step does, from the names of the ops that update parameters, and of those that
-    read gradients, and whose. Collective over ``meshes``; every rank of them must call it.
+    ``make_part`` adds to the step, told which ops update and which read what. Collective over ``meshes``; every rank
+    must call it.
     """
     layout = parameters[0].layout
     groups = _exchange_groups(parameters, meshes, private_groups, options)
@@ -209,10 +209,7 @@ def _estimates(
     meshes: Sequence[MeshMembers],
     options: exchange.PlanOptions,
 ) -> dict[int, PrefetchEstimate | None]:
-    """Of each exchange group by its number: equal on all ranks of its mesh, each of which brings what it takes itself.
-
-    By the slowest links that any rank of the mesh has. Collective over ``meshes``; every rank of them must call it.
-    """
+    """By number of the exchange group, with the slowest links. Collective over ``meshes``; every rank must call it."""
     found: dict[int, PrefetchEstimate | None] = {}
     for members in meshes:
         nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))

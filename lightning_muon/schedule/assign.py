@@ -25,10 +25,9 @@ def assign_owners(
 ) -> list[Owners]:
     """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks do already.
 
-    A matrix that lies on one rank alone stays there and counts in that rank's load before all others are assigned.
-    ``"lpt"``: :func:`longest_first` bucket by bucket with loads that add up, then :func:`even_out` on the last buckets,
-    which no later bucket can even out. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
-    every rank, as where all ranks gather all momenta (Liu et al. 2025, arXiv:2502.16982, compare with that).
+    A matrix that lies on one rank alone stays there. ``"lpt"``: :func:`longest_first` bucket by bucket, then
+    :func:`even_out` on the last ones. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
+    every rank, the baseline of Liu et al. 2025, arXiv:2502.16982.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
@@ -56,10 +55,9 @@ def assign_owners(
 def longest_first(
     costs: Sequence[int], sizes: Sequence[int], loads: list[Load], *, taken: Sequence[int]
 ) -> dict[int, int]:
-    """Job -> rank, for the jobs ``taken``: each, dearest first, to the rank with the least load so far.
+    """Job -> rank, for the jobs ``taken``: each, dearest first, to the rank with the least load; ``loads`` add up.
 
-    The largest load is within 4/3 of the optimum (Graham 1969, Bounds on multiprocessing timing anomalies). Bytes
-    (``sizes``) break ties; ``loads`` are updated in place, so that the next bucket evens this one out.
+    The largest load is within 4/3 of the optimum (Graham 1969, Bounds on multiprocessing timing anomalies).
     """
     heap = [(*load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -90,10 +88,10 @@ class _Exchange(NamedTuple):
 
 
 def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]) -> None:
-    """Relieve the busiest rank by the exchange that helps most, again and again, until none does; all in place.
+    """Relieve the busiest rank by the exchange that helps most, until none does; in place, alike on all ranks.
 
-    A matrix goes to another rank, alone or in exchange for a cheaper matrix of the same bucket; then both ranks have
-    less to do than the busiest had. The order is fixed, so all ranks that plan come to the same owners.
+    A matrix goes to another rank, alone or in exchange for a cheaper one of its bucket; both ranks then have less to
+    do.
     """
     compared = 0
     while compared < MOST_COMPARISONS:

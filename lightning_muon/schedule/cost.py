@@ -57,10 +57,8 @@ class CostModel:
     def seconds(self, op: Op) -> float:
         """How long the op takes on its rank once it has begun.
 
-        compute: ``cost / flops_per_second + bytes / memory_bytes_per_second + op_seconds``, and 0 if there is nothing
-        to do. transfer: ``max(latency + bytes / bandwidth)`` over the links that carry any; links work side by side,
-        and the bytes of axes that share a link add up. A collective in which this rank moves nothing takes the latency
-        of the fastest link.
+        Links work side by side, and the bytes of axes that share a link add up. A collective in which this rank moves
+        nothing takes the latency of the fastest link.
         """
         if op.lane == COMPUTE:
             if not op.cost and not op.bytes:

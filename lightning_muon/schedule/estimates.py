@@ -19,11 +19,9 @@ def sharing_pays(
 ) -> bool:
     """Whether one owner for all R replicas beats one in each of them, if all N matrices are like this one.
 
-    Repeating, a rank computes ``m = max(1, N / S)`` matrices, with S ranks in a replica. Sharing, it computes
-    ``n = max(1, N / (R S))``, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if
-    ``(m - n) flops / F > n (R - 1) wire_bytes / B``. For N of R S or more that is ``flops / wire_bytes > F / B``. The
-    traffic can hide behind arithmetic, so this is the careful choice.
-    ``wire_bytes`` are of the whole matrix; ``"cuda"`` and ``"cpu"`` are known, another device counts as CUDA.
+    With S ranks in a replica, a rank computes ``m = max(1, N / S)`` matrices repeating and ``n = max(1, N / (R S))``
+    sharing, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if ``(m - n) flops / F > n (R -
+    1) wire_bytes / B``. ``wire_bytes`` are of the whole matrix; unknown devices count as CUDA.
     """
     shared = max(1.0, num_matrices / (num_replicas * replica_ranks))
     repeated = max(1.0, num_matrices / replica_ranks)
@@ -60,11 +58,7 @@ class PrefetchEstimate:
 
 
 def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> CostModel:
-    """The rates that plans are made with, since all ranks must decide alike.
-
-    ``is_between_machines`` says whether the links inside of a replica lead to other machines, and those between
-    replicas.
-    """
+    """The rates of plans, alike on all ranks, by whether links within and between replicas leave a machine."""
     machine = PRESETS["cpu" if device_type == "cpu" else "h100"]
     links = [-1 if is_between else 0 for is_between in is_between_machines]
     return replace(
@@ -79,10 +73,7 @@ RankSeconds = Mapping[str, Mapping[str, float]]
 
 
 def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
-    """How long one rank takes for the ops of its buckets and, as ``"check"``, to compare early gathers with the step's.
-
-    The handful of kernels that compare each matrix counts as one op.
-    """
+    """Seconds of one rank for the ops of its buckets and, as ``"check"``, to compare what was sent early."""
     found: dict[str, dict[str, float]] = {kind: {} for kind in (*STEP_KINDS, OpKind.CHECK)}
     for op in ops:
         if op.kind in STEP_KINDS:
@@ -166,11 +157,10 @@ def node_grid(nodes: Sequence[int]) -> Grid:
 def shard_exchanges(
     nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
 ) -> list[ShardExchange]:
-    """The direct way, and the hierarchical one where there is one, each with its best size of buckets.
+    """The direct way, and the hierarchical one if there is one, with their best sizes of buckets; alike on all ranks.
 
-    ``nodes`` has for each replica the number of the node of each rank of its shard axis; the second link of ``cost`` is
-    between nodes. ``may_grow``: buckets may be larger, where the shard axis of any replica spans several nodes.
-    Pure, so equal on all ranks that know the same nodes.
+    ``nodes`` has for each replica the node of each rank of its shard axis. ``may_grow``: buckets may be larger, where
+    the shard axis of any replica spans several nodes.
     """
     grids = {node_grid(replica) for replica in nodes}
     spans = any(len(set(replica)) > 1 for replica in nodes)

@@ -46,15 +46,10 @@ def plan_step(
     key_prefix: str = "",
     ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
-    """Assign owners and buckets of the matrices of one exchange group, in the order of the forward pass.
+    """Assign owners and buckets of the matrices of one exchange group, which are in forward order; serial.
 
-    From sizes alone, so that every rank makes the same plan.
-
-    The program is serial; :func:`~.passes.prefetch` overlaps its transfers with arithmetic.
-
-    ``chunk_bytes`` bounds what an average owner holds of a bucket (:func:`fill_buckets`), at ``itemsize`` bytes for an
-    element on the wire; ``loads`` are what each rank has to do already, for example for other exchange groups.
-    ``ranks`` are those whose ops to list, at least one, all by default: a rank that runs the plan needs only its own.
+    ``chunk_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
+    ``loads`` are what each rank has to do already; ``ranks`` are those whose ops to list, all by default.
     """
     replica_of = specs[0].shards.replica_of
     num_ranks = len(replica_of)
@@ -101,12 +96,9 @@ def fill_buckets(
 ) -> list[tuple[int, ...]]:
     """Indices of the matrices of each bucket, the last matrix first: backward finishes gradients about in this order.
 
-    A bucket is closed when it has at least one matrix for each owner and the next one would take it above
-    ``num_owners * chunk_bytes``: what an *average* owner holds of a bucket is bounded by ``chunk_bytes``, but for
-    matrices that are larger. Where all ranks own all matrices, ``num_owners`` is 1, and the bound is that of a bucket.
-
-    Matrices that lie on one rank alone come first, in buckets of their own, with at most ``chunk_bytes`` per rank: each
-    rank fills its own sequence of buckets, so that all ranks have work in bucket after bucket.
+    A bucket is closed when it has a matrix for each owner and the next one would take it above ``num_owners *
+    chunk_bytes``. Matrices that lie on one rank alone come first, in buckets of their own, with at most ``chunk_bytes``
+    per rank: each rank fills its own sequence of buckets, so that all ranks have work in bucket after bucket.
     """
     resident: list[list[int]] = []
     travelling: list[list[int]] = []
@@ -150,10 +142,7 @@ class _Wire:
 
 
 def _around(work: Op, bucket: tuple[int, ...], moved: Traffic, wire: _Wire, *, travels: bool) -> list[Op]:
-    """Momentum, gather, Newton-Schulz, scatter and update of a bucket on one rank, each of which needs the one before.
-
-    Every rank gets all of them, even with nothing to do: a collective needs all ranks.
-    """
+    """All ops of a bucket on one rank, also if there is nothing to do: a collective needs all ranks."""
     key, rank, itemsize = work.key, work.rank, wire.itemsize
     held, packed = moved.held[rank], moved.gather_sent[rank] * itemsize
     updates = sum(sent[rank] for sent in moved.scatter_sent) * itemsize

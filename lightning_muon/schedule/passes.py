@@ -11,15 +11,13 @@ from lightning_muon.schedule.program import COMPUTE, STEP_KINDS, Op, OpKind, Pro
 def prefetch(program: Program, look_ahead: int) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
-    ``program`` has for each rank the ops of its buckets in canonical order, and any number of ``adamw`` ops. Momentum
-    and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
+    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
     Newton-Schulz and scatter of k, the update of an earlier bucket, momentum and gather of k + look_ahead. With 0 the
     program is left as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1
     queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
-    for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s; the update behind scatter k is that of
-    k - s + 1. "k - 1" is the bucket before in the list, whatever its key.
+    for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
     """
     if not look_ahead:
         return program
@@ -75,10 +73,7 @@ def _present(bucket: Mapping[str, Op], *kinds: str) -> list[Op]:
 
 
 def host_order(program: Program) -> Program:
-    """Make each transfer wait for the last compute op before it in the list.
-
-    For a runtime whose host thread is busy while it computes (CPU), so that it cannot start a transfer in between.
-    """
+    """Make each transfer wait for the compute op before it: on a CPU a host that computes starts nothing."""
     ordered: Program = {}
     for rank, ops in program.items():
         last: str | None = None

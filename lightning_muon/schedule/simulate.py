@@ -71,11 +71,9 @@ class Timeline:
 
 
 def simulate(program: Program, cost_model: CostModel) -> Timeline:
-    """Run the program on paper.
+    """Run the program on paper; a communication begins when all ranks are there, and takes as long as the slowest.
 
-    An op begins when the one before it in its lane and all of its ``deps`` have ended and, for a communication, when
-    that holds on all ranks of its group. A communication takes as long as its slowest member. Raises
-    a ``ValueError`` where ops wait for each other. Takes time in the number of ops and dependencies.
+    Takes time in the number of ops and dependencies. Raises a ``ValueError`` where ops wait for each other.
     """
     graph = build_graph(program)
     start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
@@ -91,10 +89,9 @@ def simulate(program: Program, cost_model: CostModel) -> Timeline:
 
 
 def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
-    """Keep one rank of those that do the same all the time, so that thousands of ranks are simulated quickly.
+    """Keep one rank of those that do the same all the time; also returns, for each rank, the one that does the same.
 
-    Communications become those of the ranks that are left. As equal ranks run at equal times, the timeline stays what
-    it was. Also returns, for each rank, the one that does the same.
+    Thousands of ranks are simulated quickly then, with the same timeline, since equal ranks run at equal times.
     """
     first_like: dict[object, int] = {}
     # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.

@@ -58,14 +58,11 @@ def step_program(
     """Overlap transfers with arithmetic (:func:`~.passes.prefetch`), and add the branches of the step.
 
     - A bucket runs only if one of its parameters has a gradient.
-    - A bucket of ``early`` is also in the backward phase: ``early_momentum`` and ``early_gather`` run once a rank has
-      sent it. Momentum and gather of the step do not run if what was sent is valid.
+    - A bucket of ``early`` is also in the backward phase; momentum and gather of the step run if what was sent is void.
     - ``check`` comes in front of the first op that changes anything.
-    - AdamW runs while the first gathers are on their way. If the check is deferred, or gradients are late, it follows
-      the check instead.
+    - AdamW runs while the first gathers travel, or behind a deferred check, or if gradients may be late (``is_late``).
 
-    ``early`` has the keys of the buckets that may be sent during backward; ``is_late``: gradients may still be arriving
-    when the step begins; ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
+    ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
     issued = prefetch(program, look_ahead)
     added = added or {}

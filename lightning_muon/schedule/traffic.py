@@ -36,11 +36,7 @@ class Traffic:
 
 
 def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) -> Traffic:
-    """Count what the given matrices (index -> owners) cost each rank.
-
-    Takes time in the number of matrices plus, for each different :class:`~.matrix_shards.MatrixShards`, the number of
-    ranks; pairs of ranks are not looked at.
-    """
+    """Count what the given matrices (index -> owners) cost each rank, without a look at pairs of ranks."""
     replica_of = specs[0].shards.replica_of
     held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
     sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
@@ -85,11 +81,7 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
 
 
 def traffic_floor(owners: Sequence[Owners], specs: Sequence[MatrixSpec]) -> tuple[int, int]:
-    """Fewest elements with which the first owner of each matrix can compute it and tell all others.
-
-    Within the replicas, all of a matrix but the owner's piece has to reach the owner in the gather, and as much has to
-    go back in the scatter. Between replicas, the scatter brings the whole update to each one but the owner's.
-    """
+    """Fewest elements, within and between replicas, with which first owners can compute matrices and tell others."""
     within, between = 0, 0
     for spec, (first, *_) in zip(specs, owners, strict=True):
         replicas = spec.shards.by_replica

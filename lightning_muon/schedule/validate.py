@@ -24,11 +24,10 @@ from lightning_muon.schedule.traffic import Owners
 
 
 def validate(program: Program) -> None:
-    """Check that a program, with all ranks of every group, can run, whatever the ops take.
+    """Check that a program, with all ranks of every group, can run; a ``ValueError`` names the op and its rank.
 
-    Each op has a name of its own on its rank; ``deps`` exist; results are used; the ranks of a communication all have
-    it, and come to it in one order; nothing waits for itself in the end. Otherwise a ``ValueError`` names the op and
-    its rank.
+    Names are unique, ``deps`` exist, results are used, and nothing waits for ever: all ranks of a communication come to
+    it, in one order.
     """
     for ops in program.values():
         used = {name for op in ops for name in op.deps}
@@ -42,9 +41,8 @@ def validate(program: Program) -> None:
 def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
     """Check a program of :func:`~.step.step_program` with :func:`validate`, each branch with :func:`validate_step`.
 
-    Takes time in the number of ops. Where the program lists the ops of some ranks only (not ``is_whole``),
-    communications count as what a rank does alone: that all ranks have them in the same order is what equal
-    :func:`~.step.fingerprint` say. No two of ``plans`` have ops of one key.
+    Where only some ranks are listed (not ``is_whole``), communications count as what a rank does alone: their order is
+    compared by :func:`~.step.fingerprint`.
     """
     validate(program if is_whole else {rank: [_alone(op, rank) for op in ops] for rank, ops in program.items()})
     plan_of = {op.key: plan for plan in plans for ops in plan.program.values() for op in ops}
@@ -86,10 +84,8 @@ def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
 def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool = True) -> None:
     """Check that a program orthogonalizes each matrix once on each of its owners, and that nothing is skipped.
 
-    A matrix is in one bucket, and in the Newton-Schulz of this bucket on its owners only. On each rank a bucket has one
-    momentum, at most one gather, one Newton-Schulz, at most one scatter, and one update, each of which depends on the
-    one before. Ops of other kinds may be anywhere. Where the program does not have all ranks (not ``is_whole``), the
-    owners among the others are taken to do their part.
+    On each rank a bucket has momentum, gather if any, Newton-Schulz, scatter if any, and update, each of which depends
+    on the one before. Where only some ranks are listed (not ``is_whole``), the others are taken to do their part.
     """
     items_of: dict[str, tuple[int, ...]] = {}
     found: Counter[tuple[int, int]] = Counter()
