@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ def launch_command(words: Sequence[str]) -> None:
             if processes and processes % machines == 0:  # The mesh is checked before any process starts.
                 read_options(None).mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
             run_by_us(arguments)
-            (launch_on_cpus if needs_several_cpus(told) else launch)(arguments)
+            # mpirun starts its processes itself.
+            on_cpus = (told.get("cpu") or told.get("use_cpu")) and told.get("mpirun_hostfile") is None
+            (launch_on_cpus if on_cpus and (processes or 1) > 1 else launch)(arguments)
     except (ValueError, FileNotFoundError) as error:
         # Of a temporary file the user knows nothing.
         text = str(error).replace(str(arguments.config_file), str(given))
@@ -69,11 +71,8 @@ def split_config(path: str | None) -> Generator[str | None]:
     from lightning_muon.integrations.accelerate.settings import CONFIG_VARIABLE
 
     Options.from_file(path)  # A wrong key is told here, before any process starts, with the name of the file.
-    if os.environ.get(CONFIG_VARIABLE):
-        raise ValueError(
-            f"{path} has a section {SECTION}, and {CONFIG_VARIABLE} names {os.environ[CONFIG_VARIABLE]}; use one of "
-            "them"
-        )
+    if other := os.environ.get(CONFIG_VARIABLE):
+        raise ValueError(f"{path} has a section {SECTION}, and {CONFIG_VARIABLE} names {other}; use one of them")
     with tempfile.TemporaryDirectory(prefix="lightning-muon-") as directory:
         side, rest = Path(directory, "options.yaml"), Path(directory, "accelerate.yaml")
         side.write_text(yaml.safe_dump({SECTION: content.pop(SECTION)}), encoding="utf-8")
@@ -83,12 +82,6 @@ def split_config(path: str | None) -> Generator[str | None]:
             yield str(rest)
         finally:
             del os.environ[CONFIG_VARIABLE]
-
-
-def needs_several_cpus(told: Mapping[str, Any]) -> bool:
-    """Whether several processes are asked for on CPUs, without mpirun to start them."""
-    is_on_cpus = told.get("cpu") or told.get("use_cpu")
-    return bool(is_on_cpus) and (told.get("num_processes") or 1) > 1 and told.get("mpirun_hostfile") is None
 
 
 def run_by_us(arguments: Any) -> None:

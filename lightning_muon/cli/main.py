@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from lightning_muon import __version__
 from lightning_muon.config import nearest
+from lightning_muon.errors import UnknownOptionError
 
 _PROG = "lightning-muon"
 _LIGHTNING = {
@@ -58,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting(each)
     name = words[0] if words else ""
     if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
-        make_cli(args, parser_kwargs={"prog": parser.prog})
+        make_cli(args)
     elif name in _COMMANDS:
         _run(name, parsers[name], words[1:])
     elif name.startswith("-") or not name:
@@ -114,8 +115,8 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
     parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
 
 
-def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
-    """A LightningCLI with ``"parallel_muon"`` as the default strategy; runs the command that ``args`` name."""
+def make_cli(args: Sequence[str] | None = None) -> None:
+    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy."""
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -124,32 +125,37 @@ def make_cli(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         package = first_installed(TRAINERS, "lightning-muon needs Lightning")
     except ModuleNotFoundError as error:
         _refuse_missing(reporting(ArgumentParser(prog=_PROG)), error, "lightning")
-    cli_class = importlib.import_module(f"{package}.cli").LightningCLI
 
-    class CLI(cli_class):
+    class CLI(importlib.import_module(f"{package}.cli").LightningCLI):
         def init_parser(self, **kwargs: Any) -> Any:
             return reporting(super().init_parser(**kwargs))
 
     _check_strategy_options(list(sys.argv[1:] if args is None else args))
-    return CLI(trainer_defaults={"strategy": STRATEGY_NAME}, args=None if args is None else list(args), **kwargs)
+    words = None if args is None else list(args)
+    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words)
 
 
 def _check_strategy_options(words: Sequence[str]) -> None:
-    """End the process where a config file has a wrong key or value of the strategy, which LightningCLI buries."""
+    """End the process where config files have a wrong key or value of the strategy, which LightningCLI buries."""
     from lightning_muon.engine.options import Options
     from lightning_muon.engine.parsing import read_yaml
 
     values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
+    given, files = dict[str, Any](), list[str]()
     for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
         try:
             strategy = (read_yaml(path).get("trainer") or {}).get("strategy")
         except (OSError, ValueError, AttributeError):
             continue  # What is no file of options at all is for LightningCLI to judge.
         if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
-            try:
-                Options.from_mapping(strategy.get("init_args") or {}, source=f"{path}: trainer.strategy")
-            except ValueError as error:
-                _refuse(ArgumentParser(prog=_PROG), str(error))
+            given |= strategy.get("init_args") or {}
+            files.append(path)
+    try:
+        Options.from_mapping(given, source=f"{', '.join(files)}: trainer.strategy")
+    except ValueError as error:
+        # The command line may replace values.
+        if isinstance(error, UnknownOptionError) or not any(word.startswith("--trainer.strategy") for word in words):
+            _refuse(ArgumentParser(prog=_PROG), str(error))
 
 
 if __name__ == "__main__":

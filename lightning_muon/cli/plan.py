@@ -224,20 +224,15 @@ def zero2_ways(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: i
 
     Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
     """
-    nodes = [
-        [(replica * mesh.shard + rank) // node_ranks for rank in range(mesh.shard)] for replica in range(mesh.replicate)
-    ]
+    starts = range(0, mesh.size, mesh.shard)
+    nodes = [[rank // node_ranks for rank in range(first, first + mesh.shard)] for first in starts]
     num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in model.parameters if not each.frozen)
     if all(len(set(replica)) == 1 for replica in nodes) or not num_bytes:
         return []
     ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
     chosen = min(ways, key=lambda way: way.seconds)
-    found: list[dict[str, Any]] = []
-    for way in ways:
-        numbers = asdict(way)
-        name = "hierarchical" if numbers.pop("grid") else "direct"
-        found.append({"way": name, "is_chosen": way is chosen, **numbers})
-    return found
+    found = [{"way": "hierarchical" if way.grid else "direct", "is_chosen": way is chosen, **vars(way)} for way in ways]
+    return [{key: value for key, value in way.items() if key != "grid"} for way in found]
 
 
 def _report(
@@ -247,16 +242,16 @@ def _report(
     if model.source:
         yield "", [f"shapes from {model.source}"]
     if outcomes:
-        yield "", _settings(plan["options"], outcomes)
+        pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
+        yield "", _settings(plan["options"], pipeline)
         rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
         header, *lines = routing_rows(rows)
         yield "Parameters", [table(header, lines, left=range(len(header))), "", *routing_totals(rows)]
     if plan["flexdemo"] and flexdemo:
-        title = "FlexDeMo: what nodes send each other, one step"
-        yield title, slow_links_report(plan["flexdemo"], flexdemo)
+        yield "FlexDeMo: what nodes send each other, one step", slow_links_report(plan["flexdemo"], flexdemo)
     if outcomes:
         yield "Load of Newton-Schulz", _balance(outcomes)
-        yield f"Owners ({PIPELINE})", [_owners(_pipeline(outcomes))]
+        yield f"Owners ({PIPELINE})", [_owners(pipeline)]
         yield "Bytes on the wire, one step", [_bytes(outcomes)]
         yield "Predicted timeline, without backward", _timelines(outcomes, plan["config"])
         notes = [f"{each.name}: {each.numbers['note']}" for each in outcomes if each.numbers["note"]]
@@ -272,12 +267,8 @@ def _report(
         yield "Gradients and values with sharding=zero2, one step", _zero2(plan["zero2"])
 
 
-def _pipeline(outcomes: Sequence[Outcome]) -> Outcome:
-    return next(outcome for outcome in outcomes if outcome.name == PIPELINE)
-
-
-def _settings(options: Mapping[str, Any], outcomes: Sequence[Outcome]) -> list[RenderableType]:
-    cost, bucket_bytes = options["cost"], _pipeline(outcomes).numbers["bucket_bytes"]
+def _settings(options: Mapping[str, Any], pipeline: Outcome) -> list[RenderableType]:
+    cost, bucket_bytes = options["cost"], pipeline.numbers["bucket_bytes"]
     links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost["bandwidth"])
     latencies = ", ".join(f"{1e6 * each:g}" for each in cost["latency_seconds"])
     return [

@@ -69,17 +69,6 @@ def trained(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return path, weights, value
 
 
-def test_what_a_killed_save_has_left_is_found(trained: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
-    path, weights, _ = trained
-    finished = tmp_path / ".finished-0123abcd"
-    finished.mkdir()
-    shutil.copytree(path, finished / "last.ckpt")
-    (tmp_path / "last.ckpt").mkdir()
-    main(["convert", str(tmp_path / "last.ckpt"), str(tmp_path / "whole.ckpt")])
-    found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(found[name], value) for name, value in weights.items() if isinstance(value, Tensor))
-
-
 def test_any_trainer_reads_the_file(
     trained: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

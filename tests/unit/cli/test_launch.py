@@ -14,7 +14,7 @@ import yaml
 
 from lightning_muon import MuonConfig
 from lightning_muon.cli import launch
-from lightning_muon.cli.launch import RUNNER, launch_command, needs_several_cpus, run_by_us, split_config
+from lightning_muon.cli.launch import RUNNER, launch_command, run_by_us, split_config
 from lightning_muon.engine.options import Options
 from tests.support.programs import program_environment
 
@@ -54,16 +54,6 @@ def test_a_file_is_split_for_as_long_as_it_is_needed(both: Path) -> None:
     assert not Path(side).exists() and not Path(rest).exists()
 
 
-def test_a_file_without_our_section_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_VARIABLE, "side.yaml")
-    path = tmp_path / "theirs.yaml"
-    path.write_text("distributed_type: FSDP\n")
-    for given in (str(path), None):
-        with split_config(given) as rest:
-            assert rest == given
-            assert os.environ[_VARIABLE] == "side.yaml"
-
-
 def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
     for line in ("num_proceses: 2\n", "use_cpu: true\nmixed_precision: bf61\n"):
         both.write_text(_BOTH.replace("mixed_precision: 'no'\n", "") + line)
@@ -92,19 +82,6 @@ def test_our_runner_starts_the_script() -> None:
         assert (script.module, script.training_script, script.training_script_args) == (True, RUNNER, words)
     with pytest.raises(ValueError, match=r"--no_python starts a\.sh itself"):
         run_by_us(Namespace(no_python=True, module=False, training_script="a.sh", training_script_args=[]))
-
-
-@pytest.mark.parametrize(
-    ("told", "needed"),
-    [
-        ({"use_cpu": True, "cpu": False, "num_processes": 2}, True),
-        ({"use_cpu": True, "num_processes": 2, "mpirun_hostfile": "hosts"}, False),
-        ({"use_cpu": False, "num_processes": 2}, False),
-        ({"cpu": True}, False),
-    ],
-)
-def test_several_processes_on_cpus_are_started_by_us(told: dict[str, Any], needed: bool) -> None:
-    assert needs_several_cpus(told) == needed
 
 
 _CPU = """

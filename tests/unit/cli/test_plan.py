@@ -29,7 +29,9 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_10b_model_on_8_ranks_hides_its_communication(capsys: pytest.CaptureFixture[str]) -> None:
     plan = _plan(capsys, "--shapes", "10b", "--shard-size", "8", "--flops", "150e12", "--bandwidth", "40e9")
     assert len(plan["model"]["matrices"]) == 160
+    assert plan["strategies"]["redundant"]["owners"] == "all ranks"
     best = plan["strategies"]["lpt+pipeline"]
+    assert sorted(set(best["owners"])) == list(range(8))
     assert best["load"]["max_over_bound"] <= 1.02
     assert best["idle"] <= 0.05
     assert best["hidden"] >= 0.95

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from lightning_muon.cli.plan import WIDTH
 from lightning_muon.cli.plan_flexdemo import (
-    LINKS,
     TOP_KS,
     comparison,
-    shard_shapes,
     slow_links,
     slow_links_report,
     step_seconds,
@@ -61,24 +56,6 @@ def test_components_and_dense_parameters_are_counted(nodes: int) -> None:
     # 6000 elements are 94 strips of 64, of which 4 values and positions are sent.
     strips = FlexDeMoConfig(replicator=DCTTopK(top_k=4, strips=True))
     assert _links(strips, (60, 100))["rows"][0]["bytes"]["message"] == 94 * 4 * (2 + 2)
-
-
-@pytest.mark.parametrize("num_shards", [1, 3, 64])
-def test_shards_are_those_of_torch_along_any_dimension(num_shards: int) -> None:
-    draw = random.Random(num_shards)
-    parameters = [
-        replace(_parameters(shape)[0], name=f"{i}", shard_dim=i % len(shape))
-        for i, shape in enumerate(tuple(draw.randint(1, 40) for _ in range(3)) for _ in range(20))
-    ]
-    parameters += _parameters((), (5,))
-    ranks = [shapes for shapes, count in shard_shapes(parameters, num_shards) for _ in range(count)]
-    assert len(ranks) == num_shards
-    for i, parameter in enumerate(parameters):
-        assert all(shapes[i].whole == parameter.shape for shapes in ranks)
-        if parameter.shape:
-            chunks = torch.empty(parameter.shape, device="meta").chunk(num_shards, parameter.shard_dim)
-            held = [shapes[i].local[parameter.shard_dim] for shapes in ranks]
-            assert held == [c.shape[parameter.shard_dim] for c in chunks] + [0] * (num_shards - len(chunks))
 
 
 @pytest.mark.parametrize("replicator", [DCTTopK(top_k=32), DCTTopK(chunk_size=16, top_k=32)])
@@ -183,17 +160,3 @@ def test_the_table_shows_bits_bytes_break_even_and_times() -> None:
     assert "those of the exchange alone" in " ".join(text.split()) and "C / 3" not in text
     averaged = _row(_shipped(DiLoCo(period=50))[1], "DiLoCo(50) *")
     assert averaged[:2] == ["fp32", "0.640"] and averaged[6] == "never"
-
-
-def test_the_dictionary_has_all_numbers_and_survives_json() -> None:
-    links, text = _shipped(DCTTopK(top_k=8), nodes=3, compute=3.0, delay=1)
-    assert "3.00 s of forward and backward" in text and "C / 3 + max(2 C / 3, E)" in text
-    assert "1 step late" in text and _row(text, "DCTTopK(64, 8) *")[7:9] == ["3.00", "s"]
-    found = json.loads(json.dumps(links))
-    assert (found["nodes"], found["base"], found["compute_seconds"]) == (3, "sgd", 3.0)
-    first, sent = found["rows"][0], found["rows"][0]["bytes"]["sent"]
-    assert first["is_asked"] and not found["rows"][1]["is_asked"]
-    assert sent == 2 * first["bytes"]["message"] == 2 * first["bytes"]["gathered"]
-    assert first["exchange_seconds"] == {name: pytest.approx(8 * sent / rate) for name, rate in LINKS.items()}
-    assert found["all_reduce"]["break_even_nodes"] is None
-    assert found["compressed"]["elements"] + found["dense"]["elements"] == 60_506_624

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH, zero2_ways
 from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.shapes import read_shapes
 
@@ -58,31 +56,6 @@ def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
     many = shown("t5-small", 1, 128)
     assert "busiest (0)" in many and "idlest (" in many
     assert "96 matrices on 128 ranks: 32 ranks own nothing. Divide fused weights (--fused" in many
-
-
-def test_the_dictionary_has_owners_loads_and_bytes(shown: Any, tmp_path: Path) -> None:
-    layers = {"repeat": 6, "parameters": [{"name": "m.{i}", "shape": [64, 32], "kind": "matrix"}]}
-    (tmp_path / "model.json").write_text(json.dumps({"name": "model", "parameters": [layers]}))
-    plan = json.loads(shown(str(tmp_path / "model.json"), 2, 2, "--chunk-bytes", "65536", "--json"))
-    assert plan["mesh"] == {"replicate": 2, "shard": 2, "ranks": 4}
-    assert plan["model"]["matrices"] == [f"m.{i}" for i in range(6)]
-    assert plan["model"]["parameters"][0]["algorithm"] == "muon"
-    assert list(plan["strategies"]) == ["redundant", "round_robin", "lpt", PIPELINE, GRID]
-    assert plan["strategies"]["redundant"]["owners"] == "all ranks"
-    assert sorted(plan["strategies"][PIPELINE]["owners"]) == [0, 0, 0, 1, 1, 1]
-    load = plan["strategies"][GRID]["load"]
-    assert load["max_flops"] == max(load["flops_of_ranks"])
-    assert load["max_over_bound"] == pytest.approx(load["max_flops"] / load["bound_flops"])
-
-    def bytes_of(strategy: str) -> list[dict[str, Any]]:
-        return plan["strategies"][strategy]["bytes"]
-
-    within, between = "within a replica", "between replicas"
-    directions = [("gather", within), ("scatter", within), ("scatter", between)]
-    assert [(each["direction"], each["axis"]) for each in bytes_of(GRID)] == directions
-    assert all(each["total"] == each["floor"] for each in bytes_of(GRID))
-    (gather,) = bytes_of("redundant")
-    assert gather["total"] == 2 * gather["floor"]
 
 
 def test_the_ways_of_zero2_name_what_leaves_a_node(shown: Any) -> None:
