@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -178,13 +178,13 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
     """
     candidates = list(_unsharded(module))
     if callable(wrap_policy):
-        chosen = [child for name, child in candidates if child is not module and wrap_policy(name, child)]
+        chosen = [child for name, child in candidates if wrap_policy(name, child)]
     elif isinstance(wrap_policy, str):
         if wrap_policy != "auto":
             raise ValueError(f"wrap_policy must be 'auto', classes or class names, or a callable, got {wrap_policy!r}")
         chosen = _automatic(module)
     else:
-        chosen = _of_classes(module, wrap_policy)
+        chosen = _of_classes([child for _, child in candidates], wrap_policy)
     for unit in chosen:
         if _is_container(unit):
             raise ValueError(
@@ -220,21 +220,16 @@ def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list
 
 
 def _unsharded(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules, parents first, each once, without modules that are sharded already and their inside."""
+    """Names and modules inside ``module``, parents first, without those that are sharded already, or inside of them."""
     roots = (child for child in module.modules() if isinstance(child, FSDPModule) and child is not module)
     sharded = {child for root in roots for child in root.modules()}
-    return ((name, child) for name, child in module.named_modules() if child not in sharded)
+    return ((name, child) for name, child in module.named_modules() if child is not module and child not in sharded)
 
 
-def _of_classes(module: nn.Module, classes: Collection[type[nn.Module] | str]) -> list[nn.Module]:
-    modules = [child for _, child in _unsharded(module)]
+def _of_classes(modules: Sequence[nn.Module], classes: Collection[type[nn.Module] | str]) -> list[nn.Module]:
     chosen: dict[nn.Module, None] = {}
     for wanted in classes:
-        matches = [
-            child
-            for child in modules
-            if child is not module and any(wanted in (base, base.__name__) for base in type(child).__mro__)
-        ]
+        matches = [child for child in modules if any(wanted in (c, c.__name__) for c in type(child).__mro__)]
         if not matches:
             present = ", ".join(sorted({type(child).__name__ for child in modules}))
             raise ValueError(f"wrap_policy: no module is a {wanted}; the model has {present}")
@@ -251,8 +246,7 @@ def _automatic(module: nn.Module) -> list[nn.Module]:
         declared = getattr(current, "_no_split_modules", None)
         inside: list[nn.Module] = []
         if isinstance(declared, list | tuple | set) and declared:
-            found = (child for _, child in _unsharded(current) if child is not current)
-            inside = [child for child in found if type(child).__name__ in declared]
+            inside = [child for _, child in _unsharded(current) if type(child).__name__ in declared]
         blocks = inside or _repeated_blocks(current)
         if not inside and sum(map(_num_elements, blocks)) < minimum:
             blocks = []

@@ -29,15 +29,14 @@ def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     module, optimizer = _trained()
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    named: dict[str, Any] = {"state": {names[p]: state for p, state in optimizer.state.items()}, "param_groups": groups}
+    state = {names[parameter]: state for parameter, state in optimizer.state.items()}
+    named: dict[str, Any] = {"state": state, "param_groups": groups}
     numbered = numbered_optimizer_state(named, module, optimizer)
-    own = optimizer.state_dict()
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
-    assert numbered["state"].keys() == own["state"].keys()
-    for number, state in own["state"].items():
-        assert all(torch.equal(numbered["state"][number][key], value) for key, value in state.items())
+    for number, own in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(numbered["state"][number][key], value) for key, value in own.items())
     again = named_optimizer_state(numbered, module, optimizer)
-    assert again["state"].keys() == named["state"].keys()
+    assert again["state"] == state
     assert [g["params"] for g in again["param_groups"]] == [g["params"] for g in named["param_groups"]]
     assert named_optimizer_state(named, module, optimizer) == named
     with pytest.raises(ValueError, match=r"param groups of \[4, 2\] parameters, the optimizer of \[6\]"):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.sharding import context_parallel
 from lightning_muon.sharding.context_parallel import context_attention, gather_sequence, pad_to_multiple, split_sequence
 
 
@@ -118,11 +117,3 @@ def test_without_a_context_mesh_nothing_changes() -> None:
     tokens = torch.zeros(2, 3)
     assert split_sequence(tokens, None) is tokens
     assert gather_sequence(tokens, None) is tokens
-
-
-def test_on_cuda_the_buffers_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "context_parallel", lambda *args, **options: (args, options))
-    mesh, buffer = OneAxis(2, 0, "cuda"), torch.zeros(2, 4)
-    (found,), options = context_attention(mesh, (buffer,), (1,))  # type: ignore[arg-type, misc]
-    assert found is mesh
-    assert options["buffers"][0] is buffer and options["buffer_seq_dims"] == [1]
