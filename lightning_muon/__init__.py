@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         Slicing,
         Striding,
     )
-    from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
-    from lightning_muon.integrations.lightning import ParallelMuonStrategy
+    from lightning_muon.integrations.fabric.strategy import FabricStrategy as ParallelMuonFabricStrategy
+    from lightning_muon.integrations.lightning.strategy import TrainerStrategy as ParallelMuonStrategy
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.sharding.base import ModeOptions
     from lightning_muon.sharding.context_parallel import (
@@ -89,8 +89,7 @@ _HOMES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
-    "integrations.fabric": "ParallelMuonFabricStrategy",
-    "integrations.lightning": "ParallelMuonStrategy",
+    "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
     "sharding.base": "ModeOptions",
     "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",

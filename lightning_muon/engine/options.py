@@ -174,12 +174,8 @@ class Options(ShardingOptions, MeshSizes):
             return
         if "decoupled_nodes" not in mode.takes:
             raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
-        if num_tensor_ranks > 1:
+        if num_tensor_ranks > 1 or self.has_lightning_names:
             raise ValueError(
-                f"optimizer=FlexDeMoConfig(...) does not go with tensor_size={num_tensor_ranks}; use 1, or a MuonConfig"
-            )
-        if self.has_lightning_names:
-            raise ValueError(
-                "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, which data_parallel_size="
-                f"{self.data_parallel_size!r} replaces by Lightning's; give replicate_size and shard_size"
+                "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, without tensor_size and "
+                "data_parallel_size; give replicate_size and shard_size"
             )

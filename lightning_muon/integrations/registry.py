@@ -48,6 +48,15 @@ def fabric_strategy(package: str | None = None) -> type[Any]:
     return _strategy(package or first_installed(FABRICS, "ParallelMuonFabricStrategy needs Fabric"))
 
 
+def __getattr__(name: str) -> Any:
+    # Neither package is imported before.
+    if name == "ParallelMuonStrategy":
+        return trainer_strategy()
+    if name == "ParallelMuonFabricStrategy":
+        return fabric_strategy()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _strategy(package: str) -> type[Any]:
     # This import may be what registers, and so makes the class.
     return _make_class(package, importlib.import_module(f"{package}.strategies").ModelParallelStrategy)

@@ -138,17 +138,14 @@ def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions
     of_accelerate = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     if plugin.mixed_precision_policy not in (None, of_accelerate):
         chosen = replace(chosen, mp_policy=plugin.mixed_precision_policy)
-    units: WrapPolicy = "auto"
-    if plugin.transformer_cls_names_to_wrap:
-        units = tuple(plugin.transformer_cls_names_to_wrap)
-    elif plugin.min_num_params:
+    units: WrapPolicy = tuple(plugin.transformer_cls_names_to_wrap or ())
+    if not units and plugin.min_num_params:
         units = partial(_is_larger, plugin.min_num_params)
-    if units != "auto":
-        if options.wrap_policy != "auto":
-            raise ValueError(
-                f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units; give only one"
-            )
-        chosen = replace(chosen, wrap_policy=units)
+    if units and options.wrap_policy != "auto":
+        raise ValueError(
+            f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units; give only one"
+        )
+    chosen = replace(chosen, wrap_policy=units or options.wrap_policy)
     return replace(chosen, reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward)
 
 

@@ -30,7 +30,6 @@ from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
-    remove_default_optimizer,
     sharded_plugin,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
@@ -249,7 +248,8 @@ class TrainerStrategy(MuonStrategy):
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
-        remove_default_optimizer(self.lightning_module)
+        if has_default_optimizer(self.lightning_module):
+            del self.lightning_module.configure_optimizers
         callbacks = self.lightning_module.trainer.callbacks
         if self._first_callback in callbacks:
             callbacks.remove(self._first_callback)

@@ -127,12 +127,6 @@ def provide_default_optimizer(module: Any, config: MuonConfig | FlexDeMoConfig, 
     module.configure_optimizers = MethodType(configure_optimizers, module)
 
 
-def remove_default_optimizer(module: Any) -> None:
-    """Undo :func:`provide_default_optimizer`."""
-    if has_default_optimizer(module):
-        del module.configure_optimizers
-
-
 def has_default_optimizer(module: Any) -> bool:
     """Whether ``configure_optimizers`` is that of :func:`provide_default_optimizer`."""
     return getattr(vars(module).get("configure_optimizers"), "is_default", False)
@@ -170,9 +164,8 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     supported = ((plugins.MixedPrecision, "bf16-mixed"), (plugins.HalfPrecision, "bf16-true"))
     if kind is not plugins.Precision and (kind, precision) not in supported:
         raise ValueError(
-            f"precision={precision!r} ({kind.__name__}) is not supported by ParallelMuonStrategy; set Trainer("
-            f"precision=...) to one of {', '.join(map(repr, SUPPORTED))}, and pass no precision plugin (float16 needs "
-            "loss scaling, whose skipped steps the sharded optimizer cannot agree on)"
+            f"precision={precision!r} ({kind.__name__}) is not supported (float16 needs loss scaling); set Trainer("
+            f"precision=...) to one of {SUPPORTED}, and pass no precision plugin"
         )
     # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
     ours = copy.copy(plugin)

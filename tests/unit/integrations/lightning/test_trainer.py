@@ -75,12 +75,9 @@ def test_a_module_without_optimizer_gets_one_for_a_run(pl: Any, config: Any, kin
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, kind) and optimizer.param_groups[0]["lr"] == 0.25
     assert room.has_default_optimizer(module)
-    room.remove_default_optimizer(module)
-    assert "configure_optimizers" not in vars(module) and not room.has_default_optimizer(module)
 
 
 def test_the_optimizer_of_the_user_is_not_replaced(pl: Any) -> None:
     module = _module(pl, "configure_optimizers")
     room.provide_default_optimizer(module, MuonConfig(), _package(pl))
     assert module.configure_optimizers() is None and not room.has_default_optimizer(module)
-    room.remove_default_optimizer(module)
