@@ -16,14 +16,7 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
-from lightning_muon.flexdemo.config import (
-    REMOVED,
-    Base,
-    ExchangeOverlap,
-    FlexDeMoConfig,
-    Merge,
-    ValueFormatName,
-)
+from lightning_muon.flexdemo.config import REMOVED, Base, ExchangeOverlap, FlexDeMoConfig, Merge, ValueFormatName
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync

@@ -47,10 +47,7 @@ class FiniteCheck:
 
 @torch.no_grad()
 def find_nonfinite(
-    parameters: Sequence[Tensor],
-    names: Mapping[Tensor, str],
-    *,
-    layout: Layout = _TENSORS,
+    parameters: Sequence[Tensor], names: Mapping[Tensor, str], *, layout: Layout = _TENSORS
 ) -> list[str]:
     """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 

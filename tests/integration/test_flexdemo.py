@@ -206,10 +206,7 @@ def test_a_resumed_run_is_bit_equal(
     assert any(residual.any() for residual in whole[-1][2].values()), "there is something to keep"
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded", "single_file"),
-    [((2, 2), (3, 1), False), ((3, 1), (2, 2), True)],
-)
+@pytest.mark.parametrize(("saved", "loaded", "single_file"), [((2, 2), (3, 1), False), ((3, 1), (2, 2), True)])
 def test_other_nodes_and_shards_keep_the_sum_of_residuals(
     gloo: ProcessPool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], single_file: bool
 ) -> None:

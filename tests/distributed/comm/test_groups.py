@@ -120,10 +120,7 @@ def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
     return len(set(groups)), received
 
 
-@pytest.mark.parametrize(
-    ("leave", "num_groups"),
-    [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 3)],
-)
+@pytest.mark.parametrize(("leave", "num_groups"), [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 3)])
 def test_a_group_is_reused_once_all_has_arrived(gloo: ProcessPool, leave: Leave, num_groups: int) -> None:
     for found, received in gloo.run(_use_after, leave, 3, world_size=2):
         assert found == num_groups

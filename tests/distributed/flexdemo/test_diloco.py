@@ -146,9 +146,7 @@ def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "overlap"),
-    [((4, 1), (2, 2), False), ((2, 1), (3, 1), True), ((2, 2), (2, 1), False)],
-    ids=str,
+    ("before", "after", "overlap"), [((4, 1), (2, 2), False), ((2, 1), (3, 1), True), ((2, 2), (2, 1), False)], ids=str
 )
 def test_another_number_of_nodes_goes_on_from_the_mean(
     gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int], overlap: bool

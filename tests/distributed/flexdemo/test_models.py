@@ -100,10 +100,7 @@ def test_one_node_is_fsdp_and_the_base_for_a_model(gloo: ProcessPool, mesh_shape
 
 @pytest.mark.parametrize(
     ("fields", "replicator"),
-    [
-        ({"max_norm": 0.1}, DCTTopK(**TOP_K)),
-        ({"micro_batches": 2, "branch_nodes": (0,)}, Random(rate=0.25)),
-    ],
+    [({"max_norm": 0.1}, DCTTopK(**TOP_K)), ({"micro_batches": 2, "branch_nodes": (0,)}, Random(rate=0.25))],
     ids=str,
 )
 def test_an_exchange_from_the_hooks_gives_the_same_bits(

@@ -36,11 +36,7 @@ def _train(kind: str, mesh_shape: tuple[int, ...]) -> list[set[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "mesh_shape"),
-    [
-        *((kind, (size,)) for kind in (ALL_REDUCE, HOLDERS) for size in (1, 3, 4)),
-        (HOLDERS, (2, 2)),
-        (HOLDERS, (2, 1)),
-    ],
+    [*((kind, (size,)) for kind in (ALL_REDUCE, HOLDERS) for size in (1, 3, 4)), (HOLDERS, (2, 2)), (HOLDERS, (2, 1))],
 )
 def test_the_mean_is_exact_whatever_parameters_ranks_use(
     gloo: ProcessPool, kind: str, mesh_shape: tuple[int, ...]

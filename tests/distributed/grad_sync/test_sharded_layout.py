@@ -93,11 +93,7 @@ def _wrong_on_one_rank(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "match"),
-    [
-        ("dtype", "tensor 0.*float64"),
-        ("plain", "tensor 0"),
-        ("replicated", r"\(13, 7\) is laid out as .*Replicate"),
-    ],
+    [("dtype", "tensor 0.*float64"), ("plain", "tensor 0"), ("replicated", r"\(13, 7\) is laid out as .*Replicate")],
 )
 def test_what_one_rank_does_wrong_stops_all_ranks(gloo: ProcessPool, kind: str, match: str) -> None:
     with pytest.raises(Exception, match=match) as failed:

@@ -59,9 +59,7 @@ def _reduce(dtype: torch.dtype, nodes: list[list[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "nodes"),
-    [(torch.bfloat16, [[0, 1, 2]]), (torch.float32, NODES), (torch.bfloat16, NODES)],
-    ids=str,
+    ("dtype", "nodes"), [(torch.bfloat16, [[0, 1, 2]]), (torch.float32, NODES), (torch.bfloat16, NODES)], ids=str
 )
 def test_sums_are_rounded_once_in_and_once_between_nodes(
     gloo: ProcessPool, dtype: torch.dtype, nodes: list[list[int]]

@@ -9,13 +9,7 @@ import torch
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Replicator, Slicing
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
-from tests.unit.flexdemo.cases import (
-    FORMATS,
-    REPLICATORS,
-    drawn,
-    plans_for,
-    short_name,
-)
+from tests.unit.flexdemo.cases import FORMATS, REPLICATORS, drawn, plans_for, short_name
 
 
 @pytest.mark.parametrize(
