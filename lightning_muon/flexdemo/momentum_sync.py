@@ -265,8 +265,11 @@ class MomentumSync(InterNodeSync):
     def _decode(self, op: Op) -> Sequence[Work]:
         if op.key in self._due:
             for tensor, update in self._received(self._due.pop(op.key)).items():
-                late = self._updates.late.pop(tensor, None)
-                self._updates[tensor] = like(local_tensor(tensor), update if late is None else update + late)
+                local, late = local_tensor(tensor), self._updates.late.pop(tensor, None)
+                total = update if late is None else update + late
+                # Some of torch's kernels rely on the dtype and the memory order of the parameter.
+                is_like = total.stride() == local.stride() and total.dtype == local.dtype
+                self._updates[tensor] = total if is_like else torch.empty_like(local).copy_(total)
         return ()
 
     def _received(self, one: InFlight) -> dict[Tensor, Tensor]:
@@ -326,10 +329,3 @@ class MomentumSync(InterNodeSync):
                     late[tensor] = local_tensor(state["delayed_update"]).to(tensor.dtype, copy=True)
                 state["has_delayed_update"].zero_()
         return late
-
-
-def like(local: Tensor, update: Tensor) -> Tensor:
-    """``update`` in the dtype and the memory order of ``local``, which some of torch's kernels rely on."""
-    if update.stride() == local.stride() and update.dtype == local.dtype:
-        return update
-    return torch.empty_like(local).copy_(update)

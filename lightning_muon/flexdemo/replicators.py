@@ -141,13 +141,12 @@ def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) 
     if indices is not None:
         is_inside = indices.dtype == torch.int64 and bool(((indices >= 0) & (indices < numel)).all())
         require(is_inside, f"encode: indices are no int64 in [0, {numel})")
-        is_once = bool((indices.sort(1).values.diff(dim=1) > 0).all())
-        require(is_once, "encode: an index occurs twice in a block; send the sum of its values once")
+        steps = indices.sort(1).values.diff(dim=1)
+        require(bool(steps.all()), "encode: an index occurs twice in a block; send the sum of its values once")
     decoded = replicator.decode(sent, shape, exchange)
     require(decoded.shape == blocks.shape, f"decode gives {tuple(decoded.shape)}, not {tuple(blocks.shape)}")
     replicator.subtract_(blocks, sent, exchange)
-    is_subtracted = torch.allclose(blocks, given - decoded, atol=1e-4)
-    require(is_subtracted, "subtract_ takes off something else than decode gives")
+    require(torch.allclose(blocks, given - decoded, atol=1e-4), "subtract_ takes off something else than decode gives")
 
 
 def _require_count(options: object, name: str) -> None:
@@ -227,14 +226,10 @@ def largest(rows: Tensor, count: int) -> Tensor:
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Indices (num_rows, count) of the largest of each row.
-
-    A row is split into groups, and what is in none of the ``count`` groups with the largest maxima is no larger than
-    any of these maxima. With groups of g elements, ``n / g`` maxima and ``count g`` elements are left to choose from,
-    least for ``g = sqrt(n / count)``; the maxima of many groups are chosen from in the same way.
-    """
+    """Indices (num_rows, count) of the largest of each row, which are in the groups with the largest maxima."""
+    # With groups of g elements n / g maxima and count * g elements are left to choose from, least for sqrt(n / count).
     num_rows, numel = magnitudes.shape
-    size = 1  # The largest power of 2 up to sqrt(n / count) that divides n.
+    size = 1  # Of a group: the largest power of 2 up to this that divides n.
     while numel > _SPLIT_ABOVE * count and numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
         size *= 2
     if size == 1:

@@ -257,16 +257,6 @@ def _old_backward() -> None:
             old_loss.backward()
 
 
-def _large() -> None:
-    """Messages of megabytes arrive whole."""
-    model = nn.Sequential(nn.Linear(1100, 1500), nn.Linear(1500, 700), nn.Linear(700, 1100))
-    setup = _setup(model, list(model), num_in_bucket=2)
-    for seed in range(2):
-        expected = _step(setup, seed)
-        model(torch.ones(1100))
-        assert _all_equal(expected)
-
-
 def _broken_off() -> None:
     """A step that was broken off is an error."""
     model = Model()
@@ -302,7 +292,6 @@ def _wait_alone() -> None:
         (_state_dicts, 3),
         (_copies, 2),
         (_compiled, 2),
-        (_large, 4),
         (_old_backward, 3),
         (_broken_off, 2),
         (_wait_alone, 4),

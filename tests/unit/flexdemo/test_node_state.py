@@ -114,21 +114,6 @@ def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) 
         local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None, rule="sum")
 
 
-def _order() -> None:
-    layout = NodeLayout(_mesh((1, 1)))
-    one, two, three, four = (torch.zeros(1) for _ in range(4))
-    wanted = [four, two, one]
-    assert [set(map(id, group)) for group in layout.in_order(wanted)] == [{id(t) for t in wanted}]
-    layout.arrival_order = [[three, two], [three], [one]]
-    found = [[next(n for n, t in enumerate((one, two, three, four)) if t is x) for x in g] for g in
-             layout.in_order(wanted)]  # fmt: skip
-    assert found == [[1], [0], [3]]
-
-
-def test_parameters_come_in_the_order_of_their_updates(gloo: ProcessPool) -> None:
-    gloo.run(_order, world_size=1)
-
-
 def _on_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
     sync = InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
