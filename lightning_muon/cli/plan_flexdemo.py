@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from torch.distributed.tensor import Shard
 
 from lightning_muon.cli.plan_model import Mesh, table
-from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period
 from lightning_muon.params.layout import held_boxes
@@ -143,17 +143,22 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
         return _summed_up(config.replicator.bits_per_parameter() / 8 * numel, mesh.replicate)
     gathered = reduced = returned = dense = sent = 0
     for shapes, num_ranks in shard_shapes(trained, mesh.shard):
+        # One of all buckets whose messages have the same form, and their number: counting takes long with many nodes.
+        kinds: dict[tuple[object, ...], tuple[BucketPlan, int]] = {}
         for plan in plan_buckets(shapes, config):
-            message = num_ranks * plan.message_bytes()
+            form = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
+            kinds[form] = plan, kinds.get(form, (plan, 0))[1] + num_ranks
+        for plan, number in kinds.values():
+            message = number * plan.message_bytes()
             if plan.is_summed(_MANY):
                 reduced += message
-                returned += num_ranks * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
+                returned += number * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
             else:
                 gathered += message
             # The first node adds up the longest segments.
-            sent += num_ranks * plan.sent_bytes(0, mesh.replicate)
+            sent += number * plan.sent_bytes(0, mesh.replicate)
             is_dense = [shapes[part.places[0].number].is_dense(config.dense_below) for part in plan.parts]
-            dense += num_ranks * sum(p.message_bytes() for p, small in zip(plan.parts, is_dense, strict=True) if small)
+            dense += number * sum(p.message_bytes() for p, small in zip(plan.parts, is_dense, strict=True) if small)
     return NodeTraffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
 
 

@@ -20,6 +20,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
+from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
@@ -105,10 +106,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequenc
 def read_config(path: Path) -> PlannedModel:
     """Read what ``lightning-muon fit --config`` takes and build its model on the meta device, without a Trainer.
 
-    A model that needs real tensors in its constructor is built on the CPU. Needs jsonargparse.
+    A model that needs real tensors in its constructor is built on the CPU. Needs Lightning and jsonargparse.
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
+    first_installed(TRAINERS, "--config needs Lightning")
     content = read_yaml(path)
     # As LightningCLI does it.
     parser = ArgumentParser(exit_on_error=False)
@@ -117,7 +119,6 @@ def read_config(path: Path) -> PlannedModel:
         parsed = parser.parse_object({"model": content.get("model")})
     except ArgumentError as error:
         raise ValueError(f"{path}: {error}") from error
-
     try:
         with torch.device("meta"):
             model = parser.instantiate_classes(parsed)["model"]
@@ -136,11 +137,11 @@ def read_config(path: Path) -> PlannedModel:
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
     optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
     # As far as the file determines the mesh without looking at a machine.
-    asked, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
-    sizes: Sequence[int | str] = (asked.replicate_size, asked.shard_size)
+    sizes, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
+    found: Sequence[int | str] = (sizes.replicate_size, sizes.shard_size)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
-        sizes = asked.resolve(num_nodes=nodes, num_processes=devices)
-    replicate, shard = (size if isinstance(size, int) else None for size in sizes)
+        found = sizes.resolve(num_nodes=nodes, num_processes=devices)
+    replicate, shard = (size if isinstance(size, int) else None for size in found)
     patterns = {key: getattr(optimizer, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     parameters = tuple(
         ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)

@@ -130,7 +130,7 @@ _FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "jsonargparse", "
     [
         (("fit", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
         (("fit", "--config", "config.yaml"), ("jsonargparse",), "lightning"),
-        (("plan", "--config", "config.yaml"), ("yaml",), "lightning"),
+        (("plan", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
         (("convert", "a", "b"), _FRAMEWORKS, "lightning"),
         (("config",), ("yaml",), "accelerate"),
         (("launch", "script.py"), ("accelerate",), "accelerate"),

@@ -152,7 +152,6 @@ _LARGE, _SMALL = 4096, 64
         (1, 2, [_LARGE] * 8, {}, None, PIPELINE),
         (1, 2, [_LARGE] * 8, {"overlap": "off"}, None, "lpt"),
         (1, 2, [_LARGE] * 8, {"assignment": "round_robin", "overlap": "off"}, None, "round_robin"),
-        (1, 2, [_LARGE] * 8, {"assignment": "round_robin"}, None, None),
         (1, 2, [_LARGE] * 8, {"assignment": "redundant"}, None, "redundant"),
         (1, 2, [_LARGE] * 8, {"assignment": "redundant", "overlap": "off"}, None, None),
         # With replicas dedupe decides.
@@ -162,11 +161,9 @@ _LARGE, _SMALL = 4096, 64
         (2, 2, [_LARGE] * 64, {"dedupe": "never"}, 0, PIPELINE),
         (2, 2, [_SMALL] * 64, {"dedupe": "always"}, 64, GRID),
         (2, 2, [_LARGE] * 64, {"overlap": "off"}, 64, None),
-        (2, 2, [_SMALL] * 64, {"overlap": "off"}, 0, "lpt"),
         # Replicas without shards compute all or divide it.
         (2, 1, [_SMALL] * 8, {}, 0, "redundant"),
         (2, 1, [_LARGE] * 8, {}, 8, PIPELINE),
-        (2, 1, [*[_LARGE] * 8, _SMALL], {}, 8, None),
     ],
 )
 def test_a_config_is_the_row_that_shares_as_it_does(
