@@ -124,7 +124,7 @@ def _parameters(entries: Any) -> Iterable[ParameterShape]:
                     yield replace(layer, name=layer.name.replace("{i}", str(i)))
         else:
             values = _checked(entry, keys, "a parameter", required=("name", "shape", "kind"))
-            tuples = {key: tuple(values[key]) for key in ("shape", "splits") if key in values}
+            tuples: dict[str, Any] = {key: tuple(values[key]) for key in ("shape", "splits") if key in values}
             yield ParameterShape(**{**values, **tuples})
 
 
