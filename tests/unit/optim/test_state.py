@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -12,21 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon import FlexDeMo, ParallelMuon
-from lightning_muon.optim.parameters import convert_
-
-
-def test_only_what_is_laid_out_like_its_parameter_is_converted() -> None:
-    parameter = nn.Parameter(torch.ones(2, 2))
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2), "note": "text"}
-    seen: list[Tensor] = []
-
-    def double(states: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        seen.extend(tensor for tensor, _ in states)
-        return [2 * value for _, value in states]
-
-    convert_([(parameter, state)], double)  # type: ignore[arg-type]
-    assert seen == [parameter]
-    assert state["step"] == 3 and state["note"] == "text" and (state["exp_avg"] == 2).all()  # type: ignore[attr-defined]
 
 
 def _net() -> nn.Sequential:
