@@ -349,7 +349,7 @@ class TrainingEngine:
         num_steps = steps_left_out(self.optimizers)
         if num_steps:
             self._warn(
-                f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; stop at a multiple of the period"
+                f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
             )
         if self.node_weights.stay_common(self.optimizers):
             self.weights_have_changed()
