@@ -20,10 +20,7 @@ _Result = TypeVar("_Result")
 
 
 def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise ``RuntimeError`` on every rank unless all hold the same lines, for example names and shapes.
-
-    Collective over ``group``; every rank must call it.
-    """
+    """Raise on every rank unless all hold the same lines. Collective over ``group``; every rank must call it."""
     # The lines travel only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
     if len(set(gather(digest, group))) == 1:

@@ -115,7 +115,7 @@ class MomentumBucket:
 
 
 def signs(values: Tensor) -> Tensor:
-    """1, 0 and -1; NaN where ``values`` are NaN or infinite: with torch's 0 a training would stand still unnoticed."""
+    """1, 0 and -1; NaN where ``values`` are not finite: with torch's 0 a training would stand still unnoticed."""
     return values.sign().add_(values, alpha=0)
 
 

@@ -1,8 +1,7 @@
 """Formats in which values and indices travel: float32, bfloat16, 8-bit integers, signs; integers of 16 or 32 bits.
 
-All bytes of a format follow from the number of blocks and of values of each, so that no sizes travel. Scaled formats
-send one bfloat16 scale for each row of at most 256 values; a row never reaches over two blocks, so that what is rounded
-does not depend on what else is in the batch.
+Bytes follow from the number of blocks and of values of each, so that no sizes travel. Scaled formats send one bfloat16
+scale for each row of at most 256 values of one block, so that rounding does not depend on the rest of the batch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Hooks count the gradients that have been accumulated. A bucket is launched when 
 buckets before it have been launched, so that the order is the same on all ranks. :meth:`GradientReducer.finish` does
 the rest: the ranks tell each other what they have launched and which gradients they have, and what any rank has is
 sent by all. So gradients are exact for parameters that only some ranks use, that are used again after their bucket has
-gone (reentrant activation checkpointing), or that are frozen between two steps; such buckets start later. A bucket that
-is sent for the first time is left to ``finish`` too, because that opens connections.
+gone, or that are frozen between two steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The layout of ZeRO-2 as an optimizer sees it: replicated parameters, sharded gradients and optimizer state.
 
-State has two layouts: whole matrices on their owners, as the step wants them, and DTensors that are sharded by rows, as
-checkpoints want them. The second is the layout of FSDP2, so that DCP saves, loads and reshards both alike.
+State is whole on owners for the step, and in DTensors that are sharded by rows, as those of FSDP2, for checkpoints.
 """
 
 from __future__ import annotations
