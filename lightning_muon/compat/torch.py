@@ -119,6 +119,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of whose memory autograd knows this one to be a view, if it is one."""
+    return tensor._base
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

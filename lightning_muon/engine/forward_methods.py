@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import callable_children, own_places
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -31,7 +32,8 @@ def register_steps(module: nn.Module) -> None:
 
 def _register_packed(module: nn.Module, name: str) -> None:
     method: Callable[..., Any] = getattr(module, name)
-    setattr(module, name, MethodType(lambda _, call: call(), module))
+    # As what a forward returns: FSDP2 hooks it.
+    setattr(module, name, MethodType(lambda _, call: without_views(call(), call.args), module))
     register_fsdp_forward_method(module, name)
     entry: Callable[..., Any] = getattr(module, name)
 

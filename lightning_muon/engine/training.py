@@ -35,8 +35,8 @@ from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.fsdp_call_log import tensors_in
 from lightning_muon.sharding.modes import Sharding, make_mode
+from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel, free_unsharded
 from lightning_muon.sharding.weights import broadcast_buffers, names_of
 

@@ -7,9 +7,7 @@ gradient of the mean over all of them, as long as the parts are equal.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -19,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
+
+from lightning_muon.sharding.outputs import map_tensors
 
 
 def split_sequence(batch: Any, mesh: DeviceMesh | None, *, dim: int = 1, keys: Collection[str] | None = None) -> Any:
@@ -185,28 +185,11 @@ def _change_sequences(
         num_changed += 1
         return change(name or "the batch", tensor)
 
-    result = _map_tensors(batch, visit, ())
+    result = map_tensors(batch, visit)
     _refuse_unknown(set(keys or ()) - used, "keys")
     if num_changed == 0:
         raise ValueError(f"no tensor of the batch ({type(batch).__name__}) has a dimension {dim}; set dim=...")
     return result
-
-
-def _map_tensors(value: Any, visit: Callable[[str, Tensor], Tensor], path: tuple[str, ...]) -> Any:
-    if isinstance(value, Tensor):
-        return visit(".".join(path), value)
-    if isinstance(value, MutableMapping):
-        result = copy.copy(value)
-        result.update({key: _map_tensors(inner, visit, (*path, str(key))) for key, inner in value.items()})
-        return result
-    if isinstance(value, tuple | list):
-        items = [_map_tensors(inner, visit, (*path, str(index))) for index, inner in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a namedtuple takes each
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        changed = {name: _map_tensors(getattr(value, name), visit, (*path, name)) for name in names}
-        return dataclasses.replace(value, **changed)
-    return value
 
 
 def _matches(name: str, keys: Collection[str]) -> list[str]:

@@ -35,6 +35,7 @@ from lightning_muon.compat.torch import (
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
+from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
     fsdp_modules,
     fsdp_roots,
@@ -228,6 +229,11 @@ def _make_room(reference: TensorWeakRef, zeros: _Zeros, _: Tensor) -> None:
         whole.grad = None
 
 
+@torch.compiler.disable
+def _replace_views(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return without_views(output, (args, kwargs))
+
+
 class Fsdp(ShardingMode):
     """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
 
@@ -282,6 +288,8 @@ class Fsdp(ShardingMode):
             before, after = (torch.compiler.disable(partial(hook, unit)) for hook in (self._enter, self._leave))
             self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
             self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
+            # Before the hooks of the log and of FSDP2, which hook what is returned.
+            self._hooks.append(unit.register_forward_hook(_replace_views, prepend=True, with_kwargs=True))  # type: ignore[attr-defined]
 
     def _enter(self, unit: FSDPModule, *_: Any) -> None:
         if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, maxima_over
 from lightning_muon.comm.groups import axis_group, backends, host_group
+from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import fsdp_modules, original_class, own_places
 
 # So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
@@ -266,25 +266,6 @@ class FsdpCallLog:
         barrier = next((barrier for barrier in barriers if barrier is not None), None)
         if waits and barrier is not None and self.barrier is not None:
             self.barrier(barrier)
-
-
-def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in what a module returns; ``seen`` holds the containers on the way, which may be in a cycle."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        entries = list(value.values())
-    elif isinstance(value, list | tuple):
-        entries = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        return
-    if id(value) not in seen:
-        seen.add(id(value))
-        for entry in entries:
-            yield from tensors_in(entry, seen)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

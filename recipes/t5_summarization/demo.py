@@ -23,8 +23,6 @@ def set_environment() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A tokenizer that has used threads warns at every later fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # T5's blocks return the position bias, a view that nothing changes in place.
-    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     # Of the versions of jsonargparse and torch's pytree that Lightning calls: nothing a user of the demo can change.
     warnings.filterwarnings("ignore", message=".*deprecated", category=Warning, module="lightning")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
@@ -19,7 +21,7 @@ from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import free_unsharded, initialize_roots, set_gradient_divisor, shard_model
 from tests.distributed.sharding.models import Net, assert_close, gradients_of, make_mesh, shard_net, tokens_of_all
-from tests.distributed.sharding.training import mesh_of
+from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool
 
 
@@ -250,3 +252,70 @@ def _evaluate_without_training() -> tuple[bool, bool]:
 
 def test_evaluations_without_a_training_are_compared(gloo: ProcessPool) -> None:
     assert gloo.run(_evaluate_without_training, world_size=2) == [(True, True)] * 2
+
+
+class ViewingBlock(nn.Module):
+    """A linear layer of 3-D input computes 2-D products and returns a view; the bias is handed through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 5)
+        self.down = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor, bias: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.down(torch.tanh(self.up(x + bias))), "bias": bias}
+
+
+class InPlaceNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ViewingBlock() for _ in range(3))
+        self.bias = nn.Parameter(torch.ones(3, 7))
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias * 2
+        for block in self.blocks:
+            outputs = checkpoint(block, x, bias, use_reentrant=False) if self.is_checkpointed else block(x, bias)
+            hidden, bias = outputs["hidden"], outputs["bias"]
+            hidden += x
+            x = hidden
+        return x
+
+
+def _train_in_place(how: str, num_ranks: int) -> dict[str, Tensor]:
+    """Two steps; without ``num_ranks`` processes one computes the losses of all."""
+    torch.manual_seed(0)
+    net = InPlaceNet()
+    net.is_checkpointed = how == "checkpointed"
+    batches = torch.randn(2, num_ranks, 4, 3, 7)
+    mode = None
+    if dist.is_initialized():
+        mode = make_mode("fsdp", mesh_of((num_ranks,)), ModeOptions(wrap_policy=(ViewingBlock,)))
+        mode.prepare(net)
+        batches = batches[:, dist.get_rank() : dist.get_rank() + 1]
+        for block in net.blocks if how == "compiled" else ():
+            block.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if mode is not None:
+        mode.attach(net, [optimizer])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*returned a view")
+        for step in batches:
+            optimizer.zero_grad()
+            for batch in step:
+                (net(batch).square().mean() / len(step)).backward()
+            if mode is not None:
+                mode.finish_gradients()
+            optimizer.step()
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
+def test_what_a_unit_returns_may_be_changed_in_place(gloo: ProcessPool, how: str) -> None:
+    expected = _train_in_place(how, 2)
+    for weights in gloo.run(_train_in_place, how, 2, world_size=2):
+        # Sums of float32 in another order.
+        assert largest_difference(weights, expected)[0] < 1e-6

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog, tensors_in
+from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
+from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import free_unsharded
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh

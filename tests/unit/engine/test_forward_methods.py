@@ -26,6 +26,9 @@ class _Module(nn.Module):
         """What the user says."""
         return batch.dtype, self.layer.weight.dtype, type(self.layer.weight), batch_idx, scale
 
+    def validation_step(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).view(-1)
+
     def generate(self, x: Tensor) -> Tensor:
         return self.layer(x)
 
@@ -41,6 +44,7 @@ def _check_steps() -> None:
     assert step.__doc__ == "What the user says."
     assert step.__wrapped__.__code__ is _Module.training_step.__code__
     assert step(torch.ones(1, 3), scale=3.0) == (torch.float32, torch.bfloat16, nn.Parameter, 4, 3.0)
+    assert module.validation_step(torch.ones(1, 3).bfloat16())._base is None  # FSDP2's hooks on a view would be lost.
     module.reshard()
     assert module.generate(torch.ones(1, 3)).dtype == torch.bfloat16
 

@@ -1,0 +1,100 @@
+"""The tensors in what a module takes and returns, and tensors in place of the views among them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_muon.compat.torch import view_base
+
+
+def without_views(output: Any, inputs: Any) -> Any:
+    """``output`` of a forward pass with an alias for each view that requires a gradient; nothing is copied. Local.
+
+    FSDP2 gathers weights for backward in hooks of these tensors, and a view that is changed in place loses its hooks.
+    """
+    tensors = list(tensors_in(output, set())) if torch.is_grad_enabled() else []
+    views = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and view_base(tensor) is not None}
+    if not views:
+        return output
+    # Autograd will no longer know of others that show the same memory: what backward needs must then stay unchanged.
+    others = {id(tensor): tensor for tensor in [*tensors, *tensors_in(inputs, set())]}
+    users = Counter(id(_memory(tensor)) for tensor in others.values())
+    aliases: dict[int, Tensor] = {}
+    for key, view in views.items():
+        memory = _memory(view)
+        aliases[key] = _Alias.apply(view, memory.is_leaf or users[id(memory)] > 1)  # type: ignore[assignment]
+    return map_tensors(output, lambda _, tensor: aliases.get(id(tensor), tensor))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    base = view_base(tensor)
+    return tensor if base is None else base
+
+
+class _Alias(torch.autograd.Function):
+    """The memory of a view as a tensor that is none; if it ``is_shared``, backward raises after a change in place."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(view: Tensor, is_shared: bool) -> Tensor:
+        return view.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+        view, is_shared = inputs
+        if is_shared:
+            ctx.save_for_backward(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors  # Autograd compares the versions.
+        return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in a value; ``seen`` holds the containers on the way, which may be in a cycle."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        entries = list(value.values())
+    elif isinstance(value, list | tuple):
+        entries = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return
+    if id(value) not in seen:
+        seen.add(id(value))
+        for entry in entries:
+            yield from tensors_in(entry, seen)
+
+
+def map_tensors(value: Any, visit: Callable[[str, Tensor], Tensor], path: tuple[str, ...] = ()) -> Any:
+    """``value`` with ``visit(its path, tensor)`` in place of each tensor in its containers."""
+    if isinstance(value, Tensor):
+        return visit(".".join(path), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changed = {name: map_tensors(getattr(value, name), visit, (*path, name)) for name in names}
+        return dataclasses.replace(value, **changed)
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)
+        result.update({key: map_tensors(inner, visit, (*path, str(key))) for key, inner in value.items()})
+        return result
+    if isinstance(value, tuple | list):
+        items = [map_tensors(inner, visit, (*path, str(index))) for index, inner in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a namedtuple takes each
+    return value
