@@ -15,7 +15,8 @@ from typing import Any, get_args
 import torch
 import yaml  # Comes with accelerate.
 
-from lightning_muon.config import MuonConfig, check_whole, option_docs
+from lightning_muon.cli.plan_model import count
+from lightning_muon.config import MuonConfig, option_docs
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.sharding.modes import Sharding
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
-    add("--num-processes", type=int, metavar="N", help=_NUM_PROCESSES)
-    add("--num-machines", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--num-processes", type=count, metavar="N", help=_NUM_PROCESSES)
+    add("--num-machines", type=count, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     add("--cpu", action="store_true", help="processes with gloo on the CPU")
 
@@ -47,11 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         sys.stdout.write(text)
         return
-    try:
-        with arguments.output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ValueError(f"{arguments.output} is there already; remove it first") from error
+    with arguments.output.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _config_file(arguments: argparse.Namespace) -> str:
@@ -61,7 +59,13 @@ def _config_file(arguments: argparse.Namespace) -> str:
     options = Options(
         sharding=arguments.sharding, optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer, **asked
     )
-    processes = _num_processes(arguments)
+    processes = arguments.num_processes
+    if processes is None and "auto" not in asked.values():
+        processes = arguments.replicate_size * arguments.shard_size
+    elif processes is None:
+        processes = max(1, 0 if is_cpu else torch.cuda.device_count()) * machines
+    if processes % machines:
+        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate shards models only where they have several shards, and only on accelerators.
     is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not is_cpu
@@ -132,21 +136,5 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _num_processes(arguments: argparse.Namespace) -> int:
-    """On all machines: as asked for, else as many as both sizes make, else one for each device."""
-    machines, processes = arguments.num_machines, arguments.num_processes
-    check_whole("--num-machines", machines, at_least=1)
-    if processes is None and "auto" not in (arguments.replicate_size, arguments.shard_size):
-        processes = arguments.replicate_size * arguments.shard_size
-    elif processes is None:
-        processes = max(1, 0 if arguments.cpu else torch.cuda.device_count()) * machines
-    check_whole("--num-processes", processes, at_least=1)
-    if processes % machines:
-        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
-    if arguments.sharding == "none" and processes > 1:
-        raise ValueError(f"--sharding none is for one process, but there are {processes}; use fsdp, zero2 or ddp")
-    return processes
-
-
 def _size(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else count(text)

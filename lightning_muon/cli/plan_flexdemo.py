@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 from rich.console import RenderableType
 from torch.distributed.tensor import Shard
@@ -18,7 +18,6 @@ from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, Sha
 from lightning_muon.params.layout import held_boxes
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-_SCALES = {"MB": 1e6, "GB": 1e9}
 # Bits per second of a node's link, for all its ranks together: data centres, offices, homes.
 LINKS = {"10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 100e6}
 # The grid of Table 1 of the paper (arXiv:2502.06728).
@@ -30,14 +29,12 @@ _ALL_REDUCE_ITEMSIZE = 2
 _MANY = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeTraffic:
+class NodeTraffic(NamedTuple):
     """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often."""
 
     gathered: float  # Messages that go to each other node as they are.
     reduced: float  # Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
     returned: float  # The sums of all that is added up, which come back.
-    dense: float  # What of `gathered` and `reduced` belongs to parameters that are not compressed.
     # Over the link of the node; by formula `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
     sent: float
 
@@ -57,10 +54,7 @@ def slow_links(
     ``compute_seconds`` are those of forward and backward of one step, without any exchange between nodes.
     """
     trained = [parameter for parameter in model.parameters if not parameter.frozen]
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for parameter in trained:
-        sizes[Shape(parameter.shape, ()).is_dense(config.dense_below)].append(math.prod(parameter.shape))
-    numel = sum(map(sum, sizes.values()))
+    numel = sum(math.prod(parameter.shape) for parameter in trained)
     if not numel:
         raise ValueError(f"{model.name} has no parameters that are trained, so there is nothing to plan")
     all_reduce = _summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate)
@@ -71,19 +65,15 @@ def slow_links(
         seconds = {name: 8 * traffic.sent / rate for name, rate in LINKS.items()}
         return {
             **_names(each),
-            "is_asked": each is config,
             "bits_per_parameter": 8 * message / numel,
-            "bytes": {**asdict(traffic), "message": message},
+            "bytes": {**traffic._asdict(), "message": message},
             "break_even_nodes": None if each is None else traffic.break_even(all_reduce),
-            "exchange_seconds": seconds,
             "step_seconds": {name: step_seconds(each, value, compute_seconds) for name, value in seconds.items()},
         }
 
     return {
         "nodes": mesh.replicate,
         "base": config.base,
-        "compressed": {"parameters": len(sizes[False]), "elements": sum(sizes[False])},
-        "dense": {"parameters": len(sizes[True]), "elements": sum(sizes[True])},
         "compute_seconds": compute_seconds,
         "all_reduce": row(None),
         "rows": [row(each) for each in comparison(config)],
@@ -141,7 +131,7 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
     if isinstance(config.replicator, LocalSteps):
         numel = sum(math.prod(parameter.shape) for parameter in trained)
         return _summed_up(config.replicator.bits_per_parameter() / 8 * numel, mesh.replicate)
-    gathered = reduced = returned = dense = sent = 0
+    gathered = reduced = returned = sent = 0
     for shapes, num_ranks in shard_shapes(trained, mesh.shard):
         # One of all buckets whose messages have the same form, and their number: counting takes long with many nodes.
         kinds: dict[tuple[object, ...], tuple[BucketPlan, int]] = {}
@@ -149,17 +139,14 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
             form = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
             kinds[form] = plan, kinds.get(form, (plan, 0))[1] + num_ranks
         for plan, number in kinds.values():
-            message = number * plan.message_bytes()
             if plan.is_summed(_MANY):
-                reduced += message
+                reduced += number * plan.message_bytes()
                 returned += number * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
             else:
-                gathered += message
+                gathered += number * plan.message_bytes()
             # The first node adds up the longest segments.
             sent += number * plan.sent_bytes(0, mesh.replicate)
-            is_dense = [shapes[part.places[0].number].is_dense(config.dense_below) for part in plan.parts]
-            dense += number * sum(p.message_bytes() for p, small in zip(plan.parts, is_dense, strict=True) if small)
-    return NodeTraffic(gathered=gathered, reduced=reduced, returned=returned, dense=dense, sent=sent)
+    return NodeTraffic(gathered, reduced, returned, sent)
 
 
 def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator[tuple[list[Shape], int]]:
@@ -173,59 +160,37 @@ def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator
 
 
 def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
-    """A ring all-reduce of ``num_bytes``, of which all is dense."""
-    sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
-    return NodeTraffic(gathered=0, reduced=num_bytes, returned=num_bytes, dense=num_bytes, sent=sent)
+    """A ring all-reduce of ``num_bytes``."""
+    return NodeTraffic(0, num_bytes, num_bytes, 2 * (num_nodes - 1) / num_nodes * num_bytes)
 
 
 def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[RenderableType]:
     """A table with a row for each way to exchange, and what its columns mean."""
-    unit = "GB" if links["all_reduce"]["bytes"]["message"] >= 100 * _SCALES["GB"] else "MB"
-    header = ["exchange", "values", "bits", *(f"{what} {unit}" for what in ("total", "dense", "sent"))]
-    reference = links["all_reduce"]["bytes"]["sent"]
-    rows = [_line(row, reference, _SCALES[unit]) for row in (links["all_reduce"], *links["rows"])]
     late = f", {config.delay} step late" if config.delay else ""
-    compressed, dense, compute = links["compressed"], links["dense"], links["compute_seconds"]
     times = "the exchange alone (give forward and backward with --compute-seconds)"
-    if compute is not None:
-        times = (
-            f"a step with {_seconds(compute)} of forward and backward: C of arithmetic and E of exchange take "
-            'C / 3 + max(2 C / 3, E) if the exchange hides behind backward (HSDP, overlap="backward"), C + E with '
-            'overlap="step", max(C, E) with delay=1'
-        )
+    if links["compute_seconds"] is not None:
+        times = f"a step with {_seconds(links['compute_seconds'])} of forward and backward"
     return [
-        f"{links['nodes']} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}",
-        f"compressed: {compressed['parameters']} parameters with {compressed['elements']:,} elements; dense: "
-        f"{dense['parameters']} parameters with {dense['elements']:,} elements (less than two dimensions, or fewer "
-        f"than {config.dense_below} elements)\n",
-        table([*header, "/ HSDP", "break-even", *LINKS], rows, left=(0, 1)),
-        "\n* the configured one. bits: per parameter. total: what a node has to say, all its ranks together; dense: "
-        "part of it. MB: 10^6 bytes.",
-        "sent by the busiest of R nodes: (R - 1) x what goes to each other node (components at indices of their own) "
-        "+ 2 (R - 1) / R x what is added up on the way (values at common indices; the all-reduce of HSDP, in bf16).",
-        "break-even: from this number of nodes on the all-reduce of HSDP sends less; 32 / bits if nothing is added up "
-        "on the way.",
-        "Times are at the full rate of one link for each node, without latency, checks, codec and what travels inside "
-        f"a node, those of {times}.",
+        f"{links['nodes']} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}\n",
+        table(
+            ["exchange", "values", "bits", "sent MB", "break-even", *LINKS],
+            [
+                (
+                    f"{row['name']} *" if row is links["rows"][0] else row["name"],
+                    row["value_format"],
+                    f"{row['bits_per_parameter']:.3f}",
+                    f"{row['bytes']['sent'] / 1e6:,.3f}",
+                    "-" if row["break_even_nodes"] is None else f"{row['break_even_nodes']:,.1f}",
+                    *(_seconds(value) for value in row["step_seconds"].values()),
+                )
+                for row in (links["all_reduce"], *links["rows"])
+            ],
+            left=(0, 1),
+        ),
+        "\n* the configured one. bits: per parameter. sent: by the busiest node, all its ranks, in 10^6 bytes.",
+        "break-even: from this number of nodes on the all-reduce of HSDP sends less (-: never).",
+        f"Times are at the full rate of one link for each node, those of {times}.",
     ]
-
-
-def _line(row: dict[str, Any], reference: float, scale: float) -> tuple[str, ...]:
-    num_bytes, at = row["bytes"], row["break_even_nodes"]
-    never = "-" if row["name"].startswith("HSDP") else "never"
-    return (
-        f"{row['name']} *" if row["is_asked"] else row["name"],
-        row["value_format"],
-        f"{row['bits_per_parameter']:.3f}",
-        *(_size(num_bytes[key] / scale) for key in ("message", "dense", "sent")),
-        f"{num_bytes['sent'] / reference:.4f}" if reference else "-",
-        never if at is None else f"{at:,.1f}",
-        *(_seconds(value) for value in row["step_seconds"].values()),
-    )
-
-
-def _size(number: float) -> str:
-    return f"{number:,.3f}" if number < 10 else f"{number:,.1f}"
 
 
 def _seconds(value: float) -> str:

@@ -121,11 +121,11 @@ def read_config(path: Path) -> PlannedModel:
         raise ValueError(f"{path}: {error}") from error
     try:
         with torch.device("meta"):
-            model = parser.instantiate_classes(parsed)["model"]
+            model = parser.instantiate(parsed)["model"]
             model.configure_model()
     except Exception:
         # Whatever a constructor does with numbers fails on tensors that have none.
-        model = parser.instantiate_classes(parsed)["model"]
+        model = parser.instantiate(parsed)["model"]
         model.configure_model()
     trainer = content.get("trainer") or {}
     strategy = trainer.get("strategy")

@@ -10,10 +10,8 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
-from lightning_muon.config import Assignment
 from lightning_muon.monitor.calibrate import compare
 from lightning_muon.monitor.ranks import run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
@@ -31,34 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser)
-    add("--ranks", type=count, help=argparse.SUPPRESS)  # In all replicas; an older way to say --shard-size.
     add("--steps", type=count, default=5, help="recorded steps (default 5)")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
-    for name, kind, choices in (
-        ("--assignment", str, get_args(Assignment)),
-        ("--overlap", str, ("step", "off")),
-        ("--look-ahead", count, None),
-        ("--chunk-bytes", count, None),
-    ):
-        add(name, type=kind, choices=choices, help="as in the config (default: its own)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, and write what was recorded."""
     planned = read_model(arguments)
     model, config = planned.shapes, planned.optimizer
-    if arguments.ranks is not None:
-        replicas = arguments.replicate_size or 1
-        if arguments.ranks % replicas:
-            raise ValueError(f"--replicate-size {replicas} must divide --ranks {arguments.ranks}")
-        arguments.replicate_size, arguments.shard_size = replicas, arguments.ranks // replicas
     mesh = planned.mesh(arguments)
-    options = {
-        "assignment": arguments.assignment or config.assignment,
-        "overlap": arguments.overlap or ("off" if config.overlap == "off" else "step"),
-        "look_ahead": arguments.look_ahead or config.look_ahead,
-        "chunk_bytes": arguments.chunk_bytes or config.chunk_bytes,
-    }
+    options = {key: getattr(config, key) for key in ("assignment", "look_ahead", "chunk_bytes")}
+    options["overlap"] = "off" if config.overlap == "off" else "step"
     is_launched = "RANK" in os.environ
     if not is_launched:
         # All ranks are on this machine, with all of the model in each replica.

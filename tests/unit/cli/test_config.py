@@ -91,9 +91,6 @@ def test_our_section_has_the_sizes_without_fsdp(
         (("--num-machines", "3", "--num-processes", "4"), "4 must be a multiple of --num-machines 3"),
         (("--optimizer", "flexdemo", "--sharding", "ddp"), "needs sharding='fsdp', got 'ddp'"),
         (("--shard-size", "3", "--num-processes", "4"), "the number of processes .*--num-processes of a launcher"),
-        (("--num-processes", "0"), "--num-processes must be an integer of at least 1, got 0"),
-        (("--sharding", "none", "--num-processes", "2"), "--sharding none is for one process, but there are 2"),
-        (("--shard-size", "0"), "shard_size must be 'auto' or an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_is_an_error(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
@@ -104,7 +101,7 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, words: tuple[str, ...], mess
 
 def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _written(tmp_path, "--num-processes", "2")
-    with pytest.raises(SystemExit, match=r"both\.yaml is there already"):
+    with pytest.raises(SystemExit, match=r"File exists: .*both\.yaml"):
         _written(tmp_path)
     main(["config", "--num-processes", "2"])
     assert capsys.readouterr().out == path.read_text().replace(str(path), "FILE")

@@ -182,7 +182,7 @@ def test_flexdemo_is_planned_with_its_exchange(capsys: pytest.CaptureFixture[str
     assert plan["strategies"] == {}
     assert {parameter["algorithm"] for parameter in plan["model"]["parameters"]} == {"adamw"}
     found = plan["flexdemo"]
-    assert found["rows"][0]["is_asked"] and found["rows"][0]["name"] == "DCTTopK(64, 8)"
+    assert found["rows"][0]["name"] == "DCTTopK(64, 8)"
     assert found["compute_seconds"] == 0.5
     main(["plan", *arguments])
     text = capsys.readouterr().out
