@@ -1,0 +1,120 @@
+"""``python -m recipes.vowels.demo``: the same training with AdamW on DDP and with one line changed, side by side.
+
+Options of LightningCLI go to both trainings, for instance ``--trainer.max_steps 100``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Path(__file__).with_name("demo.yaml")
+FOLDER = Path("outputs/vowels")
+STRATEGIES = {"ddp": 'AdamW, strategy="ddp"', "parallel_muon": 'strategy="parallel_muon"'}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one training has logged after every validation, and examples of its last one."""
+
+    steps: list[int]
+    seconds: list[float]  # Of forward, backward and optimizer steps.
+    losses: list[float]  # Mean over the hidden letters, in nats.
+    accuracies: list[float]
+    examples: list[tuple[str, str, str]]  # (hidden, filled, right)
+
+
+def fit(strategy: str, arguments: list[str]) -> None:
+    """One training; every rank runs it."""
+    from lightning.pytorch.cli import LightningCLI
+
+    import lightning_muon  # noqa: F401  registers the strategies
+
+    # Of versions of jsonargparse and torch that Lightning calls: nothing that a user of the demo can change.
+    warnings.filterwarnings("ignore", message=".*deprecated", category=Warning, module="lightning")
+    place = ["--trainer.strategy", strategy, "--trainer.logger.init_args.name", strategy]
+    parser = {"default_config_files": [str(CONFIG)]}
+    cli = LightningCLI(args=[*place, *arguments], run=False, parser_kwargs=parser)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    if cli.trainer.is_global_zero:
+        (FOLDER / strategy / "examples.json").write_text(json.dumps(cli.model.examples))
+
+
+def run(arguments: list[str]) -> str:
+    """Train with each strategy, one after the other; draw the curves and return the report."""
+    curves: dict[str, Curve] = {}
+    for strategy, title in STRATEGIES.items():
+        print(f"\n{title}", flush=True)
+        # A process of its own: Lightning's launcher runs the command of the main process once for each further rank.
+        command = [sys.executable, "-m", "recipes.vowels.demo", "fit", strategy, *arguments]
+        subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=True)
+        curves[strategy] = read(FOLDER / strategy)
+    picture = FOLDER / "adamw-and-muon.png"
+    plot(curves, picture)
+    return f"{report(curves)}\n\nBoth curves: {picture}"
+
+
+def read(folder: Path) -> Curve:
+    """The newest run below ``folder``."""
+    newest = max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
+    with (newest / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["val_loss"]]
+    return Curve(
+        steps=[int(row["step"]) + 1 for row in rows],
+        seconds=[float(row["seconds"]) for row in rows],
+        losses=[float(row["val_loss"]) for row in rows],
+        accuracies=[float(row["val_accuracy"]) for row in rows],
+        examples=[tuple(example) for example in json.loads((folder / "examples.json").read_text())],
+    )
+
+
+def plot(curves: dict[str, Curve], png: Path) -> None:
+    """Validation loss over steps and over seconds of training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for strategy, curve in curves.items():
+        by_steps.plot(curve.steps, curve.losses, marker="o", markersize=3, label=STRATEGIES[strategy])
+        by_seconds.plot(curve.seconds, curve.losses, marker="o", markersize=3)
+    by_steps.set(xlabel="optimizer step", ylabel="validation loss, nats per hidden vowel", yscale="log")
+    by_seconds.set(xlabel="seconds of training")
+    by_steps.legend()
+    figure.savefig(png, dpi=120)
+
+
+def report(curves: dict[str, Curve]) -> str:
+    """Sentences as both models fill them, and the two results."""
+    adamw, muon = curves["ddp"], curves["parallel_muon"]
+    lines: list[str] = []
+    for (hidden, by_adamw, right), (_, by_muon, _) in list(zip(adamw.examples, muon.examples, strict=True))[:6]:
+        lines += [f"hidden  {hidden}", f"AdamW   {by_adamw}", f"Muon    {by_muon}", f"right   {right}", ""]
+    lines.append(f"{'':28}{'loss':>8}{'vowels right':>14}{'seconds':>9}")
+    for strategy, curve in curves.items():
+        result = f"{curve.losses[-1]:8.3f}{curve.accuracies[-1]:14.1%}{curve.seconds[-1]:9.0f}"
+        lines.append(f"{STRATEGIES[strategy]:28}{result}")
+    reached = (step for step, loss in zip(muon.steps, muon.losses, strict=True) if loss <= adamw.losses[-1])
+    caught_up = next(reached, None)
+    if caught_up is not None:
+        lines.append(f"Muon has AdamW's last loss after {caught_up} of {adamw.steps[-1]} steps.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point of the demo, and of each training that it starts."""
+    if sys.argv[1:2] == ["fit"]:
+        strategy, arguments = sys.argv[2], sys.argv[3:]
+        fit(strategy, arguments)
+    else:
+        print(run(sys.argv[1:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The demo of AdamW against Muon, from its sentences to its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file, default_roots
+from recipes.vowels.data import IGNORED_LABEL, VowelData, collate, hide, sentence_of
+from tests.support.programs import program_environment
+
+
+def test_a_batch_hides_the_vowels_and_only_those() -> None:
+    sentences = ["Return the number of items.", "Why rhythm?", "AEIOU stay, aeiou go"]
+    batch = collate(sentences)
+    assert batch["characters"].shape == batch["vowels"].shape == (3, 27)
+    assert not set(b"aeiou") & set(batch["characters"].flatten().tolist())
+    for sentence, characters, vowels in zip(sentences, batch["characters"], batch["vowels"], strict=True):
+        assert sentence_of(characters, vowels) == sentence
+        assert sentence_of(characters, torch.zeros_like(vowels)) == hide(sentence).replace("_", "a")
+    assert (batch["vowels"][1] != IGNORED_LABEL).sum() == 0
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Sentences in the place of those that a harvest of this interpreter would find."""
+    path = cache_file(tmp_path, default_roots(), PairFilter())
+    verbs, nouns = ("Return", "Remove", "Compute", "Replace"), ("number", "name", "value", "shape", "length")
+    texts = [f"{verb} the {noun} of item number {n}." for verb in verbs for noun in nouns for n in range(10)]
+    pairs = [Pair(module=f"file_{n % 37}.py", source="", target=text) for n, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
+    return tmp_path
+
+
+def test_no_sentence_is_learned_and_measured(cache: Path) -> None:
+    data = VowelData(cache_dir=str(cache))
+    data.prepare_data()
+    data.setup("fit")
+    assert data.train
+    assert data.validation
+    assert not set(data.train) & set(data.validation)
+    again = VowelData(cache_dir=str(cache), train_rows=5)
+    again.setup("fit")
+    assert again.train == data.train[:5]
+
+
+@pytest.mark.slow
+def test_the_demo_draws_both_trainings_and_reports_them(cache: Path) -> None:
+    options = {
+        "trainer.devices": "2",
+        "trainer.max_steps": "6",
+        "trainer.val_check_interval": "2",
+        "trainer.enable_progress_bar": "false",
+        "model.init_args.width": "16",
+        "data.init_args.cache_dir": str(cache),
+    }
+    command = [sys.executable, "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
+    ended = subprocess.run(command, cwd=cache, env=program_environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    report = ended.stdout[ended.stdout.index("hidden  ") :]
+    for line, start in enumerate(("hidden", "AdamW", "Muon", "right")):
+        assert report.splitlines()[line].startswith(start)
+    for title in ('AdamW, strategy="ddp"', 'strategy="parallel_muon"'):
+        row = next(line for line in report.splitlines() if line.startswith(title))
+        assert 0 < float(row.removeprefix(title).split()[0]) < 3
+    picture = cache / report.split("Both curves: ")[1].strip()
+    assert picture.read_bytes().startswith(b"\x89PNG")
