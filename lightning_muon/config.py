@@ -22,6 +22,8 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["auto", "backward", "step", "off"]
+# Muon's learning rate over AdamW's, where one was chosen for AdamW: benchmarks/muon_rate.py, docs/performance.md.
+MEASURED_MUON_LR_FACTOR = 3.0
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
@@ -134,6 +136,9 @@ class OptimizerConfig:
         ns_steps: Number of Newton-Schulz iterations.
         adjust_lr_fn: ``"original"`` scales by ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by
             ``0.2 * sqrt(max(rows, cols))``.
+        muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
+            that schedulers act on both. ``"auto"``: 3 for a ParallelMuon that takes the place of an AdamW or that the
+            package makes for a program (as measured in docs/performance.md), 1 for one that a program makes itself.
         betas: Decay rates of AdamW, for the parameters that are no matrices.
         adamw_eps: Denominator term of AdamW.
         adamw_patterns: Shell patterns of qualified names that AdamW takes whatever their type.
@@ -154,6 +159,7 @@ class OptimizerConfig:
     eps: float = 1e-7
     ns_steps: int = 5
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
+    muon_lr_factor: float | Literal["auto"] = "auto"
     betas: tuple[float, float] = (0.9, 0.999)
     adamw_eps: float = 1e-8
     adamw_patterns: tuple[str, ...] = ()
@@ -223,7 +229,9 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for the first hyper-parameter of a parameter group that is out of range."""
-    for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
+    for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps", "muon_lr_factor"):
+        if key == "muon_lr_factor" and group[key] == "auto":
+            continue
         check_number(key, group[key])
         if not 0.0 <= float(group[key]) < math.inf:
             raise ValueError(f"{key} must be finite and >= 0, got {group[key]}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -40,6 +40,8 @@ _SOURCES: dict[type[torch.optim.Optimizer], _Source] = {
 }
 # Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
 _OWN_MOMENTUM = ("momentum", "nesterov")
+# Of betas[0]: usual are 0.9 and 0.95, and 0 to 0.5 where models train against each other.
+_LEAST_BETA = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,8 +62,12 @@ def convert_optimizers(
     is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
 ) -> list[Conversion]:
     """Return what becomes of each optimizer of the sharded ``module``, in their order. Local."""
+    given = [each for each in optimizers if not is_placeholder(each)]
+    has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in given) > 1
     conversions = [
-        Conversion(optimizer=each, summary="none") if is_placeholder(each) else convert_optimizer(each, module, choice)
+        convert_optimizer(each, module, choice, is_one_of_several=has_several)
+        if each in given
+        else Conversion(optimizer=each, summary="none")
         for each in optimizers
     ]
     ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
@@ -113,7 +119,9 @@ def optimizer_warnings(
     return warnings
 
 
-def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice) -> Conversion:
+def convert_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice, *, is_one_of_several: bool = False
+) -> Conversion:
     """Return what takes the place of ``optimizer``, with its groups, rates and keys that the user added. Local."""
     name = type(optimizer).__name__
     config = choice if isinstance(choice, MuonConfig | FlexDeMoConfig) else MuonConfig()
@@ -129,6 +137,8 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choic
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
 
     reason = _reason_against(optimizer, config.base if isinstance(config, FlexDeMoConfig) else None)
+    if not reason and choice == "auto":
+        reason = _reason_to_keep(optimizer, is_one_of_several)
     if reason and isinstance(config, FlexDeMoConfig):
         raise ValueError(f"FlexDeMo cannot stand in for the {name} that configure_optimizers returned: {reason}")
     if reason:
@@ -144,7 +154,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, choic
     elif type(optimizer) is torch.optim.Muon:
         summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
     else:
-        summary = f"{name} -> ParallelMuon for matrices, AdamW for the rest"
+        summary = f"{name} -> ParallelMuon for matrices{_rate(config)}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
     warning = " ".join(filter(None, (_other_updates(name, config), _without_effect(config, converted, name))))
@@ -174,6 +184,23 @@ def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
             if group.get(key):
                 return f"{key}=True is not supported by {ours}; remove it"
     return ""
+
+
+def _reason_to_keep(optimizer: torch.optim.Optimizer, is_one_of_several: bool) -> str:
+    """Why ``optimizer`` seems to train one of several models against each other, at which Muon is worse; else empty."""
+    small = [group["betas"] for group in optimizer.param_groups if "betas" in group and group["betas"][0] < _LEAST_BETA]
+    if not (small or is_one_of_several):
+        return ""
+    return (
+        f"{'the program has several optimizers' if is_one_of_several else f'betas={small[0]}'}, as in adversarial "
+        "trainings, at which AdamW is better (docs/performance.md); optimizer=MuonConfig() moves the matrices to Muon "
+        "all the same"
+    )
+
+
+def _rate(config: MuonConfig) -> str:
+    factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
+    return "" if factor == 1 else f" with {factor:g} times its learning rate (muon_lr_factor)"
 
 
 def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
@@ -224,6 +251,8 @@ def _translated(
     defaults = {ours: optimizer.defaults[theirs] for theirs, ours in known.items() if theirs in optimizer.defaults}
     if defaults.get("adjust_lr_fn", "") is None:
         defaults["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    if type(optimizer) is torch.optim.Muon and config.muon_lr_factor == "auto":
+        defaults["muon_lr_factor"] = 1.0  # Its rate was chosen for Muon.
     return kind.from_config(groups, config, **_plain_numbers(defaults))
 
 

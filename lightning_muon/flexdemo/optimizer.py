@@ -90,6 +90,7 @@ class FlexDeMo(PlannedOptimizer):
         ns_steps: int = FlexDeMoConfig.ns_steps,
         eps: float = FlexDeMoConfig.eps,
         adjust_lr_fn: AdjustLr = FlexDeMoConfig.adjust_lr_fn,
+        muon_lr_factor: float | Literal["auto"] = FlexDeMoConfig.muon_lr_factor,
         adamw_patterns: tuple[str, ...] = (),
         muon_patterns: tuple[str, ...] = (),
         fused: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused,

@@ -272,7 +272,9 @@ class MatrixStep:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 foreach.lerp_(self._buffers(jobs), self._grads(jobs), 1 - momentum)
         update_of = transfer.updates()
-        for (lr, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, "lr", "weight_decay", "adjust_lr_fn"):
+        keys = ("lr", "muon_lr_factor", "weight_decay", "adjust_lr_fn")
+        for (shared_lr, factor, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
+            lr = shared_lr * factor
             views = [job.local_view(job.parameter.local) for job in jobs]
             if self._pool.device.type == "cpu":
                 for view in views:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.config import (
+    MEASURED_MUON_LR_FACTOR,
     AdjustLr,
     Algorithm,
     Assignment,
     Dedupe,
     DtypeName,
     MuonConfig,
+    OptimizerConfig,
     Overlap,
     from_arguments,
     takes_options,
@@ -71,6 +73,7 @@ class ParallelMuon(PlannedOptimizer):
         eps: float = MuonConfig.eps,
         ns_steps: int = MuonConfig.ns_steps,
         adjust_lr_fn: AdjustLr | None = MuonConfig.adjust_lr_fn,
+        muon_lr_factor: float | Literal["auto"] = MuonConfig.muon_lr_factor,
         algorithm: Algorithm = "auto",
         betas: tuple[float, float] = MuonConfig.betas,
         adamw_eps: float = MuonConfig.adamw_eps,
@@ -92,6 +95,12 @@ class ParallelMuon(PlannedOptimizer):
             adjust_lr_fn = "original"  # What None means to torch.optim.Muon.
         fused = fused or {}
         super().__init__(params, from_arguments(MuonConfig, locals()), mesh=mesh, algorithm=algorithm)
+
+    @classmethod
+    def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
+        """As in :class:`.PlannedOptimizer`, for a learning rate that was chosen for AdamW."""
+        factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
+        return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""

@@ -32,7 +32,7 @@ MUON_STATE = frozenset({"momentum_buffer"})
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-    *("betas", "adamw_eps", "algorithm"),
+    *("muon_lr_factor", "betas", "adamw_eps", "algorithm"),
 )
 
 
@@ -72,6 +72,8 @@ def check_group_(group: ParamGroup) -> None:
         raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
     if group["adjust_lr_fn"] is None:
         group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+    if group["muon_lr_factor"] == "auto":
+        group["muon_lr_factor"] = 1.0
     for key in ("betas", "ns_coefficients"):
         if isinstance(group[key], list):
             group[key] = tuple(group[key])
@@ -89,6 +91,8 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
                 )
         if "betas" in group and "eps" in group and "adamw_eps" not in group:
             group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
+        if "algorithm" in group:
+            group.setdefault("muon_lr_factor", 1.0)  # Saved by version 0.1.0, which had none.
         group |= {key: before[key] for key in keys if key in before and key not in group}
         check_group_(group)
     return groups

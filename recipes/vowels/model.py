@@ -23,7 +23,7 @@ class VowelFiller(LightningModule):
         weight_decay: Decoupled.
     """
 
-    def __init__(self, *, width: int = 128, num_layers: int = 2, lr: float = 1e-3, weight_decay: float = 0.01) -> None:
+    def __init__(self, *, width: int = 128, num_layers: int = 2, lr: float = 3e-3, weight_decay: float = 0.01) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, width)
