@@ -8,11 +8,14 @@ Starts gloo processes on this machine (one thread each) and takes turns between
 - on a grid of replicas x shards also ParallelMuon with an owner in each replica (``dedupe="never"``),
 - torch.optim.Muon on the same DTensors,
 - the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
+- with ``--dion FOLDER``, a clone of https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as
+  it compiles itself (which needs a C++ compiler),
 - AdamW, which has no matrices to orthogonalize,
 - the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update.
 
 The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike. The first
-round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights.
+round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's Muon
+those weights but for its sums in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -68,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--dion", type=Path, help="folder of microsoft/dion, to measure its Muon too")
     parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
     return parser.parse_args()
 
@@ -93,7 +98,10 @@ def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace
             if round_:
                 seconds[name].append(time.perf_counter() - started)
         if round_ == 0:
-            check_equal(weights["ParallelMuon"], weights["redundant all-gather"])
+            check_equal(weights["ParallelMuon"], weights["redundant all-gather"], atol=1e-6)
+            if arguments.dion:
+                # An update of LR * 0.2 * sqrt(2048) times entries of about 1 / sqrt(512), with 8 bits of mantissa.
+                check_equal(weights["ParallelMuon"], weights["microsoft/dion's Muon"], atol=2e-5)
     if rank == 0:
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         Path(folder, "result.json").write_text(json.dumps({"mesh": "x".join(map(str, mesh_shape)), "seconds": medians}))
@@ -114,6 +122,8 @@ def make_contenders(
         "redundant all-gather": lambda params: RedundantMuon(params, dtype).step,
         "AdamW": lambda params: torch.optim.AdamW(params, LR, fused=True).step,
     }
+    if arguments.dion:
+        makers["microsoft/dion's Muon"] = partial(make_dion, mesh=mesh, folder=arguments.dion)
     if mesh.ndim == 2:
         makers['ParallelMuon, dedupe="never"'] = lambda params: (
             ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, dedupe="never", **options).step
@@ -134,6 +144,25 @@ def make_contenders(
         steps[name] = make(weights[name])
     steps["floor: Newton-Schulz alone"] = make_floor(mesh, arguments.shapes, dtype)
     return steps, weights
+
+
+def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> Step:
+    sys.path.insert(0, str(folder.resolve()))
+    from dion.muon import Muon
+
+    return Muon(
+        params,
+        mesh["shard"],
+        LR,
+        MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=True,
+        adjust_lr="rms_norm",
+        # Its own coefficients are other ones; as many steps of ours are as much work.
+        newton_schulz_func=lambda matrix, epsilon: orthogonalize(
+            matrix, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=torch.bfloat16
+        ),
+    ).step
 
 
 def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype) -> Step:
@@ -184,9 +213,9 @@ class RedundantMuon:
         local.add_(mine, alpha=-LR * lr_scale(*param.shape, "match_rms_adamw"))
 
 
-def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter], *, atol: float) -> None:
     for one, other in zip(mine, others, strict=True):
-        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=atol)
 
 
 def table(rows: list[dict], shapes: str) -> str:
