@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
+
+with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
+    from jaxtyping import Float, Int
 
 # Elements that are worked on at a time on a CPU: 1 MiB, so that what lies between two steps stays near the core. With
 # 64 x 64 blocks the transform takes 0.65 to 0.9 of the time of all at once (benchmarks/codec.py); with half of the

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
+    from jaxtyping import Float
 
 from lightning_muon.config import AdjustLr
 
