@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import (
     EXACT,
     LENGTH,
@@ -127,7 +128,7 @@ def _clip_elementwise_alone() -> dict[str, Tensor]:
     torch.manual_seed(0)
     network = Network()
     groups = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
-    optimizer = ParallelMuon(network, compute_dtype="float32", **groups)
+    optimizer = ParallelMuon(network, compute_dtype="float32", muon_lr_factor=MEASURED_MUON_LR_FACTOR, **groups)
     matrices = [route.algorithm == "muon" for route in optimizer.routes]
     rest = [p for p, is_matrix in zip(network.parameters(), matrices, strict=True) if not is_matrix]
     assert 0 < len(rest) < len(matrices)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import (
     EXACT,
     PACKAGES,
@@ -43,7 +44,8 @@ def _fit(
 
 def _muon(network: nn.Module) -> MuonAndAdamW:
     matrices = [name for name, _ in network.named_parameters() if ".up.weight" in name or ".down.weight" in name]
-    return MuonAndAdamW(network, matrices, lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9))
+    factor = MEASURED_MUON_LR_FACTOR
+    return MuonAndAdamW(network, matrices, lr=1e-2, muon_lr_factor=factor, weight_decay=0.05, betas=(0.8, 0.9))
 
 
 def _plain_loop(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import (
     PACKAGES,
     Network,
@@ -100,6 +101,7 @@ def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]
 
     def configure(self: Any) -> Any:
         kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9), "compute_dtype": "float32"}
+        kwargs["muon_lr_factor"] = MEASURED_MUON_LR_FACTOR
         optimizers = [ParallelMuon(part.parameters(), **kwargs) for part in (self.generator, self.discriminator)]
         for optimizer in optimizers:
             optimizer.attach(self)  # As the strategy does: the whole module decides what is an output head.

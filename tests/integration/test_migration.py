@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_muon
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
@@ -109,7 +110,8 @@ def _blocks(name: str) -> dict[str, Tensor]:
         sampler.set_epoch(epoch)
         batches += tokens[list(sampler)].split(8)
     matrices = [key for key, _ in model.layers.named_parameters() if key.endswith(("up.weight", "down.weight"))]
-    weights = _plain_loop(model.layers, batches, MuonAndAdamW(model.layers, matrices, lr=1e-2))
+    optimizer = MuonAndAdamW(model.layers, matrices, lr=1e-2, muon_lr_factor=MEASURED_MUON_LR_FACTOR)
+    weights = _plain_loop(model.layers, batches, optimizer)
     return {f"layers.{key}": value for key, value in weights.items()}
 
 

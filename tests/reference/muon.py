@@ -33,6 +33,7 @@ class ReferenceMuon:
         matrices: Mapping[str, Tensor],
         *,
         lr: float,
+        muon_lr_factor: float = 1.0,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -41,26 +42,28 @@ class ReferenceMuon:
     ) -> None:
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
-        self.lr, self.weight_decay, self.momentum, self.nesterov = lr, weight_decay, momentum, nesterov
+        self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
+        self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr_fn, self.dtype = adjust_lr_fn, dtype
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
+        rate = self.lr * self.muon_lr_factor
         for name, grad in grads.items():
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
             tensor = self.matrices[name]
-            tensor.mul_(1 - self.lr * self.weight_decay)
+            tensor.mul_(1 - rate * self.weight_decay)
             if tensor.ndim == 3:
                 for matrix, target in zip(ahead, tensor, strict=True):
-                    self._add(target, matrix)
+                    self._add(target, matrix, rate)
             else:
-                self._add(tensor, ahead.flatten(1))
+                self._add(tensor, ahead.flatten(1), rate)
 
-    def _add(self, target: Tensor, ahead: Tensor) -> None:
+    def _add(self, target: Tensor, ahead: Tensor, rate: float) -> None:
         rows, cols = ahead.shape
         scale = 0.2 * math.sqrt(max(rows, cols))
         if self.adjust_lr_fn == "original":
             scale = math.sqrt(max(1, rows / cols))
         update = orthogonalized(ahead, dtype=self.dtype)
-        target.add_(update.reshape(target.shape), alpha=-self.lr * scale)
+        target.add_(update.reshape(target.shape), alpha=-rate * scale)

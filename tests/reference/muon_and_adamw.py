@@ -12,14 +12,24 @@ from tests.reference.muon import ReferenceMuon
 
 
 class MuonAndAdamW:
-    """Steps the whole weights of a module in place; ``matrices`` names those that run on Muon."""
+    """Steps the whole weights of a module in place; ``matrices`` names those that run on Muon.
+
+    A converted AdamW has ``muon_lr_factor=MEASURED_MUON_LR_FACTOR``, a ParallelMuon that a program makes itself 1.
+    """
 
     def __init__(
-        self, module: nn.Module, matrices: Collection[str], *, lr: float, weight_decay: float = 0.1, **adamw: Any
+        self,
+        module: nn.Module,
+        matrices: Collection[str],
+        *,
+        lr: float,
+        muon_lr_factor: float = 1.0,
+        weight_decay: float = 0.1,
+        **adamw: Any,
     ) -> None:
         self.parameters = dict(module.named_parameters())
         whole = {name: self.parameters[name].detach() for name in matrices}
-        self.muon = ReferenceMuon(whole, lr=lr, weight_decay=weight_decay)
+        self.muon = ReferenceMuon(whole, lr=lr, muon_lr_factor=muon_lr_factor, weight_decay=weight_decay)
         rest = [parameter for name, parameter in self.parameters.items() if name not in matrices]
         self.adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, **adamw)
 

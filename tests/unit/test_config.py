@@ -36,7 +36,8 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("wire_dtype", "bf16"), ("adamw_patterns", "*.x"), ("muon_patterns", (3,)), ("fused", ["*.qkv"]),
      ("fused", {"*": True}), ("fused", {"*": "4"}), ("fused", {"*": (2, 2.0)}), ("fused", {"*": ()}), ("fused", {3: 3}),
      ("fused", {"*": 0}), ("ns_steps", True), ("ns_coefficients", (1.0, 2.0, float("nan"))),
-     ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True)],
+     ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
+     ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.integrations.accelerate.loop import training_on_cpu
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, launch, network, own_rows, set_up
@@ -47,7 +48,7 @@ def _two_passes(sharding: str, *, zero_grad: bool) -> dict[str, Tensor]:
 def _alone(seed: int, index: int) -> dict[str, Tensor]:
     """Steps with the micro-batch ``index`` only."""
     module = network(seed)
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    optimizer = MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER)
     for step in range(3):
         module.zero_grad()
         tokens, targets = _batch(step, index)

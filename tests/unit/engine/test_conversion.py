@@ -51,8 +51,8 @@ def test_adamw_gives_its_matrices_to_muon(model: nn.Module) -> None:
     new = convert_optimizer(adamw, model, MuonConfig(momentum=0.9)).optimizer
     assert isinstance(new, ParallelMuon)
     assert [route.name for route in new.routes if route.algorithm == "muon"] == ["1.weight", "3.weight"]
-    keys = ("lr", "weight_decay", "betas", "adamw_eps", "momentum", "eps", "adjust_lr_fn")
-    assert _groups(new, *keys) == [(3e-4, 0.02, (0.7, 0.8), 1e-6, 0.9, MuonConfig.eps, "match_rms_adamw")]
+    keys = ("lr", "weight_decay", "betas", "adamw_eps", "momentum", "eps", "adjust_lr_fn", "muon_lr_factor")
+    assert _groups(new, *keys) == [(3e-4, 0.02, (0.7, 0.8), 1e-6, 0.9, MuonConfig.eps, "match_rms_adamw", 3.0)]
     assert not {"amsgrad", "fused", "foreach", "maximize", "decoupled_weight_decay"} & new.param_groups[0].keys()
     assert new.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
 
@@ -60,16 +60,16 @@ def test_adamw_gives_its_matrices_to_muon(model: nn.Module) -> None:
 def test_groups_keep_their_number_order_and_extra_keys(model: nn.Sequential) -> None:
     groups = [
         {"params": [model[3].weight, model[3].bias], "lr": 1e-2, "name": "late", "initial_lr": 2e-2},
-        {"params": [model[1].weight, model[0].weight], "weight_decay": 0.0, "mine": "kept"},
+        {"params": [model[1].weight, model[0].weight], "weight_decay": 0.0, "mine": "kept", "muon_lr_factor": 5.0},
     ]
     old = torch.optim.AdamW(groups, lr=1e-3, betas=(0.5, 0.6))
-    new = convert_optimizer(old, model, "auto").optimizer
-    assert _ids(new) == _ids(old)
+    new = convert_optimizer(old, model, MuonConfig(muon_lr_factor=2.0)).optimizer
+    assert isinstance(new, ParallelMuon) and _ids(new) == _ids(old)
     new.add_param_group({"params": list(model[4].parameters())})  # Has the defaults of the AdamW.
-    assert _groups(new, "lr", "name", "initial_lr", "mine", "weight_decay", "betas") == [
-        (1e-2, "late", 2e-2, None, 1e-2, (0.5, 0.6)),
-        (1e-3, None, None, "kept", 0.0, (0.5, 0.6)),
-        (1e-3, None, None, None, 1e-2, (0.5, 0.6)),
+    assert _groups(new, "lr", "name", "initial_lr", "mine", "weight_decay", "betas", "muon_lr_factor") == [
+        (1e-2, "late", 2e-2, None, 1e-2, (0.5, 0.6), 2.0),
+        (1e-3, None, None, "kept", 0.0, (0.5, 0.6), 5.0),
+        (1e-3, None, None, None, 1e-2, (0.5, 0.6), 2.0),
     ]
 
 
@@ -80,7 +80,26 @@ def test_torch_muon_keeps_all_of_its_numbers(model: nn.Sequential) -> None:
     assert isinstance(new, ParallelMuon) and {route.algorithm for route in new.routes} == {"muon"}
     # None means original in torch.
     assert _groups(new, *expected, "adjust_lr_fn") == [(*expected.values(), "original")]
-    assert new.defaults["momentum"] == 0.8
+    assert new.defaults["momentum"] == 0.8 and new.defaults["muon_lr_factor"] == 1.0
+    # Of what torch.optim.Muon does not have, a config may say more.
+    faster = convert_optimizer(old, model, MuonConfig(muon_lr_factor=2.0)).optimizer
+    assert _groups(faster, "lr", "muon_lr_factor") == [(2e-3, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("betas", "reason"), [([(0.9, 0.99)] * 2, "the program has several optimizers"), ([(0.5, 0.999)], r"betas=(0.5, ")]
+)
+def test_adamw_is_kept_where_models_train_against_each_other(
+    model: nn.Sequential, betas: list[tuple[float, float]], reason: str
+) -> None:
+    parts = (model[1:3], model[3])[: len(betas)]
+    optimizers = [torch.optim.AdamW(part.parameters(), betas=b) for part, b in zip(parts, betas, strict=True)]
+    kept = convert_optimizers(optimizers, model, choice="auto")
+    assert [each.optimizer for each in kept] == optimizers
+    for warning in optimizer_warnings(kept, "auto"):
+        assert reason in warning and "optimizer=MuonConfig() moves the matrices to Muon" in warning
+    converted = convert_optimizers(optimizers, model, choice=MuonConfig())
+    assert [type(each.optimizer) for each in converted] == [ParallelMuon] * len(betas)
 
 
 @pytest.mark.parametrize(("kind", "choice"), [(ParallelMuon, "keep"), (FlexDeMo, FlexDeMoConfig())])
@@ -191,7 +210,7 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(model: nn.Sequential, base: 
 def test_flexdemo_takes_rates_of_sgd_and_warns_of_signs(model: nn.Sequential) -> None:
     old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
     conversion = convert_optimizer(old, model, FlexDeMoConfig())
-    assert _groups(conversion.optimizer, "lr") == [(0.5,), (0.1,)]
+    assert _groups(conversion.optimizer, "lr", "muon_lr_factor") == [(0.5, 1.0), (0.1, 1.0)]
     assert "set sign=False" in conversion.warning
     assert convert_optimizer(old, model, FlexDeMoConfig(sign=False)).warning == ""
 

@@ -64,6 +64,7 @@ optimizer:
   class_path: lightning_muon.FlexDeMoConfig
   init_args:
     lr: 1e-3
+    muon_lr_factor: 2.5
     betas: [0.5, 0.25]
     fused: {"*.qkv.weight": 3}
     replicator:
@@ -74,7 +75,9 @@ optimizer:
 
 def _expected() -> Options:
     replicator = DCTTopK(top_k=4)
-    optimizer = FlexDeMoConfig(lr=1e-3, betas=(0.5, 0.25), fused={"*.qkv.weight": 3}, replicator=replicator)
+    optimizer = FlexDeMoConfig(
+        lr=1e-3, muon_lr_factor=2.5, betas=(0.5, 0.25), fused={"*.qkv.weight": 3}, replicator=replicator
+    )
     return Options(replicate_size=2, wrap_policy=["Block"], optimizer=optimizer, timeout=timedelta(seconds=30))
 
 

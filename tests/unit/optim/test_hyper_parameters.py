@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_muon import ParallelMuon
+from tests.reference.muon import ReferenceMuon
 from tests.unit.optim.test_planned_optimizer import _equal, _make, _model, _set_grads, _train
 
 BAD_VALUES: list[tuple[str, Any]] = [
@@ -25,6 +26,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("nesterov", "no"),
     ("adjust_lr_fn", "other"),
     ("algorithm", "sgd"),
+    ("muon_lr_factor", -1.0),
 ]
 
 
@@ -82,6 +84,39 @@ def test_a_state_of_torch_muon_goes_on_with_its_rule() -> None:
         optimizer.step()
         reference.step()
     assert _equal(mine, theirs)
+
+
+def test_each_group_has_a_factor_of_its_own_under_a_scheduler() -> None:
+    torch.manual_seed(0)
+    shapes = {"tall": (13, 7), "flat": (7, 13)}
+    mine = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    factors = {"tall": 0.5, "flat": 4.0}
+    references = {
+        name: ReferenceMuon({name: p.data}, lr=0.02, muon_lr_factor=factors[name]) for name, p in mine.items()
+    }
+    groups = [{"params": [mine["tall"]], "muon_lr_factor": 0.5}, {"params": [mine["flat"]]}]
+    optimizer = ParallelMuon(groups, lr=0.02, muon_lr_factor=4.0, compute_dtype="float32")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        for name, parameter in mine.items():
+            parameter.grad = torch.randn(shapes[name])
+            references[name].lr = 0.02 * 0.5**step
+            references[name].step({name: parameter.grad})
+        optimizer.step()
+        scheduler.step()
+    for name, reference in references.items():
+        # The same arithmetic in the same order, but for what foreach fuses.
+        torch.testing.assert_close(mine[name].data, reference.matrices[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(ParallelMuon, 1.0), (torch.optim.AdamW, 2.0)])
+def test_a_state_without_a_factor_means_that_of_its_time(kind: Any, expected: float) -> None:
+    """Version 0.1.0 had none, which is 1; an AdamW says nothing of Muon."""
+    saved = kind([nn.Parameter(torch.ones(5, 3))], lr=0.25).state_dict()
+    saved["param_groups"][0].pop("muon_lr_factor", None)
+    optimizer = ParallelMuon([nn.Parameter(torch.ones(5, 3))], muon_lr_factor=2.0)
+    optimizer.load_state_dict(saved)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["muon_lr_factor"]) == (0.25, expected)
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])

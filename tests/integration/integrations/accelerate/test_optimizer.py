@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.params.layout import local_tensor
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
@@ -36,7 +37,7 @@ def _backward_of_torch() -> dict[str, Tensor]:
 def test_gradients_are_whole_whoever_called_backward(gloo: ProcessPool) -> None:
     module: Any = network()
     module.scale = torch.nn.Parameter(torch.tensor(0.9))
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    optimizer = MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER)
     for step in range(3):
         module.zero_grad()
         tokens, targets = micro_batch(step, 0)

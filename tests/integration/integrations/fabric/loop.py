@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.integrations.registry import FABRICS as PACKAGES
 from lightning_muon.integrations.registry import fabric_strategy as strategy_class
 from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of
@@ -115,7 +116,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """What :func:`run_steps` does, in one process."""
     module = network()
-    optimizer = MuonAndAdamW(module, MATRICES, **HYPER)
+    optimizer = MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER)
     for step in range(steps):
         module.zero_grad()
         for index in range(accumulate):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import ParallelMuon
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.integrations.fabric.loop import (
     FABRICS,
     HYPER,
@@ -48,8 +49,8 @@ def _train(
     optimizer: Any
     if apart:
         model = fabric.setup_module(model)
-        given = ParallelMuon(model, compute_dtype="float32", wire_dtype="float32", **HYPER) if own else adamw(model)
-        optimizer = fabric.setup_optimizers(given)
+        options = {"compute_dtype": "float32", "wire_dtype": "float32", "muon_lr_factor": MEASURED_MUON_LR_FACTOR}
+        optimizer = fabric.setup_optimizers(ParallelMuon(model, **options, **HYPER) if own else adamw(model))
     else:
         model, optimizer = fabric.setup(model, adamw(model))
     run_steps(
@@ -175,7 +176,7 @@ def test_a_module_may_be_set_up_again(gloo: ProcessPool, sharding: str, calls_fi
 
 def _two_modules_alone() -> list[dict[str, Tensor]]:
     modules = [network(0), network(1)]
-    optimizers = [MuonAndAdamW(module, MATRICES, **HYPER) for module in modules]
+    optimizers = [MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER) for module in modules]
     for step in range(3):
         for index, used in ((0, 2), (1, 1)):
             for module in modules:

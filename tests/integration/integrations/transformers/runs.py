@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import lightning_muon.hf
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.reference.muon import ReferenceMuon
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
 
@@ -127,7 +128,7 @@ def written_out(
     model, data, schedule = causal_lm(tied=tied), data or samples(), schedule or linear(0, num_steps)
     named = dict(model.named_parameters())
     matrices = {name: p.detach() for name, p in named.items() if has_muon and "proj" in name}
-    muon = ReferenceMuon(matrices, lr=LR, weight_decay=WEIGHT_DECAY)
+    muon = ReferenceMuon(matrices, lr=LR, muon_lr_factor=MEASURED_MUON_LR_FACTOR, weight_decay=WEIGHT_DECAY)
     rest = {name: p for name, p in named.items() if name not in matrices}
     groups = [
         {"params": [p for name, p in rest.items() if "norm" not in name], "weight_decay": WEIGHT_DECAY},

@@ -54,6 +54,8 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_options(side) == read_options(str(side)) == given
     monkeypatch.setenv("LIGHTNING_MUON_CONFIG", str(side))
     assert read_options(None) == given
+    side.write_text("optimizer: {muon_lr_factor: 4}\n")
+    assert read_options(None) == Options(optimizer=MuonConfig(muon_lr_factor=4.0))
     side.write_text("replicat_size: 3\n")
     with pytest.raises(ValueError, match=r"side\.yaml.*'replicat_size'.*'replicate_size'"):
         read_options(None)
