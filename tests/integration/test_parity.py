@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 import lightning_muon.accelerate
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.engine.options import Options
 from lightning_muon.integrations.registry import fabric_strategy as fabric_strategy_class
 from lightning_muon.optim.matrix_step import MatrixStep
@@ -134,7 +135,8 @@ def test_all_frameworks_give_the_same_weights(gloo: ProcessPool) -> None:
     start = whole_weights(causal_lm())
     assert min((expected[name] - start[name]).abs().max() for name in start) > 0.01
     for name, weights in gloo.run(_weights_of_all, timeout=150)[0].items():
-        assert max_difference(weights, expected) < 1e-6, name
+        # Sums in another order, of steps that are as many times as long as AdamW's.
+        assert max_difference(weights, expected) < 1e-6 * MEASURED_MUON_LR_FACTOR, name
 
 
 _ACTS, _DOES_NOT_ACT = 1e-3, 1e9
