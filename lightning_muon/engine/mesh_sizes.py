@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
 
 from lightning_muon.compat.torch import inherit_timeout
 from lightning_muon.config import check_whole
@@ -18,12 +20,30 @@ Size = int | Literal["auto"]
 _NUM_PROCESSES = "the number of processes (devices and num_nodes of a Trainer or Fabric, --num-processes of a launcher)"
 
 
+class UserMesh(DeviceMesh):
+    """``LightningModule.device_mesh``: its parts also by the names of Lightning's ``ModelParallelStrategy``."""
+
+    lightning_parts: Mapping[str, DeviceMesh]
+
+    @override
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        # Torch looks for flattened axes in the mesh that this one is cut from only, and wants to give that up.
+        part = self.lightning_parts.get(mesh_dim_names) if isinstance(mesh_dim_names, str) else None
+        return super().__getitem__(mesh_dim_names) if part is None else part
+
+    @override
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        part = self.lightning_parts.get(mesh_dim) if isinstance(mesh_dim, str) else None
+        return super().get_group(mesh_dim) if part is None else part.get_group()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Meshes:
     """The meshes of a run, seen from one rank."""
 
     # `LightningModule.device_mesh`: axes `("replicate", "shard")`, then `"context"` and `"tensor"` where larger than 1;
-    # or Lightning's `("data_parallel", "tensor_parallel")`.
+    # or Lightning's `("data_parallel", "tensor_parallel")`. By either of these names it always has a part: `data`, and
+    # the ranks of `tensor`, which may be one.
     user: DeviceMesh
     # Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard axis
     # covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
@@ -53,8 +73,8 @@ class MeshSizes:
         context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
         tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
         data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
-            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")``, so that a ``configure_model``
-            written for that strategy finds them; also if ``tensor_parallel_size`` alone is given, and more than 1.
+            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")`` only; also if
+            ``tensor_parallel_size`` alone is given, and more than 1.
         tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
     """
 
@@ -120,14 +140,13 @@ class MeshSizes:
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
         nodes = context = None
         if self.has_lightning_names:
-            tensor_axis = "tensor_parallel"
-            user = _named_mesh(device_type, {"data_parallel": shards, tensor_axis: tensor_size})
-            data = user["data_parallel"]
+            user = _named_mesh(device_type, {"data_parallel": shards, "tensor_parallel": tensor_size})
+            data, tensor = user["data_parallel"], user["tensor_parallel"]
         else:
-            tensor_axis = "tensor"
             axes = {"replicate": replicas, "shard": shards}
             axes |= {"context": context_size} if context_size > 1 else {}
-            user = outer = _named_mesh(device_type, axes | ({"tensor": tensor_size} if tensor_size > 1 else {}))
+            outer = _named_mesh(device_type, axes | {"tensor": tensor_size})
+            user, tensor = outer[tuple(axes)] if tensor_size == 1 else outer, outer["tensor"]
             if context_size > 1:
                 context = user["context"]
                 # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of
@@ -136,12 +155,14 @@ class MeshSizes:
                 outer = _named_mesh(device_type, flat)
             nodes = outer["replicate", "shard"]
             data = nodes if replicas > 1 else outer["shard"]
+            user.__class__ = UserMesh
+            vars(user)["lightning_parts"] = {"data_parallel": data, "tensor_parallel": tensor}
         return Meshes(
             user=user,
             data=data,
             nodes=nodes,
             context=context,
-            tensor=user[tensor_axis] if tensor_size > 1 else None,
+            tensor=tensor if tensor_size > 1 else None,
             data_rank=dist.get_rank() // (context_size * tensor_size),
             num_data_ranks=replicas * shards,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.sharding.context_parallel import split_sequence
@@ -29,7 +30,13 @@ from tests.support.processes import ProcessPool
 
 
 def _train(
-    package: str, options: dict[str, Any], *, num_data_ranks: int, tokens: bool = False, **kwargs: Any
+    package: str,
+    options: dict[str, Any],
+    *,
+    num_data_ranks: int,
+    tokens: bool = False,
+    by_lightning: bool = False,
+    **kwargs: Any,
 ) -> tuple[dict[str, Tensor], int]:
     """Weights after two epochs, and how many samples this rank has seen."""
     pl = load(package)
@@ -49,10 +56,12 @@ def _train(
     def configure_model(self: Any) -> None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in self.network.blocks:
-            parallelize_module(block, self.device_mesh["tensor"], plan)
+            parallelize_module(block, self.device_mesh["tensor_parallel" if by_lightning else "tensor"], plan)
+            if by_lightning:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
 
     type(model).training_step = training_step
-    if "tensor_size" in options:
+    if "tensor_size" in options or by_lightning:
         type(model).configure_model = configure_model
     del type(model).on_train_batch_end
     strategy = strategy_class(package)(optimizer=EXACT, loss_scaling="tokens" if tokens else "mean", **options)
@@ -79,6 +88,17 @@ def test_weights_are_those_of_one_process(
     results = gloo.run(_train, PACKAGES[0], options, num_data_ranks=num_data_ranks, world_size=4, **kwargs)
     assert max_difference(results[0][0], expected) < 5e-6
     assert [seen for _, seen in results] == [num_samples // num_data_ranks] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "num_data_ranks"), [({}, 4), ({"tensor_size": 2, "replicate_size": 2}, 2)], ids=str
+)
+def test_a_configure_model_for_lightnings_strategy_runs(gloo: ProcessPool, options: Any, num_data_ranks: int) -> None:
+    kwargs = {"gradient_clip_val": 0.3}
+    expected, _ = gloo.run(_train, PACKAGES[0], {}, num_data_ranks=1, world_size=1, **kwargs)[0]
+    kwargs |= {"num_data_ranks": num_data_ranks, "by_lightning": True}
+    weights, _ = gloo.run(_train, PACKAGES[0], options, world_size=4, **kwargs)[0]
+    assert max_difference(weights, expected) < 5e-6
 
 
 def _from_meta(package: str, directory: str, resume: str | None) -> dict[str, Tensor]:

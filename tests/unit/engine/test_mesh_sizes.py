@@ -85,6 +85,11 @@ def _describe(mesh: DeviceMesh | None) -> Any:
 def _meshes(**sizes: int) -> dict[str, Any]:
     meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "nodes", "context", "tensor")}
+    # By Lightning's names a part is found whatever the sizes are.
+    assert meshes.user["data_parallel"] == meshes.data
+    tensor, num_tensor = meshes.user["tensor_parallel"], 1 if meshes.tensor is None else meshes.tensor.size()
+    assert tensor.mesh.tolist() == (found["tensor"] or (None, [dist.get_rank()]))[1]
+    assert meshes.user.get_local_rank("tensor_parallel") == dist.get_rank() % num_tensor
     return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
 
 
