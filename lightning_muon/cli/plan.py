@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -28,21 +27,13 @@ from lightning_muon.cli.plan_model import (
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_strategies import (
-    GRID,
-    MOST_RANKS_IN_FULL,
-    PIPELINE,
-    CompareOptions,
-    Outcome,
-    choice_of,
-    compare_strategies,
-)
+from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
 from lightning_muon.params.routing import route_of, routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.draw import draw_timelines, rows_shown
 from lightning_muon.schedule.estimates import shard_exchanges
 from lightning_muon.schedule.shapes import ModelShapes, write_shapes
 
@@ -63,26 +54,19 @@ def _positive(text: str) -> float:
 
 def _fused(text: str) -> tuple[str, tuple[int, ...]]:
     pattern, _, sizes = text.rpartition("=")
-    try:
-        parts = tuple(int(size) for size in sizes.split(","))
-    except ValueError:
-        parts = ()
-    if not pattern or not parts:
+    if not pattern:
         raise ArgumentTypeError(f"{text!r} is not PATTERN=NUMBER or PATTERN=SIZE,SIZE,...")
-    return pattern, parts
+    return pattern, tuple(map(count, sizes.split(",")))
 
 
 # Options that take one value: name, what it is called, its type, and what it means.
-_SHAPE_OPTIONS = (
+_OPTIONS = (
     ("--stack-shard-dim", "DIM", int, "dimension along which stacks of experts are cut (0)"),
     ("--ns-steps", "N", count, "Newton-Schulz iterations (the config's, or 5)"),
     ("--wire-bytes", "N", count, "bytes of an element that travels (by the config's dtypes, or 2)"),
     ("--chunk-bytes", "N", count, "of what a rank owns of a bucket (the config's)"),
     ("--look-ahead", "N", count, "buckets on their way at a time (the config's)"),
-    ("--buffer-bytes", "N", count, "bound of a rank's buffers"),
     ("--write-shapes", "FILE.json", Path, "save the shapes of the model"),
-)
-_MACHINE_OPTIONS = (
     ("--node-ranks", "N", count, "ranks of a node, for sharding=zero2 (8)"),
     ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
     ("--flops", "X", _positive, "FLOP/s of Newton-Schulz"),
@@ -102,30 +86,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser)
-    for name, metavar, kind, text in _SHAPE_OPTIONS:
-        add(name, metavar=metavar, type=kind, help=text)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
     add("--json", action="store_true", help="print everything as JSON instead of text")
     add("--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf")
     add("--machine", choices=sorted(PRESETS), help=_MACHINE_HELP)
     add("--calibrate", action="store_true", help=_CALIBRATE_HELP)
-    for name, metavar, kind, text in _MACHINE_OPTIONS:
+    for name, metavar, kind, text in _OPTIONS:
         add(name, metavar=metavar, type=kind, help=text)
 
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
-    was_collecting = gc.isenabled()
-    gc.disable()  # A plan of thousands of ranks has millions of objects without cycles: a third of the time.
-    try:
-        _plan(arguments)
-    finally:
-        if was_collecting:
-            gc.enable()
-
-
-def _plan(arguments: Namespace) -> None:
     planned = read_model(arguments)
     if arguments.config is None:
         arguments.shard_size = arguments.shard_size or 8
@@ -141,18 +113,18 @@ def _plan(arguments: Namespace) -> None:
     mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
     if mesh.size > MOST_RANKS:
         raise ValueError(f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}")
-    options = _options(arguments, planned, model, mesh)
+    setting = _setting(arguments, planned, model, mesh)
     links, zero2, choice, outcomes = None, [], None, []
     if flexdemo is not None:
         links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
         if flexdemo.base == "muon":
             # Nodes do not share matrices: every one of them divides all among its own ranks.
-            outcomes = compare_strategies(model, mesh._replace(replicate=1), options)
+            outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
     else:
-        outcomes = compare_strategies(model, mesh, options)
-        zero2 = zero2_ways(model, mesh, options.cost, node_ranks=arguments.node_ranks or 8)
+        outcomes = compare_strategies(setting)
+        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or 8)
         if arguments.config is not None:
-            choice = choice_of(planned.optimizer, model, mesh, options)
+            choice = choice_of(setting)
     if arguments.draw and not outcomes:
         raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     title = f"{model.name} on {mesh.replicate} x {mesh.shard} ranks"
@@ -164,7 +136,12 @@ def _plan(arguments: Namespace) -> None:
     plan = {
         "model": {"name": model.name, "source": model.source, "parameters": parameters, "matrices": matrices},
         "mesh": {**mesh._asdict(), "ranks": mesh.size},
-        "options": asdict(options),
+        "options": {
+            **vars(setting.config),
+            "wire_itemsize": setting.wire_itemsize,
+            "machine": setting.machine,
+            "cost": asdict(setting.cost),
+        },
         "config": choice,
         "flexdemo": links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
@@ -175,16 +152,16 @@ def _plan(arguments: Namespace) -> None:
         return
     console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     console.print(f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)")
-    for heading, body in _report(plan, model, outcomes, flexdemo):
+    for heading, body in _report(plan, setting, outcomes, flexdemo):
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
 
 
-def _options(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> CompareOptions:
+def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> Setting:
     """The file's options and machine, with those of the command line in their place."""
     machine = arguments.machine or planned.machine
-    cost, optimizer = PRESETS[machine], planned.optimizer
+    cost, config = PRESETS[machine], planned.optimizer
     if arguments.calibrate:
         machine, num_cores = "measured", os.cpu_count() or 1
         if mesh.size > 4 * num_cores:
@@ -201,13 +178,13 @@ def _options(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
             raise ValueError(f"{arguments.cost}: {error}") from error
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
     latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
-    wire_dtype = optimizer.wire_dtype if optimizer.wire_dtype != "auto" else optimizer.compute_dtype
-    return CompareOptions(
-        ns_steps=arguments.ns_steps or optimizer.ns_steps,
+    wire_dtype = config.wire_dtype if config.wire_dtype != "auto" else config.compute_dtype
+    asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
+    return Setting(
+        model=model,
+        mesh=mesh,
+        config=replace(config, **{key: value for key, value in asked.items() if value is not None}),
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
-        chunk_bytes=arguments.chunk_bytes or optimizer.chunk_bytes,
-        look_ahead=arguments.look_ahead or optimizer.look_ahead,
-        buffer_bytes=arguments.buffer_bytes,
         machine=machine,
         cost=replace(
             cost,
@@ -219,100 +196,76 @@ def _options(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
     )
 
 
-def zero2_ways(model: ModelShapes, mesh: Mesh, cost: CostModel, *, node_ranks: int) -> list[dict[str, Any]]:
+def zero2_ways(setting: Setting, *, node_ranks: int) -> list[dict[str, Any]]:
     """The ways of ZeRO-2's gradients and values, for JSON; nothing where every replica lies on one node.
 
     Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
     """
+    mesh, trained = setting.mesh, [each for each in setting.model.parameters if not each.frozen]
     starts = range(0, mesh.size, mesh.shard)
     nodes = [[rank // node_ranks for rank in range(first, first + mesh.shard)] for first in starts]
-    num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in model.parameters if not each.frozen)
-    if all(len(set(replica)) == 1 for replica in nodes) or not num_bytes:
+    num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in trained)
+    if all(len(set(replica)) == 1 for replica in nodes):
         return []
-    ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
+    ways = shard_exchanges(nodes, num_bytes, setting.cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
     chosen = min(ways, key=lambda way: way.seconds)
-    found = [{"way": "hierarchical" if way.grid else "direct", "is_chosen": way is chosen, **vars(way)} for way in ways]
-    return [{key: value for key, value in way.items() if key != "grid"} for way in found]
+    return [
+        {
+            "way": "hierarchical" if way.grid else "direct",
+            "is_chosen": way is chosen,
+            **{key: getattr(way, key) for key in ("bucket_bytes", "node_bytes", "seconds")},
+        }
+        for way in ways
+    ]
 
 
 def _report(
-    plan: Mapping[str, Any], model: ModelShapes, outcomes: Sequence[Outcome], flexdemo: FlexDeMoConfig | None
+    plan: Mapping[str, Any], setting: Setting, outcomes: Sequence[Outcome], flexdemo: FlexDeMoConfig | None
 ) -> Iterator[tuple[str, list[RenderableType]]]:
     """Title and content of each section."""
+    model = setting.model
     if model.source:
         yield "", [f"shapes from {model.source}"]
     if outcomes:
         pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
-        yield "", _settings(plan["options"], pipeline)
+        yield "", _head(setting, pipeline)
         rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
         header, *lines = routing_rows(rows)
         yield "Parameters", [table(header, lines, left=range(len(header))), "", *routing_totals(rows)]
     if plan["flexdemo"] and flexdemo:
         yield "FlexDeMo: what nodes send each other, one step", slow_links_report(plan["flexdemo"], flexdemo)
     if outcomes:
-        yield "Load of Newton-Schulz", _balance(outcomes)
         yield f"Owners ({PIPELINE})", [_owners(pipeline)]
         yield "Bytes on the wire, one step", [_bytes(outcomes)]
         yield "Predicted timeline, without backward", _timelines(outcomes, plan["config"])
-        notes = [f"{each.name}: {each.numbers['note']}" for each in outcomes if each.numbers["note"]]
-        idle = outcomes[-1].numbers["load"]["ranks_without_matrix"]
-        if idle:
-            notes.append(
-                f"{len(outcomes[-1].specs)} matrices on {len(outcomes[-1].plan.flops)} ranks: {idle} ranks "
-                "own nothing. Divide fused weights (--fused 'PATTERN=3') where the parts are matrices of their own."
-            )
-        if notes:
-            yield "Notes", [*notes]
     if plan["zero2"]:
         yield "Gradients and values with sharding=zero2, one step", _zero2(plan["zero2"])
 
 
-def _settings(options: Mapping[str, Any], pipeline: Outcome) -> list[RenderableType]:
-    cost, bucket_bytes = options["cost"], pipeline.numbers["bucket_bytes"]
-    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost["bandwidth"])
-    latencies = ", ".join(f"{1e6 * each:g}" for each in cost["latency_seconds"])
+def _head(setting: Setting, pipeline: Outcome) -> list[RenderableType]:
+    cost, config, bucket_bytes = setting.cost, setting.config, pipeline.numbers["bucket_bytes"]
+    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
+    latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
     return [
-        f"machine {options['machine']}: {cost['flops_per_second'] / 1e12:g} TFLOP/s, links {links} (latency "
-        f"{latencies} us), memory {cost['memory_bytes_per_second'] / 1e9:g} GB/s, {1e6 * cost['op_seconds']:g} us per "
-        "op",
-        f"{options['ns_steps']} Newton-Schulz steps, {options['wire_itemsize']} bytes per element on the wire, buckets "
-        f"of {options['chunk_bytes'] / _MIB:g} MiB per rank, look-ahead {options['look_ahead']}",
+        f"machine {setting.machine}: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), "
+        f"memory {cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
+        f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
+        f"{config.chunk_bytes / _MIB:g} MiB per rank, look-ahead {config.look_ahead}",
         f"buckets of {PIPELINE}, which have at least one matrix per rank: {bucket_bytes['mean'] / _MIB:,.1f} MiB per "
         f"owner on average, {bucket_bytes['max'] / _MIB:,.1f} MiB at most",
     ]
 
 
-def _balance(outcomes: Sequence[Outcome]) -> list[RenderableType]:
-    rows = [
-        (
-            outcome.name,
-            *(f"{load[key] / 1e12:.3f}" for key in ("max_flops", "mean_flops", "bound_flops")),
-            *(f"{load[key]:.3f}" for key in ("max_over_mean", "max_over_bound")),
-            str(load["ranks_without_matrix"]),
-        )
-        for outcome in outcomes
-        for load in [outcome.numbers["load"]]
-    ]
-    header = ("strategy", "busiest TFLOP", "mean", "lower bound", "max / mean", "max / bound", "ranks with nothing")
-    bound = "The lower bound is the mean load, the dearest matrix, or what cannot leave its rank, whichever is more."
-    return [table(header, rows), bound]
-
-
 def _owners(outcome: Outcome) -> RenderableType:
-    loads, specs = outcome.plan.flops, outcome.specs
-    mean = outcome.numbers["load"]["mean_flops"]
-    labels = {rank: str(rank) for rank in range(len(loads))}
-    if len(loads) > MOST_RANKS_IN_FULL:
-        ordered = sorted(labels, key=lambda rank: (-loads[rank], rank))
-        chosen = {"busiest": ordered[0], "median": ordered[len(ordered) // 2], "idlest": ordered[-1]}
-        labels = {rank: f"{what} ({rank})" for what, rank in chosen.items()}
+    loads = outcome.plan.flops
     rows: list[tuple[str, ...]] = []
-    for rank, label in labels.items():
-        owned = [spec for spec, owners in zip(specs, outcome.plan.owners, strict=True) if rank in owners]
+    for rank, label in rows_shown(outcome.timeline).items():
+        owned = [spec for spec, owners in zip(outcome.specs, outcome.plan.owners, strict=True) if rank in owners]
         shapes = Counter((spec.rows, spec.cols) for spec in owned)
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
-        load = loads[rank]
-        rows.append((label, str(len(owned)), f"{load / 1e12:.3f}", f"{load / mean:.3f}", text or "nothing"))
+        mean = loads[rank] * len(loads) / sum(loads)
+        label = label.replace("\n", " ")
+        rows.append((label, str(len(owned)), f"{loads[rank] / 1e12:.3f}", f"{mean:.3f}", text or "nothing"))
     return table(("rank", "matrices", "TFLOP", "/ mean", "shapes"), rows, left=(0, 4))
 
 
@@ -323,44 +276,44 @@ def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
             each["direction"],
             each["axis"],
             f"{each['most'] / _MIB:,.1f}",
-            f"{each['total'] / len(outcome.plan.flops) / _MIB:,.1f}",
-            f"{each['floor'] / len(outcome.plan.flops) / _MIB:,.1f}",
-            f"{each['total'] / each['floor']:.3f}" if each["floor"] else "-",
+            *(f"{each[key] / len(outcome.plan.flops) / _MIB:,.1f}" for key in ("total", "floor")),
         )
         for outcome in outcomes
         for each in outcome.numbers["bytes"]
     ]
-    header = ("strategy", "direction", "axis", "busiest MiB", "mean MiB", "floor MiB", "/ floor")
+    header = ("strategy", "direction", "axis", "busiest MiB", "mean MiB", "floor MiB")
     return table(header, rows, left=(0, 1, 2)) if rows else "Nothing travels."
 
 
 def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:
-    best = min(outcome.numbers["makespan_seconds"] for outcome in outcomes)
     rows = [
         (
             f"{outcome.name} *" if choice is not None and outcome.name == choice["row"] else outcome.name,
             f"{1e3 * found['makespan_seconds']:,.2f}",
-            f"{found['makespan_seconds'] / best:.2f}" if best else "-",
-            *(f"{found[key]:.1%}" for key in ("idle", "idle_of_idlest", "hidden")),
-            f"{1e3 * found['exposed_seconds_of_worst']:,.2f}",
+            f"{found['load']['max_over_bound']:.3f}",
+            str(found["load"]["ranks_without_matrix"]),
+            *(f"{found[key]:.1%}" for key in ("idle", "hidden")),
             f"{found['peak_buffer_bytes'] / _MIB:,.0f}",
             str(found["num_buckets"]),
         )
         for outcome in outcomes
         for found in [outcome.numbers]
     ]
-    header = ("strategy", "step ms", "/ best", "idle", "idlest", "hidden", "exposed ms", "buffers MiB", "buckets")
-    working = max(outcome.numbers["newton_schulz_bytes"] for outcome in outcomes)
+    header = ("strategy", "step ms", "load / bound", "own nothing", "idle", "hidden", "buffers MiB", "buckets")
+    last = outcomes[-1].numbers
     caption = [
+        "load: FLOPs of the busiest rank; bound: the mean, the dearest matrix, or what cannot leave its rank.",
         "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
-        f"buffers: without the working memory of Newton-Schulz, {working / _MIB:,.0f} MiB for the dearest matrix in 16 "
-        "bits.",
+        f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
+        "dearest matrix in 16 bits.",
     ]
-    caption += [
-        f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}."
-        for outcome in outcomes
-        if outcome.name in (PIPELINE, GRID) and outcome.early is not None
-    ]
+    for outcome in outcomes:
+        if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
+            caption.append(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.")
+        if outcome.numbers["note"]:
+            caption.append(f"{outcome.name}: {outcome.numbers['note']}.")
+    if last["load"]["ranks_without_matrix"]:
+        caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
     if choice is not None:
         shared = "no replicas"
         if choice["num_shared"] is not None:

@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, from_arguments
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import check_keys, read_yaml
@@ -46,9 +46,8 @@ class PlannedModel:
     """What a YAML file says of a training, or what there is in its place."""
 
     shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
-    optimizer: MuonConfig = field(
-        default_factory=MuonConfig
-    )  # Of the strategy; what FlexDeMo shares with ParallelMuon.
+    # Of the strategy, or what FlexDeMo shares with ParallelMuon.
+    optimizer: MuonConfig = field(default_factory=MuonConfig)
     replicate: int | None = None  # Replicas that the file asks for, if it does; so is the next one.
     shard: int | None = None
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
@@ -135,7 +134,9 @@ def read_config(path: Path) -> PlannedModel:
     options = Options.from_mapping(given, source=str(path))
     config = FlexDeMoConfig() if strategy == "flexdemo" else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
-    optimizer = config if isinstance(config, MuonConfig) else muon_part(config)
+    # What FlexDeMo shares with ParallelMuon, but for its `chunk_bytes`, of the buckets that travel between nodes.
+    shared = vars(config) if flexdemo is None else {**vars(config), "chunk_bytes": MuonConfig.chunk_bytes}
+    optimizer = from_arguments(MuonConfig, shared)
     # As far as the file determines the mesh without looking at a machine.
     sizes, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
     found: Sequence[int | str] = (sizes.replicate_size, sizes.shard_size)
@@ -154,14 +155,6 @@ def read_config(path: Path) -> PlannedModel:
     )
 
 
-def muon_part(config: FlexDeMoConfig) -> MuonConfig:
-    """The options that FlexDeMo and ParallelMuon share: patterns, fused weights, Newton-Schulz."""
-    shared = {each.name for each in fields(MuonConfig)} & {each.name for each in fields(FlexDeMoConfig)}
-    # FlexDeMo's is of the buckets that travel between nodes.
-    taken = {name: getattr(config, name) for name in shared - {"chunk_bytes"}}
-    return MuonConfig(**taken, dedupe="never")
-
-
 def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:
     """Divide the weights whose names match a shell pattern into parts of these sizes, or into one number of parts."""
     parameters = list(model.parameters)
@@ -172,12 +165,8 @@ def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelS
         if not matched:
             raise ValueError(f"fused pattern {pattern!r} matches no matrix of {model.name}")
         for i in matched:
-            weight, sizes = parameters[i], tuple(parts)
-            if len(parts) == 1:
-                (number,) = parts
-                if number < 1 or weight.shape[0] % number:
-                    raise ValueError(f"{weight.name} {weight.shape} cannot be divided into {number} equal parts")
-                sizes = (weight.shape[0] // number,) * number
+            weight = parameters[i]
+            sizes = tuple(parts) if len(parts) > 1 else (weight.shape[0] // parts[0],) * parts[0]
             reason = f"{weight.reason}, {len(sizes)} fused"
             parameters[i] = replace(weight, splits=sizes, split_dim=0, reason=reason)
     return replace(model, parameters=tuple(parameters))
@@ -204,14 +193,14 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
         except (ValueError, SyntaxError):
             values[key] = text
     known = {kind.__name__: kind for kind in _REPLICATORS}
-    name = str(values.pop("replicator", type(base.replicator).__name__))
-    check_keys([name], list(known), where="--flexdemo replicator")
-    own = [each.name for each in fields(known[name])]
+    kind: Any = type(base.replicator)
+    if "replicator" in values:
+        known = {each.__name__: each for each in _REPLICATORS}
+        check_keys([values["replicator"]], list(known), where="--flexdemo replicator")
+        kind = known[values.pop("replicator")]
+    own = [each.name for each in fields(kind)]
     check_keys(values, ("replicator", *_KEYS, *own), where="--flexdemo")
     options = {key: values.pop(key) for key in own if key in values}
-    is_named = any(word.startswith("replicator=") for word in words)
-    try:
-        replicator = known[name](**options) if is_named else replace(cast(Any, base.replicator), **options)
-    except TypeError as error:
-        raise ValueError(f"--flexdemo replicator={name}: {error}; its options are {', '.join(own)}") from error
+    is_same = kind is type(base.replicator)
+    replicator = replace(cast(Any, base.replicator), **options) if is_same else kind(**options)
     return replace(base, replicator=replicator, **values)

@@ -58,25 +58,19 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     plan = _plan(
         capsys,
         *("--shapes", "t5-small", "--replicate-size", "2", "--shard-size", "2", "--ns-steps", "4", "--wire-bytes", "4"),
-        *("--chunk-bytes", "1000000", "--look-ahead", "4", "--buffer-bytes", "1000000000"),
+        *("--chunk-bytes", "1000000", "--look-ahead", "4"),
         *("--cost", str(tmp_path / "cost.json"), "--inter-bandwidth", "5e8", "--latency", "1e-3"),
         *("--memory-bandwidth", "2e11", "--fused", "*SelfAttention.q.weight=8", "--fused", "*wi.weight=1024,1024"),
     )
-    assert plan["options"] == {
-        "ns_steps": 4,
-        "wire_itemsize": 4,
-        "chunk_bytes": 1_000_000,
-        "look_ahead": 4,
-        "buffer_bytes": 10**9,
-        "machine": str(tmp_path / "cost.json"),
-        "cost": {
-            "flops_per_second": 1e12,
-            "memory_bytes_per_second": 2e11,
-            "bandwidth": [1e9, 5e8],
-            "op_seconds": 0.0,
-            "latency_seconds": [1e-3],
-        },
+    machine = {
+        "flops_per_second": 1e12,
+        "memory_bytes_per_second": 2e11,
+        "bandwidth": [1e9, 5e8],
+        "op_seconds": 0.0,
+        "latency_seconds": [1e-3],
     }
+    expected = {"ns_steps": 4, "chunk_bytes": 1_000_000, "look_ahead": 4, "wire_itemsize": 4, "cost": machine}
+    assert plan["options"].items() >= expected.items() and plan["options"]["machine"].endswith("cost.json")
     assert len(plan["model"]["matrices"]) == 96 + 12 * 7 + 12
     assert "lpt+pipeline, owner grid" in plan["strategies"]
     # Older spellings of the sizes.
@@ -198,7 +192,7 @@ def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.Capture
     assert plan["strategies"] == alone["strategies"] and alone["flexdemo"] is None
     main(["plan", *arguments])
     text = capsys.readouterr().out
-    assert text.index("Parameters\n") < text.index("FlexDeMo:") < text.index("Load of Newton-Schulz")
+    assert text.index("Parameters\n") < text.index("FlexDeMo:") < text.index("Owners")
 
 
 @pytest.mark.parametrize(
