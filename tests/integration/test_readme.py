@@ -1,41 +1,114 @@
-"""The programs in README.md, in docs/ and in docstrings run as they stand."""
+"""What README and the pages show runs as it stands: programs, files of options, commands, examples of docstrings."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
+from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from torch import nn
 
 import lightning_muon
 from lightning_muon import FlexDeMo, Options, ParallelMuon, full_state_dict
+from lightning_muon.cli.launch import split_config
+from lightning_muon.cli.main import main
+from lightning_muon.schedule.shapes import read_shapes
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment, run_program
 
+PAGES = ["README.md", "examples/README.md"]
+PAGES += sorted(str(path.relative_to(ROOT)) for folder in ("docs", "recipes/*") for path in ROOT.glob(f"{folder}/*.md"))
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n\n?)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
-def _block(word: str, page: str = "README.md") -> str:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    (found,) = [block for block in blocks if word in block]
+
+class Snippet(NamedTuple):
+    name: str  # page:line
+    language: str
+    note: str  # Of a comment right above it: "ranks: 4", or "not run: ..." with the reason.
+    text: str
+
+
+def _snippets(page: str) -> list[Snippet]:
+    text = (ROOT / page).read_text()
+    return [
+        Snippet(
+            f"{page}:{text.count(chr(10), 0, found.start('text'))}",
+            found["language"],
+            found["note"] or "",
+            found["text"],
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+SNIPPETS = [snippet for page in PAGES for snippet in _snippets(page)]
+
+
+def _of(*languages: str) -> list[Any]:
+    return [pytest.param(each, id=each.name) for each in SNIPPETS if each.language in languages]
+
+
+def _program(word: str) -> str:
+    (found,) = {each.text for each in SNIPPETS if each.language == "python" and word in each.text}
     return found
+
+
+# What stands in README.md for the reader's own program and machines.
+_OF_THE_READER = {
+    "import lightning as L\n": "import lightning as L\nfrom lightning.pytorch.demos.boring_classes import *\n",
+    "MyLightningModule()": "BoringModel()",
+    "datamodule)": "BoringDataModule())",
+    "devices=8, num_nodes=2": 'accelerator="cpu", devices=2, max_steps=3',
+}
+# What a program with these words prints.
+_PRINTED = {
+    "MyLightningModule()": "Optimizer: SGD, kept",
+    "print(trained.summary())": "Muon: 2 tensors, 32,768 parameters (20.2%)",
+    "DCTTopK(top_k=8)), replicate_size=2)": "2 nodes",
+    "replicator=DCTTopK(top_k=8), mesh=mesh": "2 nodes",
+}
+
+
+@pytest.mark.parametrize("snippet", _of("python"))
+def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
+    if snippet.note.startswith("not run: "):
+        pytest.skip(snippet.note)
+    program = snippet.text
+    if "MyLightningModule" in program:
+        for old, new in _OF_THE_READER.items():
+            program = program.replace(old, new)
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    ranks = re.fullmatch(r"ranks: (\d+)", snippet.note)
+    output = run_program(script, directory=tmp_path, num_ranks=int(ranks[1]) if ranks else 2)
+    assert "returned a view tensor" not in output
+    assert all(text in output for word, text in _PRINTED.items() if word in snippet.text), output
 
 
 @pytest.mark.timeout(120)
 def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(_block("init_process_group"))
+    script.write_text(_program("def train(model, batches)"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     result = subprocess.run(command, cwd=ROOT, env=program_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "Muon: 2 tensors, 32,768 parameters (20.2%)" in result.stdout
     assert (ROOT / "examples" / "plain_loop.py").read_text().endswith(script.read_text())
 
 
@@ -76,62 +149,112 @@ def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> N
     assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
-def test_the_plain_loop_with_a_replicator_of_ones_own_runs(tmp_path: Path) -> None:
-    page = "docs/flexdemo.md"
-    loop = _block("init_process_group", page)
+def test_a_replicator_of_ones_own_runs_on_two_nodes(tmp_path: Path) -> None:
+    loop = _program("init_process_group()\nnodes,")
     ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")
     assert ours != loop
-    for name, program in (("loop", loop), ("own", _block("class Largest", page) + ours)):
-        script = tmp_path / f"{name}.py"
-        script.write_text(program)
-        assert "2 nodes" in run_program(script, directory=ROOT, num_ranks=2)
+    script = tmp_path / "own.py"
+    script.write_text(_program("class Largest") + ours)
+    assert "2 nodes" in run_program(script, directory=tmp_path, num_ranks=2)
 
 
-_AROUND_A_MODE = """
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
-torch.distributed.init_process_group()
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-
-class Model(nn.Sequential):
-    def forward(self, batch):
-        return super().forward(batch).square().mean()
-
-model = Model(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
-loader = torch.randn(5, 2, 4, 6)
-{loop}
+_CHECK = """
 weights = [getattr(weight, "full_tensor", lambda: weight)() for weight in model.parameters()]
 everyone = [None, None]
 torch.distributed.all_gather_object(everyone, weights)
 assert all(map(torch.equal, *everyone))
-torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
-def test_a_mode_trains_without_lightning(tmp_path: Path, name: str) -> None:
-    loop = _block("make_mode", "docs/gradients.md").replace('"zero2"', repr(name))
+def test_a_mode_gives_all_ranks_the_same_weights(tmp_path: Path, name: str) -> None:
+    loop, last, _ = _program("make_mode(").partition("torch.distributed.destroy_process_group()")
     script = tmp_path / "train.py"
-    script.write_text(_AROUND_A_MODE.replace("{loop}", loop))
-    run_program(script, directory=ROOT, num_ranks=2)
+    script.write_text(loop.replace('"zero2"', repr(name)) + _CHECK + last)
+    run_program(script, directory=tmp_path, num_ranks=2)
 
 
-def test_the_one_line_trains_a_lightning_program(tmp_path: Path) -> None:
-    program = """
-    import torch
-    from lightning.pytorch.demos.boring_classes import BoringModel as MyLightningModule, BoringDataModule
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")
+@pytest.mark.parametrize("snippet", _of("yaml"))
+def test_a_file_of_options_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], snippet: Snippet) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(snippet.text)
+    content = yaml.safe_load(snippet.text)
+    if "trainer" in content:
+        _end(["fit", "--config", str(path), "--print_config"])
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["trainer"]["strategy"]["class_path"].endswith(
+            content["trainer"]["strategy"]["class_path"].split(".")[-1]
+        )
+    elif "distributed_type" in content:
+        with split_config(str(path)) as of_accelerate:  # Ours is read in there, too.
+            assert load_config_from_file(of_accelerate).num_processes == content["num_processes"]
+    else:
+        options = Options.from_file(path)
+        assert all(getattr(options, name) != getattr(Options(), name) for name in content)
 
-    {lines}
-    """
-    lines = _block('strategy="parallel_muon"').replace(
-        "devices=8, num_nodes=2,", 'devices=2, accelerator="cpu", max_steps=3,'
-    )
-    lines = lines.replace("datamodule)", "BoringDataModule())")
-    script = tmp_path / "fit.py"
-    script.write_text(textwrap.dedent(program).format(lines=lines))
-    assert "Optimizer: SGD, kept" in run_program(script, directory=tmp_path, num_ranks=2)
+
+@pytest.mark.parametrize("snippet", _of("json"))
+def test_a_list_of_shapes_is_read(tmp_path: Path, snippet: Snippet) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(snippet.text)
+    assert read_shapes(path).parameters
+
+
+def _commands() -> list[Any]:
+    shells = [each.text.replace("\\\n", " ") for each in SNIPPETS if each.language in ("", "bash", "shell")]
+    lines = [line for text in shells for line in text.splitlines()]
+    for page in PAGES:
+        lines += re.findall(r"`(lightning-muon [^`]+)`", (ROOT / page).read_text())
+    pattern = re.compile(r"(lightning-muon|python|torchrun|accelerate|make) ")
+    commands = dict.fromkeys(" ".join(shlex.split(line, comments=True)) for line in lines if pattern.match(line))
+    return [pytest.param(line, id=line[:60]) for line in commands]
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")
+@pytest.mark.parametrize("line", _commands())
+def test_a_command_of_a_page_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    program, *words = line.split()
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[0] in targets
+    elif program != "lightning-muon":
+        for before, word in zip([program, *words], words, strict=False):
+            if before == "-m":
+                assert importlib.util.find_spec(word)
+            elif word.endswith((".py", ".yaml")) or "/" in word:
+                assert (ROOT / word).exists() or "outputs/" in word
+    else:
+        for name in ("recipes", "examples"):
+            (tmp_path / name).symlink_to(ROOT / name)
+        monkeypatch.chdir(tmp_path)
+        _check_command(*words)
+
+
+def _check_command(name: str, *words: str) -> None:
+    """Run what takes seconds and needs no files of the reader; parse the rest."""
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if name == "--help":
+        _end([name])
+    elif name in ("fit", "validate", "test", "predict"):
+        config = str(ROOT / "recipes" / "t5_summarization" / "demo.yaml")
+        _end([name, *(config if word == "FILE.yaml" else word for word in words), "--print_config"])
+    elif name == "launch":
+        assert set(options) - {"--its", "--arguments"} <= set(launch_command_parser()._option_string_actions)
+    elif name in ("plan", "config") and ("--shapes" in words or "--config" in words or "--output" in words):
+        main([name, *words])
+    else:
+        parser = ArgumentParser()
+        import_module(f"lightning_muon.cli.{name}").add_arguments(parser)
+        assert set(options) <= set(parser._option_string_actions)
+        if {"--shapes", "--config", "DIR"} & set(words):
+            parser.parse_args(words)
+
+
+def _end(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(words)
+    assert not ending.value.code
 
 
 @pytest.mark.parametrize("documented", [ParallelMuon, FlexDeMo, Options])
