@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,14 +23,24 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import collective_counts, default_store, process_groups
+from lightning_muon.monitor.processes import (
+    TORCH_DISTRIBUTED,
+    describe_process,
+    is_gone,
+    process_on_this_host,
+    signal_pipe,
+    standing_place,
+    waiting_place,
+)
 from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Tail
 
+_log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
+_SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
 _SHARE_OF_TIMEOUT = 0.8
-_TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
 
@@ -45,25 +57,11 @@ class Position:
     # call log counts as a group of its own.
     group: str | None
     counts: Mapping[str, int]  # Collectives launched in each process group.
+    kind: str = ""  # Name of that collective's function.
+    unit: str = ""  # The FSDP2 unit that it gathers the weights of, as part of a sentence.
+    where: str = ""  # The lines of the program that the main thread is in.
     beat: int = 0  # How often the rank has looked since it last got on.
     has_ended: bool = False  # The rank gives no more signs of life: it has left its run, or its step has raised.
-
-
-def waiting_place(thread: int) -> tuple[str, int] | None:
-    """The collective of torch.distributed in which a thread is: (name of its group, identity of the call)."""
-    frame = sys._current_frames().get(thread)
-    if frame is None or _TORCH_DISTRIBUTED not in frame.f_code.co_filename:
-        return None
-    known = frame.f_locals
-    if "group" not in known and "pg" not in known:
-        return None
-    group = known.get("group") or known.get("pg") or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        return None
-    try:
-        return group.group_name, id(frame)
-    except RuntimeError:  # It is being made, and has no name yet.
-        return None
 
 
 def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
@@ -74,23 +72,46 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
     }
     found = call_log.find_difference(lists, complete=False)
     if found is not None:
-        return found
-    for (first, a), (second, b) in combinations(sorted(positions.items()), 2):
-        if _never_meet(a, b):
-            places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
-            calls = [position.calls[1][-1] for position in (a, b) if position.calls[1]]
-            return f"The ranks wait for each other in different places: {places}. {call_log.advice(calls)}"
+        return found + _stand(positions.items())
+    for pair in combinations(sorted(positions.items()), 2):
+        (first, a), (second, b) = pair
+        if not _never_meet(a, b):
+            continue
+        for (rank, at), (other, its) in (pair, pair[::-1]):
+            if at.unit and not its.unit:
+                return (
+                    f"rank {rank} is in a forward pass that rank {other} does not make: it waits for the weights of "
+                    f"{at.unit}, which FSDP2 gathers on all ranks together. Call the model (a sample, generate, an "
+                    "evaluation) on every rank, outside of conditions such as is_global_zero, and leave only what "
+                    f"comes after it, as to print or to save, to one rank.{_stand(positions.items())}"
+                )
+        places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
+        calls = [position.calls[1][-1] for position in (a, b) if position.calls[1]]
+        advice = call_log.advice(calls)
+        return f"The ranks wait for each other in different places: {places}. {advice}{_stand(positions.items())}"
     return None
+
+
+def _stand(positions: Iterable[tuple[int, Position]]) -> str:
+    """Where each rank is in the program, as sentences."""
+    shown = sorted((rank, at.where) for rank, at in positions if at.where)[:8]
+    return "".join(f" Rank {rank}: {where}." for rank, where in shown)
 
 
 def _never_meet(a: Position, b: Position) -> bool:
     """Whether each waits for something that the other will not launch before it."""
+    for one, other in ((a, b), (b, a)):
+        # It needs the weights of a rank that has left the run.
+        if one.unit and one.group and other.has_ended and one.counts[one.group] > other.counts.get(one.group, 0):
+            return one.step == other.step and one.beat >= 2
     # Each waits in the last collective that it has launched. Ahead in one group proves nothing: the other may be slow.
     if a.group is None or b.group is None or a.step != b.step or min(a.beat, b.beat) < 2:
         return False
     if a.group == b.group:
         if a.counts.get(a.group) != b.counts.get(a.group):
             return False
+        if a.kind != b.kind and not any(word in at.kind for at in (a, b) for word in ("send", "recv")):
+            return True
         # They have logged differently much of what they must have in common.
         if a.shard == b.shard:
             return _length(a.calls) != _length(b.calls)
@@ -106,41 +127,6 @@ def _length(calls: Tail) -> int:
 def _place(position: Position, call_log: FsdpCallLog) -> str:
     _, calls = position.calls
     return f"waits after it {call_log.text(calls[-1])}" if calls else "has run no unit in this step"
-
-
-def describe_process() -> str:
-    """The calling process, for :func:`process_on_this_host` of another one: host (empty if unknown), number, start."""
-    _, start = _state_and_start(os.getpid())
-    return f"{_host() if start else ''} {os.getpid()} {start}"
-
-
-def process_on_this_host(description: str) -> tuple[int, str] | None:
-    """Number and start time of a process that can be looked up here; never where the system has no ``/proc``."""
-    host, pid, start = description.split(" ")
-    return (int(pid), start) if host and host == _host() else None
-
-
-def is_gone(pid: int, start: str) -> bool:
-    """Whether a process of this host has ended."""
-    state, found = _state_and_start(pid)
-    # Z and X: it has ended, and its parent has not asked for its exit code yet.
-    return found != start or state in ("Z", "X")
-
-
-def _host() -> str:
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """State and start time in ticks of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0].decode(), fields[19].decode()
 
 
 class Watchdog:
@@ -170,6 +156,7 @@ class Watchdog:
         self._has_failed = False
         self._has_left = False
         self._main = threading.main_thread().ident or 0
+        self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
 
     def start(self) -> None:
         """Watch from now on. Without a process group of several ranks nothing is watched; local."""
@@ -193,11 +180,13 @@ class Watchdog:
         self._store.set(f"process{self._rank}", describe_process())
         self._store.set(f"alive{self._rank}", "starts")
         self._num_barriers = Counter({self._call_log.all_calls.name: 0, self._call_log.crossing.name: 0})
-        self._barrier: str | None = None
+        self._barrier: Barrier | None = None
         self._barrier_keys: dict[str, list[str]] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
         self._neighbours: dict[int, tuple[int, str]] | None = None
+        self._num_waits, self._warned = 0, set[str]()
         self._main = threading.get_ident()
+        self._signals = signal_pipe()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
         # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
@@ -215,6 +204,11 @@ class Watchdog:
         self._stop_watching()
         self._thread.join(timeout=2 * self._interval)
         self._thread = None
+        if self._signals is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for end in self._signals:
+                os.close(end)
+            self._signals = None
         if self._has_left:
             return
         self._has_left = True
@@ -280,6 +274,8 @@ class Watchdog:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
                 self._store.add("quiet", 1)
+        if asks and self._message:  # What the backend says of closed connections is not the reason.
+            error.args = (self._message,)
         self._stop_watching()
 
     def resume(self) -> None:
@@ -302,7 +298,7 @@ class Watchdog:
             raise RuntimeError(self._message)
         name, (arrived, everyone) = barrier.name, (f"{at} {barrier.name} {barrier[2:]}" for at in ("arrived", "all"))
         self._num_barriers[name] += 1
-        self._barrier = name
+        self._barrier = barrier
         deadline = time.monotonic() + self._timeout
         if self._store.add(arrived, 1) == len(barrier.ranks):
             self._store.set(everyone, "")
@@ -333,6 +329,7 @@ class Watchdog:
         """Body of the thread: look, and after some seconds without progress publish, compare, obey."""
         last, since, beat = None, time.monotonic(), 0
         problem: str | None = None
+        told_to_end: float | None = None
         num_looks = 0
         while not self._closed.wait(self._interval):
             now = (self._call_log.step, self._call_log.all_calls.count, waiting_place(self._main))
@@ -341,33 +338,78 @@ class Watchdog:
                 if num_looks % _LOOKS_PER_SIGN == 0:
                     self._store.set(f"alive{self._rank}", str(num_looks))
                 num_looks += 1
+                told_to_end = told_to_end or self._time_of_signal()
                 if now != last:
-                    last, since, beat, problem = now, time.monotonic(), 0, None
+                    last, since, beat, problem, told_to_end = now, time.monotonic(), 0, None, None
                 elif time.monotonic() - since >= self._patience - self._interval:
                     beat += 1
                     self._publish(beat)
                     self._look_for_dead_neighbours()
                     found = self._compare()
-                    if found is not None and found == problem:
+                    if found is not None and problem is not None:
                         self._tell(found)
                     problem = found
+                    if told_to_end is not None and time.monotonic() - told_to_end > self._patience / 2:
+                        self._end_if_all_wait()
+                    if time.monotonic() - since >= _SECONDS_TO_WARN:
+                        self._warn(int(time.monotonic() - since))
                     if self._obey():
                         return
 
     def _publish(self, beat: int) -> None:
         log, place = self._call_log, waiting_place(self._main)
+        unit, where = standing_place(self._main)
+        gathers = "" if unit is None else log.name(unit)
+        if self._barrier is not None:
+            call = self._barrier.call
+            gathers = log.name(call // 2) if call >= 0 and call % 2 == 0 else ""
+            where = f"waits for the other ranks before it {log.text(call)}, {where}"
+        elif place is not None:
+            where = f"waits in {place.kind}{' of the weights of ' * bool(gathers)}{gathers}, {where}"
+        counts = collective_counts()
+        if place != waiting_place(self._main):  # It has got on meanwhile: the counts may be those of the next one.
+            place = None
         position = Position(
             step=log.step,
             shard=log.shard_ranks[0],
             mesh=log.ranks[0],
             calls=log.all_calls.tail(),
             crossing=log.crossing.tail(),
-            group=self._barrier or (place and place[0]),
-            counts={**collective_counts(), **self._num_barriers},
+            group=self._barrier.name if self._barrier else place and place.group,
+            counts={**counts, **self._num_barriers},
+            kind="" if place is None else place.kind,
+            unit=gathers,
+            where=where,
             beat=beat,
             has_ended=self._has_left or self._has_failed,
         )
+        self._position = position
         self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
+
+    def _warn(self, seconds: int) -> None:
+        """Say once where this rank stands, if it waits for other ranks, or another one waits."""
+        waits = self._position.group is not None
+        num_waits, known = self._store.add("waits", int(waits)), self._num_waits
+        self._num_waits = num_waits
+        where = self._position.where
+        if (waits or 0 < known < num_waits) and where not in self._warned:
+            self._warned.add(where)
+            others = "" if waits else ", and others wait"
+            _log.warning("rank %d has stood in one place for %d s%s: %s", self._rank, seconds, others, where)
+
+    def _time_of_signal(self) -> float | None:
+        """Now, if SIGTERM or Ctrl-C has come; Python runs its handler when the main thread is out of a collective."""
+        with suppress(BlockingIOError):
+            if self._signals and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._signals[0], 64)):
+                return time.monotonic()
+        return None
+
+    def _end_if_all_wait(self) -> None:
+        """End the run after a signal, unless some rank does something else, as to save a checkpoint."""
+        positions = [(rank, self._read(rank)) for rank in range(self._size)]
+        found = {rank: at for rank, at in positions if at is not None}
+        if len(found) == self._size and all(at.has_ended or at.group for at in found.values()):
+            self._tell(f"rank {self._rank} was told to end by a signal, and all ranks wait.{_stand(found.items())}")
 
     def _read(self, rank: int) -> Position | None:
         key = f"position{rank}"
@@ -456,7 +498,7 @@ def _is_of_communication(error: BaseException) -> bool:
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A handle that is waited for raises where it is waited for, which may be anywhere.
-    is_in_torch = bool(files) and _TORCH_DISTRIBUTED in files[-1]
+    is_in_torch = bool(files) and TORCH_DISTRIBUTED in files[-1]
     return is_in_torch or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 

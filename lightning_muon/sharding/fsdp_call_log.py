@@ -117,11 +117,13 @@ class FsdpCallLog:
         self.all_calls = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
         self.crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
         self._names: list[tuple[str, str]] = []
+        self._numbers: dict[FSDPModule, int] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         names: dict[Any, str] = {child: name for name, child in module.named_modules()}
         for unit in fsdp_modules(module):
             places = own_places(unit)
             if places and getattr(*places[0]).device_mesh.size() == len(self.ranks):
+                self._numbers[unit] = len(self._names)
                 self._watch(unit, places[0])
                 self._names.append((names[unit], original_class(unit).__name__))  # type: ignore[arg-type]
 
@@ -194,9 +196,14 @@ class FsdpCallLog:
         """What a rank does, as part of a sentence."""
         if call is None or call < 0:
             return _TEXTS[call]
-        name, kind = self._names[call // 2]
-        unit = f"{name!r} ({kind})" if name else f"the root {kind}"
+        unit = self.name(call // 2)
         return f"enters the backward pass of {unit}" if call % 2 else f"runs {unit}"
+
+    def name(self, unit: int | FSDPModule) -> str:
+        """What a unit is called, as part of a sentence."""
+        number = unit if isinstance(unit, int) else self._numbers.get(unit)
+        name, kind = ("", original_class(unit).__name__) if number is None else self._names[number]  # type: ignore[arg-type]
+        return f"{name!r} ({kind})" if name else f"the root {kind}"
 
     def advice(self, calls: Iterable[int | None]) -> str:
         """What to do about units that only some ranks run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
+from lightning_muon.monitor import watchdog as watchdog_module
 from lightning_muon.monitor.watchdog import Watchdog, break_communication
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -85,6 +87,45 @@ def test_ranks_that_run_different_units_end_together(
 
 def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     assert gloo.run(_train, (1, 2), [BOTH, ([1], [1])], patience=0.5, sleep=0.9, world_size=2) == [2, 2]
+
+
+def _run_forward_on_one_rank() -> None:
+    """As a Trainer does: rank 0 samples between two steps, the others go on to their next collective."""
+    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    with watching(agreement.call_log, patience=SOON, interval=SOON / 8):
+        if dist.get_rank() == 0:
+            model.unshard()
+        else:
+            dist.all_reduce(torch.ones(1), group=agreement.call_log.everyone.group)
+
+
+def test_a_forward_on_one_rank_is_named_with_its_line(gloo: ProcessPool) -> None:
+    match = r"rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+test_watchdog.py:\d+ "
+    failures = gloo.expect_error_on_all_ranks(
+        _run_forward_on_one_rank, match=match, exception=RuntimeError, world_size=2
+    )
+    assert {failure.message for failure in failures.values()} == {failures[0].message}
+
+
+def _wait_until_told_to_end() -> tuple[str, list[str]]:
+    """Wait where nothing proves that nobody comes; SIGTERM has a handler, as in a Trainer."""
+    _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    records: list[logging.LogRecord] = []
+    watchdog_module._log.addFilter(records.append)  # type: ignore[arg-type]
+    watchdog_module._SECONDS_TO_WARN = 1.5
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(RuntimeError) as raised, watching(agreement.call_log, patience=SOON, interval=SOON / 8):
+        dist.recv(torch.ones(1), src=1 - dist.get_rank())
+    return str(raised.value), [record.getMessage() for record in records]
+
+
+def test_ranks_that_wait_say_where_and_end_by_sigterm(gloo: ProcessPool) -> None:
+    for rank, (error, warnings) in enumerate(gloo.run_fresh(_wait_until_told_to_end, world_size=2, timeout=30.0)):
+        assert "was told to end by a signal, and all ranks wait" in error
+        assert len(warnings) == 1
+        assert f"rank {rank} has stood in one place for 1 s: waits in recv, " in warnings[0]
+        assert "test_watchdog.py:" in warnings[0]
 
 
 def _die_on_one_rank() -> None:

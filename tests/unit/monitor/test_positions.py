@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.monitor.watchdog import (
-    Position,
+from lightning_muon.monitor.processes import (
     _state_and_start,
     describe_process,
-    find_mismatch,
     is_gone,
     process_on_this_host,
     waiting_place,
 )
+from lightning_muon.monitor.watchdog import Position, find_mismatch
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 
 A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
@@ -70,6 +69,18 @@ def at(
         pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 5}), "different places", id="one collective"),
         pytest.param(at([A], "x", {"x": 5, "y": 1}), at([], "y", {"x": 4, "y": 2}), "different places", id="crossed"),
         pytest.param(
+            at([], "x", {"x": 5}, kind="all_gather", unit="'0'"),
+            at([], "x", {"x": 5}, kind="broadcast", where="in broadcast, a.py:3"),
+            r"rank 0 is in a forward pass that rank 1 does not make: .* '0'.* Rank 1: in broadcast, a.py:3\.",
+            id="another collective",
+        ),
+        pytest.param(
+            at([], "x", {"x": 5}, unit="'0'"),
+            at([], counts={"x": 4}, beat=0, has_ended=True),
+            "rank 0 is in a forward pass that rank 1",
+            id="gathers from a rank that has left",
+        ),
+        pytest.param(
             at([B], crossing=[A_BACKWARD]),
             at([A], shard=1, crossing=[B_BACKWARD]),
             "rank 0 enters the backward pass of '0'",
@@ -95,6 +106,7 @@ def test_ranks_that_can_never_meet_are_named(
         pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 5}, beat=1), id="just arrived"),
         pytest.param(at([A], "x", {"x": 5, "y": 1}), at([], "y", {"x": 5, "y": 2}), id="one has only to go on"),
         pytest.param(at([A], "x", {"x": 5}), at([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
+        pytest.param(at([], "x", {"x": 5}, kind="send"), at([], "x", {"x": 5}, kind="recv"), id="point to point"),
         pytest.param(at([A, B]), at([B], shard=1), id="replicas that only gather"),
         pytest.param(at([A, A], "x", {"x": 5}), at([A], "x", {"x": 5}, shard=1), id="replicas in one collective"),
         pytest.param(at([B, A], skipped=9), at([A, B, B]), id="too far apart"),
@@ -107,7 +119,7 @@ def test_slow_ranks_prove_nothing(call_log: FsdpCallLog, mine: Position, theirs:
 
 def test_threads_without_a_collective_wait_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     class Frame:
-        f_code = SimpleNamespace(co_filename=dist.distributed_c10d.__file__)
+        f_code = SimpleNamespace(co_filename=dist.distributed_c10d.__file__, co_name="all_reduce")
         f_locals: ClassVar[dict[str, Any]] = {"pg": dist.ProcessGroup(0, 1)}
 
     assert waiting_place(threading.get_ident()) is None and waiting_place(-1) is None
@@ -116,7 +128,7 @@ def test_threads_without_a_collective_wait_nowhere(monkeypatch: pytest.MonkeyPat
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         Frame.f_locals["pg"] = dist.group.WORLD
-        assert waiting_place(7) == (dist.group.WORLD.group_name, id(Frame))
+        assert waiting_place(7) == (dist.group.WORLD.group_name, id(Frame), "all_reduce")
     finally:
         dist.destroy_process_group()
 
