@@ -128,7 +128,8 @@ def make_cli(args: Sequence[str] | None = None) -> None:
 
     class CLI(importlib.import_module(f"{package}.cli").LightningCLI):
         def init_parser(self, **kwargs: Any) -> Any:
-            return reporting(super().init_parser(**kwargs))
+            # A misspelt option is an error, though it be the beginning of another one.
+            return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
     _check_strategy_options(list(sys.argv[1:] if args is None else args))
     words = None if args is None else list(args)

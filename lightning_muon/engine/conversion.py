@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
-from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
@@ -157,7 +157,8 @@ def convert_optimizer(
         summary = f"{name} -> ParallelMuon for matrices{_rate(config)}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
-    warning = " ".join(filter(None, (_other_updates(name, config), _without_effect(config, converted, name))))
+    found = (_other_updates(name, config), _tables_on_muon(converted), _without_effect(config, converted, name))
+    warning = " ".join(filter(None, found))
     return Conversion(optimizer=converted, summary=summary, warning=warning)
 
 
@@ -207,12 +208,22 @@ def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
     """What the learning rate of a converted optimizer may not have been meant for."""
     if not isinstance(config, FlexDeMoConfig) or config.base != "sgd" or (name == "SGD" and not config.takes_sign):
         return ""
-    warning = f"{name} now runs as {'sign' if config.takes_sign else 'plain'} SGD on the exchanged updates"
     if config.takes_sign:
-        warning += ", so that each step changes each weight by lr (set sign=False for plain SGD)"
-    if name != "SGD":
-        warning += ", because FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments"
-    return f"{warning}."
+        return f"{name} now runs as sign SGD, for FlexDeMoConfig.base is 'sgd': {SIGN_SGD}."
+    return f"{name} now runs as plain SGD, because FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments."
+
+
+def _tables_on_muon(converted: PlannedOptimizer) -> str:
+    """Embeddings and the like that a group of the program sends to Muon."""
+    reasons = {route.name: route.reason.partition(", algorithm='muon'") for route in converted.routes}
+    named = [f"{name} ({reason})" for name, (reason, is_forced, _) in reasons.items() if is_forced]
+    if not named:
+        return ""
+    return (
+        f"torch.optim.Muon has {len(named)} parameters that are better with AdamW: {', '.join(named[:3])}"
+        f"{', ...' if len(named) > 3 else ''}. Move them to a second optimizer (torch.optim.AdamW), name them in "
+        "MuonConfig(adamw_patterns=...), or return one AdamW of all parameters, whose matrices alone go to Muon."
+    )
 
 
 def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptimizer, name: str) -> str:

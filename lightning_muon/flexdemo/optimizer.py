@@ -16,7 +16,15 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
-from lightning_muon.flexdemo.config import REMOVED, Base, ExchangeOverlap, FlexDeMoConfig, Merge, ValueFormatName
+from lightning_muon.flexdemo.config import (
+    REMOVED,
+    SIGN_SGD,
+    Base,
+    ExchangeOverlap,
+    FlexDeMoConfig,
+    Merge,
+    ValueFormatName,
+)
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
@@ -179,7 +187,10 @@ class FlexDeMo(PlannedOptimizer):
             f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
-        return head if config.base == "sgd" else f"{head}\n{super().summary()}"
+        if config.base != "sgd":
+            return f"{head}\n{super().summary()}"
+        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
+        return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; waits for the exchanges that are on their way."""

@@ -221,8 +221,8 @@ def _named_parameters(groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
 
 
 def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
-    """The route after a group's own choice of the algorithm."""
-    if algorithm in ("auto", route.algorithm):
+    """The route after a group's own choice of the algorithm, which a pattern of the user outweighs."""
+    if algorithm in ("auto", route.algorithm) or route.reason.startswith("adamw_patterns"):
         return route
     reason = f"algorithm={algorithm!r}"
     if algorithm == "adamw":
@@ -233,7 +233,7 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
             f"{route.name} {shape} is in a group with algorithm='muon', but Muon takes matrices only; move it to a "
             "group with algorithm='auto' or 'adamw'"
         )
-    return replace(by_shape, reason=reason)
+    return replace(by_shape, reason=f"{route.reason}, {reason}")
 
 
 def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool) -> None:

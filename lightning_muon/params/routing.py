@@ -37,6 +37,8 @@ class Route:
 
 
 Fused = Mapping[str, int | Sequence[int]]
+# Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
+_FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
 
 def route_module(
@@ -148,7 +150,15 @@ def _apply_patterns(
     routes = [_override(route, uses, adamw, muon) for route, uses in zip(routes, places, strict=True)]
     for pattern, parts in fused.items():
         _declare_fused_(routes, places, pattern, parts)
-    return {route.name: route for route in routes}
+    undeclared = [_first_match(fused, uses) is None for uses in places]
+    return {route.name: _ask_fused(route) if asks else route for route, asks in zip(routes, undeclared, strict=True)}
+
+
+def _ask_fused(route: Route) -> Route:
+    """The route, with a question in its reason where the name says that several matrices lie in the weight."""
+    if route.kind != "matrix" or not _FUSED_NAME.search(route.name.removesuffix(".weight").rpartition(".")[2]):
+        return route
+    return replace(route, reason=f"{route.reason}; fused? see fused=")
 
 
 def _override(route: Route, uses: tuple[Use, ...], adamw: Sequence[str], muon: Sequence[str]) -> Route:

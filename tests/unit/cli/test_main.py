@@ -154,6 +154,10 @@ def test_plan_needs_no_framework(tmp_path: Path) -> None:
         (["plan", "--shaps", "10b"], "--shaps; did you mean --shapes?"),
         (["launch", "--num_proceses", "2", "script.py"], "--num_proceses; did you mean --num_processes?"),
         (["fit", "--config", "config.yaml", "--trainer.max_epochz=2", "--print_config"], "mean --trainer.max_epochs?"),
+        (
+            ["fit", "--trainer.max_epoch=2", "--print_config"],
+            "--trainer.max_epoch=2; did you mean --trainer.max_epochs?",
+        ),
         ([], "required: COMMAND"),
     ],
 )

@@ -102,6 +102,18 @@ def test_adamw_is_kept_where_models_train_against_each_other(
     assert [type(each.optimizer) for each in converted] == [ParallelMuon] * len(betas)
 
 
+def test_tables_in_a_torch_muon_are_named(model: nn.Sequential) -> None:
+    old = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2])
+    conversion = convert_optimizer(old, model, "auto")
+    assert "0.weight (embedding), 4.weight (output head (last layer))" in conversion.warning
+    assert isinstance(conversion.optimizer, ParallelMuon)
+    assert {route.algorithm for route in conversion.optimizer.routes} == {"muon"}, "its numbers stay"
+    conversion = convert_optimizer(old, model, MuonConfig(adamw_patterns=("0.*", "4.*")))
+    assert conversion.warning == ""
+    assert isinstance(conversion.optimizer, ParallelMuon)
+    assert [route.algorithm for route in conversion.optimizer.routes] == ["adamw", "muon", "muon", "adamw"]
+
+
 @pytest.mark.parametrize(("kind", "choice"), [(ParallelMuon, "keep"), (FlexDeMo, FlexDeMoConfig())])
 def test_our_optimizers_only_learn_their_routes(model: nn.Module, kind: Any, choice: Any) -> None:
     own = kind(model.parameters(), lr=1e-3)
@@ -203,7 +215,7 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(model: nn.Sequential, base: 
         (1e-2, 0.02, (0.7, 0.8), 1e-6, "late"), (3e-4, 0.02, (0.7, 0.8), 1e-6, None),
     ]  # fmt: skip
     assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
-    assert ("base='adamw' keeps its moments" in conversion.warning) == (base == "sgd")
+    assert ("AdamW now runs as sign SGD" in conversion.warning) == (base == "sgd")
     assert any(route.algorithm == "muon" for route in new.routes) == (base == "muon")
 
 
@@ -211,7 +223,7 @@ def test_flexdemo_takes_rates_of_sgd_and_warns_of_signs(model: nn.Sequential) ->
     old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
     conversion = convert_optimizer(old, model, FlexDeMoConfig())
     assert _groups(conversion.optimizer, "lr", "muon_lr_factor") == [(0.5, 1.0), (0.1, 1.0)]
-    assert "set sign=False" in conversion.warning
+    assert "sign=False takes it" in conversion.warning
     assert convert_optimizer(old, model, FlexDeMoConfig(sign=False)).warning == ""
 
 

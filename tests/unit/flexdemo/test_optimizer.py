@@ -159,7 +159,9 @@ def test_the_summary_says_what_runs_and_what_travels() -> None:
     summary = FlexDeMo(model, base="muon", replicator=Random(rate=0.5), value_format="int8").summary()
     assert summary.startswith("FlexDeMo: base muon, Random(rate=0.5, seed=0), int8, 1 nodes, 0 bytes")
     assert "1.weight" in summary
-    assert FlexDeMo(model).summary().count("\n") == 0
+    groups = [{"params": [model[0].weight]}, {"params": list(model[1].parameters()), "lr": 0.5}]
+    assert "sign SGD with lr 0.02, 0.5: each step changes each weight by lr" in FlexDeMo(groups, lr=0.02).summary()
+    assert FlexDeMo(model, sign=False).summary().count("\n") == 0
 
 
 def _first_call(call: str, replicates: bool = False) -> None:

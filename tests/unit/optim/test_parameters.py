@@ -25,7 +25,7 @@ def test_the_group_decides_then_the_module_then_the_shape() -> None:
     assert routes_of([_group(table)], None, OPTIONS)[table].algorithm == "muon"
     routes = routes_of([_group(table, algorithm="muon"), _group(hidden, algorithm="adamw")], model, OPTIONS)
     assert (routes[table].algorithm, routes[hidden].algorithm) == ("muon", "adamw")
-    assert routes[table].reason == "algorithm='muon'"
+    assert routes[table].reason == "embedding, algorithm='muon'"
 
 
 def test_a_parameter_outside_the_module_is_routed_by_shape() -> None:

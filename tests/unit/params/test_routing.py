@@ -146,6 +146,19 @@ def test_gpt2_is_divided_along_its_outputs() -> None:
     assert (route.kind, route.splits, route.split_dim) == ("matrix", (8, 8, 8), 1)
 
 
+def test_weights_with_fused_names_ask_for_fused() -> None:
+    block = nn.ModuleDict({name: nn.Linear(4, 12) for name in ("qkv", "Wqkv", "in_proj", "c_attn", "kv_proj", "up")})
+    model = nn.ModuleList((block, nn.MultiheadAttention(4, 2), nn.ModuleDict({"gate_up_proj": nn.Linear(4, 4)})))
+    asked = {name for name, route in route_module(model, muon_patterns=("2.*.weight",)).items() if "?" in route.reason}
+    assert asked == {
+        "0.qkv.weight", "0.Wqkv.weight", "0.in_proj.weight", "0.c_attn.weight", "0.kv_proj.weight",
+        "1.in_proj_weight", "2.gate_up_proj.weight",
+    }  # fmt: skip
+    assert "Linear weight; fused? see fused=" in _table(model)
+    fused = route_module(model, fused={"0.*.weight": 3, "1.in_proj_weight": 3, "2.*.weight": 1})
+    assert not any("?" in route.reason for route in fused.values()), "declared, also as one matrix"
+
+
 def test_named_parameters_are_routed_by_shape_and_patterns() -> None:
     parameters = {
         "table": nn.Parameter(torch.ones(4, 3)),
