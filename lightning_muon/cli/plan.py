@@ -30,11 +30,11 @@ from lightning_muon.cli.plan_model import (
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.monitor.calibrate import calibrate, matrix_shapes
+from lightning_muon.monitor.calibrate import calibrate
 from lightning_muon.params.routing import route_of, routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
-from lightning_muon.schedule.estimates import shard_exchanges
+from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.shapes import ModelShapes, write_shapes
 
 MOST_RANKS = 4096
@@ -145,14 +145,15 @@ def run(arguments: Namespace) -> None:
         "config": choice,
         "flexdemo": links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
-        "zero2": zero2 or None,
+        "zero2": [asdict(way) for way in zero2] or None,
     }
     if arguments.json:
         sys.stdout.write(json.dumps(plan) + "\n")
         return
     console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     console.print(f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)")
-    for heading, body in _report(plan, setting, outcomes, flexdemo):
+    exchange = slow_links_report(links, flexdemo) if links and flexdemo else []
+    for heading, body in _report(setting, outcomes, choice, exchange, zero2):
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
@@ -169,12 +170,12 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
                 f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
                 "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
             )
-        cost = calibrate(matrix_shapes(model), num_ranks=mesh.size, num_replicas=mesh.replicate)
+        cost = calibrate(model, num_ranks=mesh.size, num_replicas=mesh.replicate)
     elif arguments.cost is not None:
         machine = str(arguments.cost)
         try:
             cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{arguments.cost}: {error}") from error
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
     latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
@@ -196,8 +197,8 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
     )
 
 
-def zero2_ways(setting: Setting, *, node_ranks: int) -> list[dict[str, Any]]:
-    """The ways of ZeRO-2's gradients and values, for JSON; nothing where every replica lies on one node.
+def zero2_ways(setting: Setting, *, node_ranks: int) -> list[ShardExchange]:
+    """The ways of ZeRO-2's gradients and values; nothing where every replica lies on one node.
 
     Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
     """
@@ -207,20 +208,15 @@ def zero2_ways(setting: Setting, *, node_ranks: int) -> list[dict[str, Any]]:
     num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in trained)
     if all(len(set(replica)) == 1 for replica in nodes):
         return []
-    ways = shard_exchanges(nodes, num_bytes, setting.cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
-    chosen = min(ways, key=lambda way: way.seconds)
-    return [
-        {
-            "way": "hierarchical" if way.grid else "direct",
-            "is_chosen": way is chosen,
-            **{key: getattr(way, key) for key in ("bucket_bytes", "node_bytes", "seconds")},
-        }
-        for way in ways
-    ]
+    return shard_exchanges(nodes, num_bytes, setting.cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
 
 
 def _report(
-    plan: Mapping[str, Any], setting: Setting, outcomes: Sequence[Outcome], flexdemo: FlexDeMoConfig | None
+    setting: Setting,
+    outcomes: Sequence[Outcome],
+    choice: Mapping[str, Any] | None,
+    exchange: list[RenderableType],
+    zero2: Sequence[ShardExchange],
 ) -> Iterator[tuple[str, list[RenderableType]]]:
     """Title and content of each section."""
     model = setting.model
@@ -232,14 +228,14 @@ def _report(
         rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
         header, *lines = routing_rows(rows)
         yield "Parameters", [table(header, lines, left=range(len(header))), "", *routing_totals(rows)]
-    if plan["flexdemo"] and flexdemo:
-        yield "FlexDeMo: what nodes send each other, one step", slow_links_report(plan["flexdemo"], flexdemo)
+    if exchange:
+        yield "FlexDeMo: what nodes send each other, one step", exchange
     if outcomes:
         yield f"Owners ({PIPELINE})", [_owners(pipeline)]
         yield "Bytes on the wire, one step", [_bytes(outcomes)]
-        yield "Predicted timeline, without backward", _timelines(outcomes, plan["config"])
-    if plan["zero2"]:
-        yield "Gradients and values with sharding=zero2, one step", _zero2(plan["zero2"])
+        yield "Predicted timeline, without backward", _timelines(outcomes, choice)
+    if zero2:
+        yield "Gradients and values with sharding=zero2, one step", _zero2(zero2)
 
 
 def _head(setting: Setting, pipeline: Outcome) -> list[RenderableType]:
@@ -326,12 +322,13 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
     return [table(header, rows), *caption]
 
 
-def _zero2(ways: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:
+    fastest = min(way.seconds for way in ways)
     rows = [
         (
-            f"{way['way']} *" if way["is_chosen"] else way["way"],
-            *(f"{way[key] / _MIB:,.0f}" for key in ("bucket_bytes", "node_bytes")),
-            f"{1e3 * way['seconds']:,.1f}",
+            f"{'hierarchical' if way.grid else 'direct'}{' *' if way.seconds == fastest else ''}",
+            *(f"{size / _MIB:,.0f}" for size in (way.bucket_bytes, way.node_bytes)),
+            f"{1e3 * way.seconds:,.1f}",
         )
         for way in ways
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -68,28 +68,31 @@ _MOST_SHAPES, _MOST_PER_RANK = 4, 32
 _MOST_FLOPS_PER_RANK = {"cpu": 40e9, "cuda": 40e12}
 # Two sizes of chunks tell what an op costs by itself from what its bytes cost.
 _CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
-_LEAST_STEPS, _MOST_STEPS, _STEP_BUDGET_SECONDS = 3, 10, 2.5
+_NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 _NS_STEPS = 5
 
 
-def calibrate(shapes: Iterable[tuple[int, int]], *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
+def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
     """Measure Newton-Schulz, memory and links in less than 20 seconds, as they are when all ranks work at once.
 
     Fits the rates to ops and whole steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices, so that
     packing and contention for cores count, and times all-to-alls along each axis of the mesh. ``options`` are those of
     the optimizer that change arithmetic. Collective, or on processes that it starts: see :func:`run_on_ranks`.
     """
-    counts = Counter((rows, cols) for rows, cols in shapes)
+    counts = Counter(
+        (matrix.rows, matrix.cols)
+        for parameter in model.parameters
+        if parameter.kind != "elementwise" and not parameter.frozen
+        for matrix in logical_matrices(parameter.shape, route_of(parameter))
+    )
     if not counts:
-        raise ValueError("there are no matrices to measure; give the shape of at least one")
-    if num_replicas < 1 or num_ranks % num_replicas:
-        raise ValueError(f"{num_ranks} ranks cannot be divided into {num_replicas} replicas; choose a divisor")
-    return run_on_ranks(_measure, dict(counts), num_replicas, options, num_ranks=num_ranks)
+        raise ValueError(f"{model.name} has no matrices that are trained, so there is nothing to measure")
+    return run_on_ranks(_measure, counts, num_replicas, options, num_ranks=num_ranks)
 
 
-def sample_matrices(counts: dict[tuple[int, int], int], num_ranks: int, device_type: str = "cpu") -> ModelShapes:
+def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, device_type: str = "cpu") -> ModelShapes:
     """A few matrices per rank with about the mix of ``counts`` (shape -> number), the largest cut to size."""
     side = _LARGEST_SIDE[device_type]
     cut: Counter[tuple[int, int]] = Counter()
@@ -153,7 +156,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return fmean(ys) / fmean(xs), 0.0
 
 
-def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> CostModel:
+def _measure(counts: Mapping[tuple[int, int], int], num_replicas: int, options: dict[str, Any]) -> CostModel:
     """Collective over the default process group; every rank must call it."""
     device_type = this_device().type
     model = sample_matrices(counts, dist.get_world_size(), device_type)
@@ -174,18 +177,21 @@ def _measure(counts: dict[tuple[int, int], int], num_replicas: int, options: dic
     return fit_steps(fitted, (serial, pipelined), device_type=device_type)
 
 
-def _fastest_step(model: ModelShapes, num_replicas: int, options: dict[str, Any]) -> Recording:
-    """The fastest of a few steps: other work on the machine only ever adds."""
-    optimizer = make_optimizer(model, num_replicas=num_replicas, dedupe="never", error_if_nonfinite=False, **options)
+def _fastest_step(model: ModelShapes, num_replicas: int, options: Mapping[str, Any]) -> Recording:
+    """Of a few steps: other work on the machine only ever adds. Collective; every rank must call it."""
+    options = {**options, "dedupe": "never", "error_if_nonfinite": False}
+    return min(record_steps(model, num_replicas, _NUM_STEPS, options), key=_duration)
+
+
+def record_steps(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> list[Recording]:
+    """Of so many steps after a first one. Collective; every rank must call it."""
+    optimizer = make_optimizer(model, num_replicas=num_replicas, **options)
     optimizer.step()
-    begun = time.monotonic()
-    recordings = [record_step(optimizer)]
-    while len(recordings) < _MOST_STEPS:
-        (elapsed,) = _agree((time.monotonic() - begun,))
-        if len(recordings) >= _LEAST_STEPS and elapsed > _STEP_BUDGET_SECONDS:
-            break
-        recordings.append(record_step(optimizer))
-    return min(recordings, key=lambda recording: recording.timeline.makespan)
+    return [record_step(optimizer) for _ in range(num_steps)]
+
+
+def _duration(recording: Recording) -> float:
+    return recording.timeline.makespan
 
 
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
@@ -238,24 +244,12 @@ def compare(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
     """Calibrate, record steps with each set of options, and predict the same. Collective; every rank must call it."""
-    cost = calibrate(matrix_shapes(model), num_ranks=dist.get_world_size(), num_replicas=num_replicas)
+    cost = calibrate(model, num_ranks=dist.get_world_size(), num_replicas=num_replicas)
     comparisons: list[Comparison] = []
     for each in options:
-        optimizer = make_optimizer(model, num_replicas=num_replicas, **each)
-        optimizer.step()
-        recordings = [record_step(optimizer) for _ in range(num_steps)]
-        fastest = min(recordings, key=lambda recording: recording.timeline.makespan)
+        recordings = record_steps(model, num_replicas, num_steps, each)
+        fastest = min(recordings, key=_duration)
         predicted = predict(fastest, cost, device_type=this_device().type)
-        seconds = tuple(recording.timeline.makespan for recording in recordings)
+        seconds = tuple(map(_duration, recordings))
         comparisons.append(Comparison(recording=fastest, cost=cost, predicted=predicted, measured_seconds=seconds))
     return comparisons
-
-
-def matrix_shapes(model: ModelShapes) -> list[tuple[int, int]]:
-    """Rows and columns of every matrix that Newton-Schulz sees."""
-    return [
-        (matrix.rows, matrix.cols)
-        for parameter in model.parameters
-        if parameter.kind != "elementwise" and not parameter.frozen
-        for matrix in logical_matrices(parameter.shape, route_of(parameter))
-    ]

@@ -87,7 +87,6 @@ class Recording:
     # Of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of its group
     # have reached it, as in `simulate`.
     timeline: Timeline
-    seconds: float  # From there until the last rank has finished the step.
     program: Program  # The ops in the order in which they were issued; ranks are global ranks.
     matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
@@ -116,7 +115,6 @@ def record_step(optimizer: ParallelMuon) -> Recording:
         recorded = recorder.spans()
     finally:
         executor.recorder = None
-    finished = time.monotonic()
     shift, rank = _clock_shift(), dist.get_rank()
     spans: list[Span] = []
     matrices: dict[str, list[str]] = {}
@@ -131,29 +129,28 @@ def record_step(optimizer: ParallelMuon) -> Recording:
             group = tuple(members[member] for member in op.group)
         spans.append(Span(replace(op, rank=rank, group=group), start + shift, end + shift))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (begun + shift, finished + shift, spans, matrices))
+    dist.all_gather_object(everyone, (begun + shift, spans, matrices))
     return _merge(everyone)
 
 
-def _merge(everyone: Sequence[tuple[float, float, list[Span], dict[str, list[str]]]]) -> Recording:
-    """One recording of what each rank gives: when it began and ended, its spans, and the matrices of its ops."""
-    begun = max(start for start, _, _, _ in everyone)
+def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -> Recording:
+    """One recording of what each rank gives: when it began, its spans, and the matrices of its ops."""
+    begun = max(start for start, _, _ in everyone)
     reached: dict[tuple[str, tuple[int, ...]], float] = {}
-    for _, _, spans, _ in everyone:
+    for _, spans, _ in everyone:
         for op, start, _ in spans:
             key = op.name, op.group
             reached[key] = max(start, reached.get(key, start))
     timeline: dict[int, list[Span]] = {}
-    for rank, (_, _, spans, _) in enumerate(everyone):
+    for rank, (_, spans, _) in enumerate(everyone):
         timeline[rank] = []
         for op, start, end in spans:
             start = min(end, reached[op.name, op.group]) if op.group else start
             timeline[rank].append(Span(op, max(0.0, start - begun), max(0.0, end - begun)))
     return Recording(
         timeline=Timeline(timeline),
-        seconds=max(finished for _, finished, _, _ in everyone) - begun,
         program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
-        matrices={rank: named for rank, (_, _, _, named) in enumerate(everyone)},
+        matrices={rank: named for rank, (_, _, named) in enumerate(everyone)},
     )
 
 

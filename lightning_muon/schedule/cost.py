@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Any, Self
 
-from lightning_muon.config import unknown_option
+from lightning_muon.config import takes_options
 from lightning_muon.schedule.program import COMPUTE, Op
 
 
+@takes_options()
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Rates of one rank's machine. ``bandwidth`` and ``latency_seconds`` have an entry per kind of link, fastest first.
@@ -37,21 +38,11 @@ class CostModel:
             _require_numbers(name, getattr(self, name), allow_zero=True)
 
     @classmethod
-    def from_dict(cls, values: object) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From what :func:`dataclasses.asdict` gives, or a JSON file; one number will do for a list of one."""
-        if not isinstance(values, Mapping):
-            raise TypeError(f"a cost model is a JSON object, got {type(values).__name__}: {str(values)[:40]!r}")
-        arguments = dict(cast("Mapping[str, Any]", values))
-        known = [field.name for field in fields(cls)]
-        for key in arguments:
-            if key not in known:
-                raise ValueError(f"cost model: {unknown_option(key, known)}")
-        missing = [key for key in known[:3] if key not in arguments]
-        if missing:
-            raise ValueError(f"the cost model has no {missing[0]!r}; it needs at least {known[:3]}")
+        arguments = dict(values)
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
-            is_number = isinstance(arguments[key], int | float | str)
-            arguments[key] = (arguments[key],) if is_number else tuple(arguments[key])
+            arguments[key] = tuple(arguments[key]) if isinstance(arguments[key], list | tuple) else (arguments[key],)
         return cls(**arguments)
 
     def seconds(self, op: Op) -> float:

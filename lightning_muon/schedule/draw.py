@@ -5,8 +5,8 @@ Needs matplotlib, which is imported when something is drawn.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +44,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
     Each rank is a row with two lanes, transfers above arithmetic. Of more than 16 ranks the busiest, the median and the
     idlest are shown, beside the load of all of them. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
     """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{path}: pictures are .png, .svg or .pdf files")
-    if not any(timeline.makespan for timeline in timelines.values()):
-        raise ValueError(f"there is no timeline to draw in {path}")
     canvas = _Canvas(timelines, title)
     for index, (name, timeline) in enumerate(timelines.items()):
         canvas.draw_ranks(index, name, timeline)
@@ -78,14 +74,16 @@ class _Canvas:
     """A figure with one panel per timeline."""
 
     def __init__(self, timelines: Mapping[str, Timeline], title: str) -> None:
-        self._patches = _matplotlib("patches")
+        self._patches = import_module("matplotlib.patches")
         self._rows = [rows_shown(timeline) for timeline in timelines.values()]
         self._has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
         lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
         self._end = max(length for length in lengths if length <= _CUT * min(lengths))
         least = 3 * _ROW_HEIGHT if self._has_loads else _LEAST_PANEL
         heights = [max(least, len(rows) * _ROW_HEIGHT) + _TITLE_HEIGHT for rows in self._rows]
-        self._figure = _matplotlib("figure").Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained")
+        self._figure = import_module("matplotlib.figure").Figure(
+            figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained"
+        )
         self._panels = self._figure.subplots(
             len(heights),
             2 if self._has_loads else 1,
@@ -168,12 +166,5 @@ class _Canvas:
         self._figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
         # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
         settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
-        with _matplotlib("").rc_context(settings):
+        with import_module("matplotlib").rc_context(settings):
             self._figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _matplotlib(module: str) -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}" if module else "matplotlib")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("drawing needs matplotlib; pip install matplotlib") from error

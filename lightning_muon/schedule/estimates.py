@@ -74,16 +74,13 @@ RankSeconds = Mapping[str, Mapping[str, float]]
 
 def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
     """Seconds of one rank for the ops of its buckets and, as ``"check"``, to compare what was sent early."""
-    found: dict[str, dict[str, float]] = {kind: {} for kind in (*STEP_KINDS, OpKind.CHECK)}
-    for op in ops:
-        if op.kind in STEP_KINDS:
-            found[op.kind][op.key] = machine.seconds(op)
-        if op.kind == OpKind.MOMENTUM:
-            found[OpKind.CHECK][op.key] = (
-                _BYTES_OF_CHECK * op.bytes / machine.memory_bytes_per_second + len(op.items) * machine.op_seconds
-            )
-    gathers = found[OpKind.GATHER]
-    return found | {OpKind.CHECK: {key: each for key, each in found[OpKind.CHECK].items() if key in gathers}}
+    found = {kind: {op.key: machine.seconds(op) for op in ops if op.kind == kind} for kind in STEP_KINDS}
+    found[OpKind.CHECK] = {
+        op.key: _BYTES_OF_CHECK * op.bytes / machine.memory_bytes_per_second + len(op.items) * machine.op_seconds
+        for op in ops
+        if op.kind == OpKind.MOMENTUM and op.key in found[OpKind.GATHER]
+    }
+    return found
 
 
 def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:

@@ -27,7 +27,6 @@ class RankSummary:
     """How one rank spent the time of the program."""
 
     compute_seconds: float  # The compute lane was busy.
-    idle: float  # Share of the makespan in which the compute lane was idle.
     transfer_seconds: float  # A transfer was running; waiting for another rank does not count.
     exposed_seconds: float  # A transfer was running and the compute lane was idle.
     # Most bytes of results at one time; a result lives from the start of its op to the end of its last user.
@@ -56,7 +55,8 @@ class Timeline:
     @property
     def idle(self) -> float:
         """Mean over the ranks of the idle share of the compute lane."""
-        return sum(each.idle for each in self.ranks.values()) / len(self.ranks) if self.ranks else 0.0
+        busy = sum(each.compute_seconds for each in self.ranks.values())
+        return max(0.0, 1 - busy / (self.makespan * len(self.ranks))) if self.makespan else 0.0
 
     @property
     def hidden(self) -> float:
@@ -113,7 +113,6 @@ def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:
     transfer_seconds = _covered(span for span in spans if span.op.lane != COMPUTE)
     return RankSummary(
         compute_seconds=compute_seconds,
-        idle=1 - compute_seconds / makespan if makespan else 0.0,
         transfer_seconds=transfer_seconds,
         # Not below or above what is possible, whatever is rounded.
         exposed_seconds=min(max(_covered(spans) - compute_seconds, 0.0), transfer_seconds),

@@ -58,8 +58,7 @@ def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
 def test_the_ways_of_zero2_name_what_leaves_a_node(shown: Any) -> None:
     words = ("--node-ranks", "2", "--machine", "h100")
     direct, hierarchical = json.loads(shown("t5-small", 1, 4, *words, "--json"))["zero2"]
-    assert (direct["way"], hierarchical["way"]) == ("direct", "hierarchical")
+    assert (direct["grid"], hierarchical["grid"]) == ([], [[0, 1], [2, 3]])
     assert direct["node_bytes"] == 2 * hierarchical["node_bytes"]
-    assert hierarchical["is_chosen"] and not direct["is_chosen"]
     assert "hierarchical *" in shown("t5-small", 1, 4, *words)
     assert "zero2" not in shown("t5-small", 2, 4, "--node-ranks", "4"), "on one node there is nothing to choose"

@@ -71,7 +71,7 @@ def test_a_cost_model_survives_json() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bandwith": [1]}, "cost model: there is no option 'bandwith'; did you mean 'bandwidth'"),
+        ({"bandwith": [1]}, "CostModel: there is no option 'bandwith'; did you mean 'bandwidth'"),
         ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
         ({"bandwidth": [1.0, -2.0]}, r"bandwidth must be finite and above 0, got \(1.0, -2.0\)"),
         ({"bandwidth": []}, "bandwidth must have an entry for at least one kind of link"),
@@ -84,10 +84,3 @@ def test_a_cost_model_survives_json() -> None:
 def test_a_wrong_entry_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         CostModel.from_dict(asdict(MACHINE) | change)
-
-
-def test_a_missing_entry_and_a_list_are_refused() -> None:
-    with pytest.raises(ValueError, match="the cost model has no 'bandwidth'"):
-        CostModel.from_dict({"flops_per_second": 1.0, "memory_bytes_per_second": 1.0})
-    with pytest.raises(TypeError, match="a cost model is a JSON object, got list"):
-        CostModel.from_dict([1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -53,15 +52,3 @@ def test_of_many_ranks_three_and_all_loads_are_shown(tmp_path: Path) -> None:
     assert [label.split()[0] for label in labels.values()] == ["busiest", "median", "idlest"]
     text = _draw(tmp_path / "plan.svg", lpt=timeline)
     assert "load / mean, all ranks" in text and f"lpt: 21000 ms, idle {timeline.idle:.1%}" in text
-
-
-def test_what_cannot_be_drawn_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="there is no timeline to draw"):
-        draw_timelines({"lpt": simulate({}, _MACHINE)}, tmp_path / "plan.png", title="plan")
-
-    def refuse(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
-        draw_timelines({"lpt": _timeline(1)}, tmp_path / "plan.png", title="plan")

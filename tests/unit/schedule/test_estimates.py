@@ -105,26 +105,6 @@ def test_both_steps_take_as_long_as_in_the_simulator(
         assert found.pays == (in_backward < in_step)
 
 
-@pytest.mark.parametrize(
-    ("machine", "sides", "pays"),
-    [
-        # Within a machine of NVLink the check takes longer than all gathers do.
-        (_link(360e9), (4096, 1024), False),
-        # 40 GB/s hide behind the arithmetic of large matrices, 2 GB/s do not.
-        (_link(40e9), (4096,), False),
-        (_link(2e9), (4096,), True),
-        (machine_of("cpu", is_between_machines=(False, False)), (256, 512, 2048), False),
-        (machine_of("cpu", is_between_machines=(True, True)), (256, 512, 2048), False),
-    ],
-    ids=["nvlink", "fast", "slow", "cpu", "cpus"],
-)
-def test_gathers_start_early_only_over_slow_links(machine: CostModel, sides: tuple[int, ...], pays: bool) -> None:
-    for side in sides:
-        found = _estimate(_plan(64, side, side, 8 if side > 2048 else 4).program, machine)
-        assert found is not None
-        assert found.pays is pays
-
-
 def test_one_bucket_has_no_head_start_and_none_no_estimate() -> None:
     # Its last gradient is there when backward ends.
     found = _estimate(_plan(8, 1024, 1024, 8).program, replace(H100, bandwidth=(1e6,)))
