@@ -15,7 +15,6 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -94,6 +93,8 @@ def encoder_decoder_loss(model: nn.Module, batch: Batch) -> Tensor:
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1,797 scanned digits, 8 x 8: (training images, labels, held-out images, labels)."""
+    from sklearn.datasets import load_digits
+
     images, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     images = (images.float().reshape(-1, 1, 8, 8) - 4.9) / 6
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(5))

@@ -29,6 +29,7 @@ _LIGHTNING = {
 _COMMANDS = {
     "plan": "predict owners, bytes and time of a step, without a GPU",
     "trace": "record real steps, drawn above their prediction",
+    "tune": "short trainings with several learning rates of Muon",
     "convert": "make one file of a checkpoint directory",
     "config": "write a config file for programs with Accelerate",
     "launch": "start a program of Accelerate with such a file",
@@ -115,8 +116,11 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
     parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
 
 
-def make_cli(args: Sequence[str] | None = None) -> None:
-    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy."""
+def make_cli(args: Sequence[str] | None = None, hooks: tuple[type, ...] = (), **options: Any) -> None:
+    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy.
+
+    ``hooks`` are classes with methods that LightningCLI calls, ``options`` are further arguments of LightningCLI.
+    """
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -126,14 +130,14 @@ def make_cli(args: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         _refuse_missing(reporting(ArgumentParser(prog=_PROG)), error, "lightning")
 
-    class CLI(importlib.import_module(f"{package}.cli").LightningCLI):
+    class CLI(*hooks, importlib.import_module(f"{package}.cli").LightningCLI):
         def init_parser(self, **kwargs: Any) -> Any:
             # A misspelt option is an error, though it be the beginning of another one.
             return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
     _check_strategy_options(list(sys.argv[1:] if args is None else args))
     words = None if args is None else list(args)
-    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words)
+    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words, **options)
 
 
 def _check_strategy_options(words: Sequence[str]) -> None:

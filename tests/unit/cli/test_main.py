@@ -28,6 +28,9 @@ class Net(BoringModel):
         self.save_hyperparameters()
         self.layer = nn.Sequential(nn.Linear(32, width), nn.Linear(width, width), nn.Linear(width, 2))
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(self(batch)), sync_dist=True)
+
     def test_step(self, batch, batch_idx):
         self.log("loss", self.loss(self(batch)), sync_dist=True)
 """
@@ -93,6 +96,30 @@ def test_fit_and_test_take_strategy_and_optimizer_from_yaml(project: Path) -> No
     assert "Test metric" in _run(project, "test", "--config", "config.yaml", "--ckpt_path", str(checkpoint))
 
 
+def test_tune_names_the_best_factor_and_those_that_diverge(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("lightning.pytorch")
+    yaml = pytest.importorskip("yaml")
+    (project / "config.yaml").write_text(_CONFIG.replace("devices: 2", "devices: 1"))
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PYTHONPATH", program_environment()["PYTHONPATH"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command.main(["tune", "--config", "config.yaml", "--factors", "1e30", "2", "--lrs", "0.01", "--steps", "12"])
+    table, _, best = capsys.readouterr().out.partition("\n\n")
+    _, diverged, trained = (line.split() for line in table.splitlines())
+    assert diverged == ["0.01", "1e+30", "diverged"]
+    assert trained[:2] == ["0.01", "2"]
+    assert all(0 < float(loss) < 10 for loss in trained[2:]) and len(trained) == 4
+    first, _, lines = best.partition("\n")
+    assert first == "Least validation loss; in config.yaml:"
+    options = {"optimizer": {"muon_lr_factor": 2.0, "lr": 0.01}}
+    strategy = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": options}
+    assert yaml.safe_load(lines) == {"trainer": {"strategy": strategy}}
+    assert not list(project.glob("lightning_logs")) and len(list(project.glob("*.yaml"))) == 3
+
+
 _BLOCK = """
 import sys
 class Blocked:
@@ -117,7 +144,7 @@ def _command(folder: Path, *words: str, blocked: tuple[str, ...] = ()) -> tuple[
 
 def test_help_and_version_are_quick_and_need_no_torch(tmp_path: Path) -> None:
     code, text, _ = _command(tmp_path, "--help", blocked=("torch", "lightning", "pytorch_lightning", "accelerate"))
-    names = ("fit", "validate", "test", "predict", "plan", "trace", "convert", "config", "launch")
+    names = ("fit", "validate", "test", "predict", "plan", "trace", "tune", "convert", "config", "launch")
     assert code == 0 and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
     assert _command(tmp_path, "--version", blocked=("torch",))[:2] == (0, f"{lightning_muon.__version__}\n")
 
