@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test gpu check format setup venv clean
 
 help:
-	@echo "make demo    train the T5 recipe on 4 CPU processes (3 to 5 minutes)"
+	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
 	@echo "make test    run the test suite"
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
@@ -24,7 +24,7 @@ help:
 	@echo "make clean   remove $(VENV) and all caches"
 
 demo: $(STAMP)
-	$(BIN)/python -m recipes.t5_summarization.demo
+	$(BIN)/python -m recipes.vowels.demo
 
 # Two at a time: ranks that wait for each other leave half of two cores idle.
 test: $(STAMP)

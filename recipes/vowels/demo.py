@@ -84,7 +84,7 @@ def plot(curves: dict[str, Curve], png: Path) -> None:
     for strategy, curve in curves.items():
         by_steps.plot(curve.steps, curve.losses, marker="o", markersize=3, label=STRATEGIES[strategy])
         by_seconds.plot(curve.seconds, curve.losses, marker="o", markersize=3)
-    by_steps.set(xlabel="optimizer step", ylabel="validation loss, nats per hidden vowel", yscale="log")
+    by_steps.set(xlabel="optimizer step", ylabel="validation loss, nats per hidden vowel")
     by_seconds.set(xlabel="seconds of training")
     by_steps.legend()
     figure.savefig(png, dpi=120)
