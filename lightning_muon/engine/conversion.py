@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,10 @@ _SOURCES: dict[type[torch.optim.Optimizer], _Source] = {
 _OWN_MOMENTUM = ("momentum", "nesterov")
 # Of betas[0]: usual are 0.9 and 0.95, and 0 to 0.5 where models train against each other.
 _LEAST_BETA = 0.8
+_WAITS_FOR_MATRICES = (
+    "AdamW updates all parameters that train now, because the matrices of the model are frozen. These run on Muon once "
+    "they are unfrozen and in the optimizer (add_param_group); optimizer='keep' stays with AdamW."
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,15 +75,19 @@ def convert_optimizers(
         for each in optimizers
     ]
     ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
+    routes = [route for optimizer in ours for route in optimizer.routes]
     # A user who sends every group to AdamW means it.
     if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
         try:
-            require_muon([route for optimizer in ours for route in optimizer.routes])
+            require_muon([*routes, *(route for optimizer in ours for route in optimizer.frozen_routes())])
         except ValueError as error:
             instead = "optimizer='keep' trains with the optimizer as it is"
             if isinstance(choice, FlexDeMoConfig):
                 instead = "optimizer=FlexDeMoConfig(base='adamw') needs no matrices"
             raise ValueError(f"{error}\nThe option {instead}.") from None
+        if all(route.algorithm == "adamw" for route in routes):
+            first = conversions[0]
+            return [replace(first, warning=f"{first.warning} {_WAITS_FOR_MATRICES}".strip()), *conversions[1:]]
     for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
         new = conversion.optimizer
         if new is old:

@@ -182,13 +182,12 @@ class KnownRoutes:
 
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
     """One route for every parameter of ``groups``."""
-    patterns = {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     known: dict[Tensor, Route]
     if module is None:
         named = _named_parameters(groups)
-        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
+        known = dict(zip(named.values(), route_named(named, **_patterns(options)).values(), strict=True))
     else:
-        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+        known = dict(zip(module.parameters(), route_module(module, **_patterns(options)).values(), strict=True))
         strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
         if strangers:
             raise RuntimeError(
@@ -205,6 +204,16 @@ def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: O
             route = known.get(parameter) or route_by_shape(f"parameter {len(routes)}", shape)
             routes[parameter] = _forced(route, group["algorithm"], shape)
     return routes
+
+
+def frozen_routes(module: nn.Module, options: OptimizerConfig) -> list[Route]:
+    """The routes that the frozen parameters of ``module`` have."""
+    routes = route_module(module, **_patterns(options)).values()
+    return [route for p, route in zip(module.parameters(), routes, strict=True) if not p.requires_grad]
+
+
+def _patterns(options: OptimizerConfig) -> dict[str, Any]:
+    return {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
 
 
 def _named_parameters(groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -122,6 +123,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def routes(self) -> list[Route]:
         """What each parameter is, in the order of the param groups."""
         return [parameter.route for parameter in self._bind_parameters()]
+
+    def frozen_routes(self) -> list[Route]:
+        """What the frozen parameters of the module are, which it may unfreeze and add to this optimizer; local."""
+        return [] if self._module is None else parameters.frozen_routes(self._module, self._options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""
@@ -326,7 +331,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             bound = self._bind_parameters()
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
-                require_muon(parameter.route for parameter in bound)
+                require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
             self._completion.complete(bound, self._existing_state)
         except Exception as problem:
             error = problem

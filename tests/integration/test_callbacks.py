@@ -11,16 +11,20 @@ from torch import nn
 
 import lightning_muon
 from lightning_muon import MuonConfig
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import (
     PACKAGES,
     full_weights,
     language_model,
     load,
     loader,
+    loss_of,
     max_difference,
+    plain_loader,
     strategy_class,
     trainer,
 )
+from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -74,9 +78,8 @@ def _finetune(
         return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.03)
 
     model = language_model(pl, configure=configure)
-    strategy = strategy_class(package)(
-        **(sizes or {}), optimizer=MuonConfig(compute_dtype="float32", muon_patterns=("*.head.weight",))
-    )
+    # Until the blocks train, nothing does that is a matrix.
+    strategy = strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
     callbacks = [UnfreezeBlocks(), pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)]
     fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
     fitter.fit(model, loader(), loader(), ckpt_path=resume)
@@ -88,10 +91,32 @@ def _finetune(
     return model.losses, full_weights(model), groups, moved
 
 
+def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
+    network = language_model(load(PACKAGES[0])).network
+    rest = [*network.embedding.parameters(), *network.head.parameters()]
+    optimizers: list[Any] = [torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.03)]
+    losses: list[float] = []
+    for epoch in range(3):
+        if epoch == 1:
+            matrices = [f"{block}.{layer}.weight" for block in range(2) for layer in ("up", "down")]
+            blocks = MuonAndAdamW(
+                network.blocks, matrices, lr=5e-3, weight_decay=0.03, muon_lr_factor=MEASURED_MUON_LR_FACTOR
+            )
+            optimizers.append(blocks)
+        for tokens, targets in plain_loader(epoch):
+            network.zero_grad()
+            loss = loss_of(network(tokens), targets)
+            loss.backward()
+            losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+    return losses, {f"network.{name}": weight.detach() for name, weight in network.state_dict().items()}
+
+
 def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     several = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
     losses, weights, groups, moved = several
-    single = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "1"), world_size=1)[0]
+    single = gloo.run(_finetuned_plainly, world_size=1)[0]
     # The new group has the weight decay of the user's AdamW.
     assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)] and moved
     assert losses == pytest.approx(single[0], abs=1e-4)
