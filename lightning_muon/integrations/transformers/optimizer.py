@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +24,13 @@ from lightning_muon.params.routing import route_module, routing_table
 _log = logging.getLogger(__name__)
 Config = MuonConfig | FlexDeMoConfig
 _DEFAULT = MuonConfig()
+# Option of ours -> what TrainingArguments calls it.
+_THEIRS = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "adamw_eps": ("adam_epsilon",),
+}
 
 
 class LazyState(PlannedOptimizer):
@@ -67,10 +76,13 @@ class TrainerFlexDeMo(LazyState, FlexDeMo):
 class OptimizerFactory:
     """Makes the optimizer of a Trainer: ``OptimizerFactory()(model, config=config)``, as the Trainer calls it."""
 
-    def __call__(self, model: nn.Module, *, config: Config) -> PlannedOptimizer:
+    def __call__(
+        self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
+    ) -> PlannedOptimizer:
         """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
-        from lightning_muon.compat.transformers import decayed_names  # transformers is an optional extra.
+        from lightning_muon.compat.transformers import calling_arguments, decayed_names  # An optional extra.
 
+        config = _with_arguments(config, calling_arguments(), given, has_config=has_config)
         mesh = _mesh_of_replicas(config)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         decayed = decayed_names(model)  # All but norms and biases.
@@ -107,8 +119,8 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
             optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4, weight_decay=0.1),
         )
 
-    ``TrainingArguments.learning_rate``, ``weight_decay``, ``adam_*`` and ``optim`` are not read; schedulers, warmup,
-    ``max_grad_norm`` and accumulation are.
+    ``TrainingArguments`` count; ``learning_rate``, ``weight_decay`` and ``adam_*`` do where they are not given here. A
+    warning names what is given in both places, and an ``optim`` that is not the default.
 
     Args:
         config: A :class:`~lightning_muon.MuonConfig`, or a :class:`~lightning_muon.FlexDeMoConfig`.
@@ -119,7 +131,35 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     """
     if not isinstance(config, MuonConfig | FlexDeMoConfig):
         raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
-    return OptimizerFactory, {"config": replace(config, **options)}
+    defaults = type(config)()
+    own = {field.name for field in fields(config) if getattr(config, field.name) != getattr(defaults, field.name)}
+    return OptimizerFactory, {
+        "config": replace(config, **options),
+        "given": own | options.keys(),
+        "has_config": config is not _DEFAULT,
+    }
+
+
+def _with_arguments(
+    config: Config, arguments: Mapping[str, tuple[Any, bool]], given: Collection[str], *, has_config: bool
+) -> Config:
+    """The config with ``arguments`` of the Trainer in place of what the user has not given; warns on rank 0."""
+    taken, ignored = dict[str, Any](), list[str]()
+    for name, theirs in _THEIRS.items() if arguments else ():
+        values = tuple(arguments[key][0] for key in theirs)
+        value, is_set = values if len(values) > 1 else values[0], any(arguments[key][1] for key in theirs)
+        if name in given and is_set and value != getattr(config, name):
+            said = ", ".join(f"{key}={each!r}" for key, each in zip(theirs, values, strict=True))
+            ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
+        elif name not in given and (is_set or not has_config):
+            taken[name] = value
+    optim, is_set = arguments.get("optim", ("", False))
+    if is_set:
+        ignored.append(f"optim={str(getattr(optim, 'value', optim))!r}: the optimizer is that of hf.optimizer")
+    if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
+        text = f"TrainingArguments have values without effect; leave one of both out. {'; '.join(ignored)}"
+        warnings.warn(text, stacklevel=3)
+    return replace(config, **taken)
 
 
 def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
