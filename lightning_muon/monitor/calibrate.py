@@ -130,13 +130,13 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
 def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: str) -> CostModel:
     """Correct ``flops_per_second`` so that whole steps, predicted, take as long as they did in geometric mean."""
     # Ops alone would take too short: ranks that share cores take turns, and wait for the last at each communication.
+    begun = [min(spans[0].start for spans in each.timeline.spans.values() if spans) for each in recordings]
+    measured = [each.timeline.makespan - start for each, start in zip(recordings, begun, strict=True)]
 
     def surplus(factor: float) -> float:
         changed = replace(cost, flops_per_second=factor * cost.flops_per_second)
-        return sum(
-            math.log(predict(recording, changed, device_type=device_type).makespan / recording.op_seconds)
-            for recording in recordings
-        )
+        predicted = [predict(recording, changed, device_type=device_type).makespan for recording in recordings]
+        return sum(math.log(each / seconds) for each, seconds in zip(predicted, measured, strict=True))
 
     low, high = -math.log(_LARGEST_CORRECTION), math.log(_LARGEST_CORRECTION)
     for _ in range(_NUM_HALVINGS):

@@ -90,11 +90,6 @@ class Recording:
     program: Program  # The ops in the order in which they were issued; ranks are global ranks.
     matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
-    @property
-    def op_seconds(self) -> float:
-        """From the start of the first op on any rank to the end of the last one."""
-        return self.timeline.makespan - min(spans[0].start for spans in self.timeline.spans.values() if spans)
-
 
 def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timeline:
     """The timeline of the recorded program from a cost model. A CPU starts no transfer while it computes."""

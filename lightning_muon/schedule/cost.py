@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from lightning_muon.config import takes_options
 from lightning_muon.schedule.program import COMPUTE, Op
@@ -32,10 +32,12 @@ class CostModel:
     latency_seconds: tuple[float, ...] = (0.0,)  # What every transfer takes in addition.
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_second", "memory_bytes_per_second", "bandwidth"):
-            _require_numbers(name, getattr(self, name), allow_zero=False)
-        for name in ("op_seconds", "latency_seconds"):
-            _require_numbers(name, getattr(self, name), allow_zero=True)
+        for name, value in vars(self).items():
+            values = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
+            may_be_zero = name.endswith("seconds")
+            is_right = [isinstance(each, int | float) and 0 <= each < math.inf for each in values]
+            if not values or not all(is_right) or not (may_be_zero or all(values)):
+                raise ValueError(f"{name} must be finite and {'at least' if may_be_zero else 'above'} 0, got {value!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -70,17 +72,6 @@ class CostModel:
 
     def _latency(self, axis: int) -> float:
         return self.latency_seconds[min(axis, len(self.latency_seconds) - 1)]
-
-
-def _require_numbers(name: str, value: object, *, allow_zero: bool) -> None:
-    values: tuple[object, ...] = value if isinstance(value, tuple) else (value,)  # pyright: ignore[reportUnknownVariableType]
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float):
-            raise TypeError(f"{name} must be a number or a tuple of numbers, got {value!r}")
-        if not math.isfinite(each) or each < 0 or (each == 0 and not allow_zero):
-            raise ValueError(f"{name} must be finite and {'at least' if allow_zero else 'above'} 0, got {value!r}")
-    if not values:
-        raise ValueError(f"{name} must have an entry for at least one kind of link, got {value!r}")
 
 
 PRESETS: dict[str, CostModel] = {

@@ -182,7 +182,6 @@ def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.Capture
         (("--shapes", "10b", "--flops", "inf"), "--flops: must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "Format 'txt' is not supported"),
         (("--config", "nothing.yaml"), "No such file or directory: 'nothing.yaml'"),
-        (("--shapes", "10b", "--flexdemo", "topk=8"), "no option 'topk'; did you mean 'top_k'?"),
         (("--shapes", "10b", "--flexdemo", "--draw", "plan.png"), "which FlexDeMo has with base=muon only"),
         (("--shapes", "10b", "--cost", "wrong.json"), "wrong.json: CostModel: there is no option 'flops_per_secnd'"),
         (("--shapes", "10b", "--fused", "*qkv*"), "'*qkv*' is not PATTERN=NUMBER"),

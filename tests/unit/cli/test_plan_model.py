@@ -46,7 +46,7 @@ _YAML = """
 model: {{class_path: planned_net.Net, init_args: {{width: 6, needs_numbers: {needs_numbers}}}}}
 trainer:
   accelerator: cpu
-  devices: {devices}
+  devices: auto
   strategy:
     class_path: lightning_muon.ParallelMuonStrategy
     init_args: {{{strategy}}}
@@ -59,9 +59,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "planned_net", raising=False)
 
-    def written(strategy: str = "", devices: object = 8, needs_numbers: bool = False) -> Path:
+    def written(strategy: str = "", needs_numbers: bool = False) -> Path:
         path = tmp_path / "config.yaml"
-        path.write_text(_YAML.format(strategy=strategy, devices=devices, needs_numbers=str(needs_numbers).lower()))
+        path.write_text(_YAML.format(strategy=strategy, needs_numbers=str(needs_numbers).lower()))
         return path
 
     return written
@@ -85,26 +85,11 @@ def test_the_model_is_built_on_the_meta_device_if_it_can(write: Any) -> None:
 
 def test_patterns_and_fused_come_from_the_strategy(write: Any) -> None:
     options = 'optimizer: {ns_steps: 3, adamw_patterns: ["first.*"], fused: {"fused.weight": 3}}'
-    planned = read_config(write(options))
+    planned = read_config(write("replicate_size: 2, " + options))
+    assert (planned.replicate, planned.shard) == (2, None)
     assert planned.optimizer.ns_steps == 3
     assert planned.shapes.parameters[0].kind == "elementwise"
     assert planned.shapes.parameters[2].splits == (6, 6, 6)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "devices", "expected"),
-    [
-        ("", 8, (1, 8)),
-        ("replicate_size: 2", 8, (2, 4)),
-        ("shard_size: 2", 8, (4, 2)),
-        ("replicate_size: 2", "auto", (2, None)),
-    ],
-)
-def test_the_mesh_is_what_the_file_determines(
-    write: Any, strategy: str, devices: object, expected: tuple[int | None, int | None]
-) -> None:
-    planned = read_config(write(strategy, devices))
-    assert (planned.replicate, planned.shard) == expected
 
 
 @pytest.mark.parametrize(

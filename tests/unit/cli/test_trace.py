@@ -47,6 +47,7 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
     owned = [event["args"]["matrices"] for event in events if event["name"].startswith("newton_schulz")]
     assert sorted(name for names in owned for name in names) == [f"w.{i}.weight" for i in range(6)]
     assert {event["pid"] for event in events} == {0, 1}
+    assert {event["tid"] for event in events if event["name"].startswith(("gather", "update"))} == {0, 1}
     assert (out / "timeline.png").stat().st_size > 10_000
     picture = (out / "timeline.svg").read_text()
     assert "measured" in picture and "predicted" in picture and "Net (small.yaml) on 1 x 2 ranks" in picture

@@ -12,10 +12,9 @@ from torch import nn
 from lightning_muon import ParallelMuon
 from lightning_muon.monitor import timeline
 from lightning_muon.monitor.calibrate import make_optimizer
-from lightning_muon.monitor.timeline import Recording, TimelineRecorder, record_step, trace_events
+from lightning_muon.monitor.timeline import Recording, TimelineRecorder, record_step
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
-from lightning_muon.schedule.simulate import Span, Timeline
 from lightning_muon.schedule.validate import validate
 from tests.support.processes import ProcessPool
 
@@ -87,21 +86,3 @@ def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="take one step before"):
         record_step(ParallelMuon([nn.Parameter(torch.zeros(2, 2))]))
-
-
-def test_a_trace_has_a_process_per_rank_a_thread_per_lane() -> None:
-    compute = Op(kind=OpKind.NEWTON_SCHULZ, key="0.1", rank=1, cost=3 * 10**9, bytes=8, items=(0,))
-    transfer = Op(kind="scatter", key="0.1", rank=1, lane=TRANSFER, bytes=40)
-    spans = [Span(compute, 0.001, 0.003), Span(transfer, 0.003, 0.0035)]
-    recording = Recording(
-        timeline=Timeline({1: spans}),
-        program={1: [compute, transfer]},
-        matrices={1: {"newton_schulz[0.1]": ["w"]}},
-    )
-    events = trace_events(recording)["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 1", "compute", "transfer"]
-    first, second = (event for event in events if event["ph"] == "X")
-    assert first["name"] == "newton_schulz[0.1]" and (first["pid"], first["tid"]) == (1, 0)
-    assert first["ts"] == pytest.approx(1000) and first["dur"] == pytest.approx(2000)
-    assert first["args"] == {"bytes": 8, "matrices": ["w"], "gflop": 3.0}
-    assert (second["tid"], second["args"]) == (1, {"bytes": 40, "matrices": []})

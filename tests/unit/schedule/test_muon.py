@@ -139,11 +139,6 @@ def test_every_rank_owns_everything_in_the_redundant_baseline() -> None:
     assert plan_of(sharded([10] * 3, 2), chunk_bytes=20, strategy="redundant").buckets == ((2,), (1,), (0,))
 
 
-def test_a_wrong_strategy_is_named() -> None:
-    with pytest.raises(ValueError, match=r"strategy must be one of .*, got 'best'"):
-        plan_of(sharded([10], 2), strategy="best")
-
-
 @pytest.mark.parametrize("strategy", ["lpt", "round_robin", "redundant"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
@@ -165,10 +160,3 @@ def test_the_fingerprint_tells_owners_and_orders_apart() -> None:
     reordered = replace(plan, program={1: [*plan.program[1][5:], *plan.program[1][:5]]})
     assert plan.fingerprint() != replace(plan, owners=plan.owners[::-1]).fingerprint()
     assert plan.fingerprint() != reordered.fingerprint()
-
-
-def test_an_owner_that_does_not_compute_is_noticed_on_its_rank() -> None:
-    plan = plan_of(sharded([10, 10, 10], 2), ranks=(0,))
-    idle = [replace(op, items=()) if op.kind == "newton_schulz" else op for op in plan.program[0]]
-    with pytest.raises(ValueError, match=r"rank 0 has matrix \d in 0 newton_schulz ops; its owners \[0\]"):
-        check_step({0: idle}, [plan], is_whole=False)
