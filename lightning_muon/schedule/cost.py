@@ -42,7 +42,7 @@ class CostModel:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From what :func:`dataclasses.asdict` gives, or a JSON file; one number will do for a list of one."""
-        arguments = dict(values)
+        arguments = {**values}
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
             arguments[key] = tuple(arguments[key]) if isinstance(arguments[key], list | tuple) else (arguments[key],)
         return cls(**arguments)
