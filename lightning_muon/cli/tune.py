@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     finite: list[dict[str, Any]] = []
     sys.stdout.write(f"{'lr':>10}{'factor':>8}{'loss':>10}{'validation':>12}\n")
     for lr, factor in ((lr, factor) for lr in arguments.lrs for factor in arguments.factors):
+        MuonConfig(muon_lr_factor=factor, lr=MuonConfig.lr if lr is None else lr)  # Raises for wrong values.
         row = _train(config=arguments.config, lr=lr, factor=factor, steps=arguments.steps)
         loss, validation = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "validation"))
         diverged = not all(math.isfinite(row[key] or 0) for key in ("loss", "validation"))
@@ -77,7 +78,8 @@ def _train(**choice: Any) -> dict[str, Any]:
         command = [sys.executable, "-m", "lightning_muon.cli.tune", json.dumps(choice | {"result": str(result)})]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode or not result.is_file():
-            raise ValueError(f"the training with {choice} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+            said = ended.stderr.splitlines()[-40 if "Traceback (most recent" in ended.stderr else -3 :]
+            raise ValueError("\n".join([f"the training with {choice} ended with {ended.returncode}:", *said]))
         return json.loads(result.read_text())
 
 
@@ -107,7 +109,7 @@ class _Tuned:
         strategy, lr = self.trainer.strategy, self.choice["lr"]
         given: Any = getattr(getattr(strategy, "options", None), "optimizer", "keep")
         if given == "keep" or getattr(given, "base", "muon") != "muon":
-            raise ValueError(f"{self.choice['config']} trains without Muon: there is nothing to tune")
+            raise SystemExit(f"{self.choice['config']} trains without Muon: there is nothing to tune")
         put = {"muon_lr_factor": self.choice["factor"]} | ({"lr": lr} if lr is not None and not self.place else {})
         config = replace(MuonConfig() if given == "auto" else given, **put)
         strategy.options = replace(strategy.options, optimizer=config)
@@ -126,11 +128,12 @@ class _Tuned:
         self.validates = trainer.enable_validation
         factors = {group.get("muon_lr_factor") for each in trainer.optimizers for group in each.param_groups}
         self.found["lr"] = lr = trainer.optimizers[0].defaults["lr"]
-        if self.choice["factor"] not in factors or self.choice["lr"] not in (None, lr):
-            raise ValueError(
-                f"the program sets {f'muon_lr_factor={factors}' if self.choice['factor'] not in factors else f'{lr=}'} "
-                "itself; leave it to the file"
+        if self.choice["factor"] not in factors:
+            raise SystemExit(
+                "muon_lr_factor has no effect: the program made a ParallelMuon itself, or its optimizer is kept"
             )
+        if self.choice["lr"] not in (None, lr):
+            raise SystemExit(f"--lrs has no effect on the optimizer of the program, which has lr={lr}")
 
     def _note(self, trainer: Any, _: Any, outputs: Any, *__: Any) -> None:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
