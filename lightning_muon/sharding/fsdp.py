@@ -46,7 +46,7 @@ from lightning_muon.sharding.shard_model import (
     shard_axis,
     shard_model,
 )
-from lightning_muon.sharding.weights import mesh_device
+from lightning_muon.sharding.weights import follow_state_dict, mesh_device
 
 _SECONDS_TO_FAIL_TOGETHER = 60.0
 # Whole weights by their number -> a gradient of zeros that takes no memory.
@@ -276,6 +276,7 @@ class Fsdp(ShardingMode):
             decoupled_nodes=options.decoupled_nodes,
         )
         initialize_roots(module)
+        follow_state_dict(module)
 
     @override
     def watch(self, module: nn.Module) -> None:
