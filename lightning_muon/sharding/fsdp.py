@@ -37,6 +37,7 @@ from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optim
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
+    free_unsharded,
     fsdp_modules,
     fsdp_roots,
     initialize_roots,
@@ -83,8 +84,10 @@ class GradientAgreement:
         self._parameters: list[Tensor] = []
         self._used: list[bool] = []
         self._agreed: dict[int, TensorWeakRef] = {}
-        # 0-d parameters -> their gradient as it was summed, and its value.
-        self._scalar_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
+        # What FSDP2 does not reduce, and what it was reduced to: the gradient, and its value.
+        free_unsharded(module)
+        self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
+        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._zeros: _Zeros = {}
         if self._everyone.group is not None:
@@ -93,23 +96,21 @@ class GradientAgreement:
                 self._watch(unit)
 
     def finish(self, divisor: float | None = None, *, is_deferred: bool = False) -> None:
-        """Average the gradients of 0-d parameters, and remove gradients that no rank has computed.
+        """Average the gradients of plain parameters, and remove gradients that no rank has computed.
 
         Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping. The
         ``divisor`` is that of :func:`set_gradient_divisor`. ``is_deferred`` leaves the comparison of the ranks to the
         next message of :attr:`step`, which an optimizer sends. It raises on every rank if they ran different units.
         """
-        scalars = [
-            p for p in self._module.parameters() if p.ndim == 0 and p.requires_grad and not isinstance(p, DTensor)
-        ]
+        plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
             self.call_log.mark(END)
             self.step.post(self)
-            if not is_deferred or scalars:
+            if not is_deferred or plain:
                 self.step.reduce(())
-        if scalars and (self._everyone.group is not None or divisor is not None):
-            self._average(scalars, divisor)
+        if plain and (self._everyone.group is not None or divisor is not None):
+            self._average(plain, divisor)
 
     def numbers(self) -> list[int]:
         """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
@@ -153,32 +154,30 @@ class GradientAgreement:
         self._hooks.clear()
         self._places.clear()
 
-    def _average(self, scalars: Sequence[nn.Parameter], divisor: float | None) -> None:
-        """Replace the gradients of 0-d parameters, which FSDP2 leaves out, by (their sum over the ranks) / ``divisor``.
+    def _average(self, plain: Sequence[nn.Parameter], divisor: float | None) -> None:
+        """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / ``divisor``.
 
         Collective over the mesh; every rank must call it. Of results of an earlier call, only what was added is summed.
         """
-        # (kept result, what was added to it, whether there is a gradient) x parameters
-        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in scalars) else torch.float32
-        packed = torch.zeros(3, len(scalars), dtype=dtype, device="cpu")
-        for column, parameter in enumerate(scalars):
-            if parameter.grad is not None:
-                before = self._scalar_sums.get(parameter)
-                if before is not None and before[0]() is parameter.grad:
-                    packed[0, column] = before[1]
-                packed[1, column] = parameter.grad.cpu() - packed[0, column]
-                packed[2, column] = 1.0
-        packed = packed.to(self._device)
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
+        kept, added, present = [], [], []
+        for parameter in plain:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            before = self._plain_sums.get(parameter)
+            kept.append(before[1] if before and before[0]() is gradient else torch.zeros_like(parameter))
+            added.append(gradient - kept[-1])
+            present.append(torch.tensor([parameter.grad is not None], device=self._device))
+        packed = torch.cat([each.detach().reshape(-1).to(self._device, dtype) for each in (*kept, *added, *present)])
         if self._everyone.group is not None:
             dist.all_reduce(packed, group=self._everyone.group)
-        size = self._everyone.size
-        divisors = torch.tensor([[size], [divisor or size], [1]], device=self._device)
-        kept, added, present = (packed / divisors).cpu().unbind()
-        for index, parameter in enumerate(scalars):
-            if present[index] > 0:
-                gradient = (kept + added)[index].to(parameter)
-                parameter.grad = gradient
-                self._scalar_sums[parameter] = TensorWeakRef(gradient), gradient.detach().cpu().clone()
+        sizes = [parameter.numel() for parameter in plain]
+        *sums, counts = packed.split([*sizes, *sizes, len(plain)])
+        for index, (parameter, count) in enumerate(zip(plain, counts.tolist(), strict=True)):
+            if count > 0:
+                mean = sums[index] / self._everyone.size
+                mean += sums[index + len(plain)] / (divisor or self._everyone.size)
+                parameter.grad = gradient = mean.view(parameter.shape).to(parameter)
+                self._plain_sums[parameter] = TensorWeakRef(gradient), gradient.clone()
 
     def _watch(self, unit: FSDPModule) -> None:
         """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""

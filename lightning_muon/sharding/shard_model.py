@@ -44,7 +44,8 @@ def shard_model(
 
     Without ``shard_root`` each child is a root of its own: FSDP2 reduces the gradients of a root only in a backward
     pass that starts from what its forward returned, which is not so where backward runs inside ``training_step``
-    (manual optimization). With ``decoupled_nodes`` FSDP2 knows nothing of the replicas.
+    (manual optimization). Parameters that belong to no single child then stay plain, too. With ``decoupled_nodes``
+    FSDP2 knows nothing of the replicas.
     """
     inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
 
@@ -66,7 +67,8 @@ def shard_model(
         broadcast_initial_state(module, mesh["replicate"])
 
     policy = mp_policy or MixedPrecisionPolicy()
-    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=_prepare_parameters(module, mesh))
+    plain = _prepare_parameters(module, mesh) | (set() if shard_root else _of_no_child(module, units))
+    shard = partial(fully_shard, mesh=inner_mesh, ignored_params=plain)
     roots = [module] if shard_root else units
     inside = {child for root in roots for child in root.modules() if child is not root}
     for unit in units:
@@ -129,14 +131,20 @@ def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_roo
             for child in callable_children(module)
             if child not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
         ]
-        holders = owners(module, units)
+        torn = _of_no_child(module, units)
         for name, parameter in module.named_parameters():
-            if module in holders[parameter] or len(holders[parameter]) > 1:
+            if parameter in torn and parameter.is_meta:
                 raise ValueError(
-                    f"{name} is held by {type(module).__name__} itself or shared by several of its children; with "
-                    "manual optimization these are sharded one by one, so move it into one child module"
+                    f"{name} is on the meta device, and is held by {type(module).__name__} itself or shared by several "
+                    "of its children, which are sharded one by one with manual optimization; create it on a real device"
                 )
     return [*dtype_units(module, units), *units]
+
+
+def _of_no_child(module: nn.Module, units: Collection[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that lie in none of the ``units``, or in several of them that are not inside of each other."""
+    holders = owners(module, units)
+    return {p for p in module.parameters() if not isinstance(p, DTensor) and (holders[p][1:] or module in holders[p])}
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -339,6 +347,7 @@ def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Modu
         for uses in parameter_uses(module)
         if uses[0].parameter.requires_grad
         and uses[0].parameter.ndim > 0
+        and len(holders[uses[0].parameter]) == 1
         and not isinstance(holders[uses[0].parameter][0], FSDPModule)
     ]
     elements: dict[nn.Module, Counter[torch.dtype]] = {}

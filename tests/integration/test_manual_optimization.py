@@ -44,13 +44,22 @@ class Discriminator(nn.Module):
         return self.last(torch.relu(self.second(torch.relu(self.first(sample)))))
 
 
-def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
+def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool = False) -> Any:
     class Gan(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.automatic_optimization = False
             self.generator, self.discriminator = Generator(), Discriminator()
+            self.log_temperature, self.scale = nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(6))
+            if shared:
+                self.generator.layers[2].weight = nn.Parameter(torch.randn(16, 16) / 4)
+                self.generator.layers[0], self.generator.layers[4] = nn.Linear(4, 16), nn.Linear(16, 6)
+                self.generator.layers[2].bias = nn.Parameter(torch.zeros(16))
+                self.discriminator.second.weight = self.generator.layers[2].weight
+            else:
+                self.log_temperature.requires_grad_(False)
+                self.scale.requires_grad_(False)
             self.losses: list[tuple[float, float]] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -59,14 +68,15 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
             generator, discriminator = self.optimizers()
             synchronize = not accumulate or batch_idx % 2 == 1
             with discriminator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
-                fake = self.generator(noise).detach()
+                fake = self.generator(noise).detach() * self.scale
                 d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
                 self.manual_backward(d_loss)
                 if synchronize:
                     discriminator.step()
                     discriminator.zero_grad()
             with generator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
-                g_loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+                fake = self.generator(noise) * self.scale / self.log_temperature.exp()
+                g_loss = F.softplus(-self.discriminator(fake)).mean()
                 self.manual_backward(g_loss)
                 if synchronize:
                     generator.step()
@@ -78,7 +88,12 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False) -> Any:
 
         def configure_optimizers(self) -> Any:
             kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9)}
-            return [torch.optim.AdamW(m.parameters(), **kwargs) for m in (self.generator, self.discriminator)]
+            return [torch.optim.AdamW(parameters, **kwargs) for parameters in self.parts()]
+
+        def parts(self) -> list[list[nn.Parameter]]:
+            generator, discriminator = list(self.generator.parameters()), list(self.discriminator.parameters())
+            first = [*generator, self.log_temperature, self.scale] if shared else generator
+            return [first, [p for p in discriminator if all(p is not other for other in generator)]]
 
     return Gan()
 
@@ -102,7 +117,7 @@ def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]
     def configure(self: Any) -> Any:
         kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9), "compute_dtype": "float32"}
         kwargs["muon_lr_factor"] = MEASURED_MUON_LR_FACTOR
-        optimizers = [ParallelMuon(part.parameters(), **kwargs) for part in (self.generator, self.discriminator)]
+        optimizers = [ParallelMuon(part, **kwargs) for part in self.parts()]
         for optimizer in optimizers:
             optimizer.attach(self)  # As the strategy does: the whole module decides what is an output head.
         return optimizers
@@ -113,7 +128,7 @@ def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]
     return model.losses, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"toggle": False}, {"accumulate": True}])
+@pytest.mark.parametrize("options", [{"shared": True}, {"toggle": False}, {"accumulate": True, "shared": True}])
 def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, options: dict[str, bool]) -> None:
     losses, weights, kinds, moved = gloo.run(_train_gan, PACKAGES[0], world_size=4, **options)[0]
     plain = gloo.run(_plain_gan, PACKAGES[0], world_size=1, **options)[0]
@@ -127,12 +142,14 @@ def _parameter_on_the_module(package: str) -> None:
     pl = load(package)
     model = language_model(pl, network=Network)
     model.automatic_optimization = False
-    model.scale = nn.Parameter(torch.ones(3))
+    model.scale = nn.Parameter(torch.ones(3, device="meta"))
     trainer(pl).fit(model, loader())
 
 
-def test_a_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_parameter_on_the_module, PACKAGES[0], world_size=2, match="scale")
+def test_a_meta_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _parameter_on_the_module, PACKAGES[0], world_size=2, match="scale is on the meta device"
+    )
 
 
 def _call_a_layer_of_a_child(package: str) -> str:
