@@ -28,6 +28,9 @@ from lightning_muon.checkpoint.saving import State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.params.uses import clean_name
+from lightning_muon.sharding.shard_model import original_class
+
+_NUM_SHOWN = 4  # Names of each kind in an error.
 
 
 class Checkpoint:
@@ -65,23 +68,19 @@ class Checkpoint:
         """Fill a module from what was saved under ``key``. Collective over all ranks; every rank must call it."""
         if self.is_sharded:
             state = {key: get_model_state_dict(module)}
+            sizes = {clean_name(name): getattr(value, "shape", None) for name, value in state[key].items()}
+            self._check_weights(key, module, sizes, together(lambda: self._sizes_of_shards(f"{key}.")), strict=strict)
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
                 load(state, checkpoint_id=self.path, planner=planner)
             except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
-                raise RuntimeError(
-                    f"{key!r} in {self.path} does not fit {type(module).__name__}; {self.weights_advice}. ({problem})"
-                ) from problem
+                raise RuntimeError(f"{key!r} in {self.path} cannot be read: {_first_failure(problem)}") from None
             set_model_state_dict(module, state[key], options=StateDictOptions(strict=strict))
             return
         weights = {clean_name(name): value for name, value in self.whole(key).items()}
-        own = {clean_name(name) for name in module.state_dict()}
-        missing, unexpected = sorted(own - weights.keys()), sorted(weights.keys() - own)
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"{self.path} does not fit {type(module).__name__}: missing {missing[:8] or 'nothing'}, unexpected "
-                f"{unexpected[:8] or 'nothing'}; {self.weights_advice}"
-            )
+        own = {clean_name(name): getattr(value, "shape", None) for name, value in module.state_dict().items()}
+        saved = {name: getattr(value, "shape", None) for name, value in weights.items()}
+        self._check_weights(key, module, own, saved, strict=strict)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
@@ -94,9 +93,8 @@ class Checkpoint:
             error = RuntimeError(
                 f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
                 "optimizer, other options, other param groups or another model. To go on with the weights alone, "
-                f"{self.state_advice.format(key=key)}. ({type(problem).__name__}: {problem})"
+                f"{self.state_advice.format(key=key)}. ({_first_failure(problem)})"
             )
-            error.__cause__ = problem
         fail_together(error, None)
 
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -119,6 +117,45 @@ class Checkpoint:
             else:
                 target[key] = self.content.pop(key)
         return {key: value for key, value in self.content.items() if key not in state.modules | state.optimizers}
+
+    def _sizes_of_shards(self, prefix: str) -> dict[str, Any]:
+        """Name -> size of each saved tensor under ``prefix``, ``None`` for other values; local."""
+        saved: Any = FileSystemReader(self.path).read_metadata().state_dict_metadata
+        sizes: dict[str, Any] = {}
+        for name, entry in saved.items():
+            if name.startswith(prefix):
+                stem, mark, _ = name.removeprefix(prefix).partition("_extra_state")  # It may have entries of its own.
+                sizes[stem + mark] = getattr(entry, "size", None)
+        return sizes
+
+    def _check_weights(
+        self, key: str, module: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
+    ) -> None:
+        """Raise unless the names agree, if ``strict``, and the sizes; local, the same on all ranks."""
+        in_both = sorted(own.keys() & saved.keys())
+        differing = {
+            "missing in the checkpoint": sorted(own.keys() - saved.keys()) if strict else [],
+            "unexpected": sorted(saved.keys() - own.keys()) if strict else [],
+            "of another size": [
+                f"{name} {tuple(saved[name])} in the checkpoint, {tuple(own[name])} in the model"
+                for name in in_both
+                if own[name] is not None and saved[name] is not None and own[name] != saved[name]
+            ],
+        }
+        lines = [
+            f"  {len(names)} {what}: {'; '.join(names[:_NUM_SHOWN])}{'; ...' if len(names) > _NUM_SHOWN else ''}"
+            for what, names in differing.items()
+            if names
+        ]
+        if not lines:
+            return
+        advice = ["Give the path of a checkpoint of this model, or build the model that was saved"]
+        if not differing["of another size"]:
+            advice += [self.weights_advice] if self.weights_advice else []
+            if self.is_sharded and key == "state_dict":
+                advice.append("lightning-muon convert DIR FILE writes one file, in which names can be changed")
+        name = original_class(getattr(module, "_orig_mod", module)).__name__
+        raise RuntimeError("\n".join([f"{key!r} in {self.path} does not fit {name}:", *lines, f"{'; '.join(advice)}."]))
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}
@@ -190,6 +227,13 @@ def named_optimizer_state(
         for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _first_failure(problem: BaseException) -> str:
+    """In one line what has gone wrong, without the tracebacks of all ranks that torch adds."""
+    if isinstance(problem, CheckpointException) and problem.failures:
+        problem = next(iter(problem.failures.values()))[0]
+    return f"{type(problem).__name__}: {problem}"
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:

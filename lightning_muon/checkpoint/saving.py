@@ -16,11 +16,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
-from lightning_muon.checkpoint.staging import replacing
+from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
+_README_TEXT = """\
+A checkpoint of lightning_muon in shards. Trainer(strategy="parallel_muon" or "flexdemo") reads the directory.
+load_from_checkpoint, torch.load and other strategies read one file ("Is a directory" otherwise), with the weights:
+
+    lightning-muon convert THIS_DIRECTORY FILE
+"""
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -107,6 +113,8 @@ def write_checkpoint(
         else:
             on_first_rank(draft.mkdir)
             on_first_rank(lambda: torch.save(dict(rest), draft / metadata_name))
+            if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
+                on_first_rank(lambda: (draft / README).write_text(_README_TEXT, encoding="utf-8"))
             write_shards(content, draft)
 
 

@@ -21,7 +21,8 @@ from lightning_muon.comm.agreement import on_first_rank, together
 
 _INDEX = ".metadata"
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
-_FILES_OF_CHECKPOINTS = ("*.distcp", f"{_INDEX}*", "meta.pt")
+README = "README-lightning-muon.txt"
+_FILES_OF_CHECKPOINTS = ("*.distcp", f"{_INDEX}*", "meta.pt", README)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
 # File in a finished folder: names beside it that go when its entries take their places.
 _OBSOLETE = ".obsolete"

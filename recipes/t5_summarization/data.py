@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -136,7 +137,8 @@ class SummarizationData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Harvest or download, and train the tokenizer. Lightning calls it on one rank while the others wait."""
-        self._load()
+        with suppress(ValueError, OSError):  # Setup raises the same on every rank; here the others would wait in vain.
+            self._load()
 
     def setup(self, stage: str) -> None:
         """Read the caches and tokenize, on every rank."""

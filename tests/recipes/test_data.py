@@ -76,5 +76,6 @@ def test_a_source_without_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.csv"
     path.write_text("title,text,summary\n,a text,\n")
     data = SummarizationData(source=str(path), cache_dir=str(tmp_path))
+    data.prepare_data()  # On one rank only, where an error would leave the others waiting.
     with pytest.raises(ValueError, match=r"empty\.csv' has 0 training and 0 validation rows after dropping nulls"):
-        data.prepare_data()
+        data.setup("fit")

@@ -118,7 +118,7 @@ def _among_hooks(
 class _Part(Checkpoint):
     """The directory with the shards of one object, or the file with all of it."""
 
-    weights_advice = "load_state needs the model that was saved"
+    weights_advice = ""  # load_state has no argument for it.
 
 
 def _find(directory: Path, name: str, index: int, key: str) -> _Part:

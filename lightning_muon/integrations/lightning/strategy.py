@@ -59,6 +59,7 @@ class TrainerStrategy(MuonStrategy):
         self._engine: TrainingEngine | None = None
         self._checkpoint: TrainerCheckpoint | None = None
         self._first_callback: Any = None
+        self._has_saved = False
         super()._begin(**arguments)
 
     # ---- before the first step
@@ -293,6 +294,12 @@ class TrainerStrategy(MuonStrategy):
         if whole:
             write_checkpoint(place, {}, rest, metadata_name=None)
             return
+        if not self._has_saved:
+            self._has_saved = True
+            self.package.fabric("utilities.rank_zero").rank_zero_info(
+                f"{place} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
+                f"lightning-muon convert {place} FILE"
+            )
         states = enumerate(rest.pop("optimizer_states", []))
         content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
         write_checkpoint(place, content, rest, metadata_name=metadata_filename(self.package))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
-from tests.integration.training import full_weights, loss_of, max_difference
+from tests.integration.training import VOCABULARY, full_weights, loss_of, max_difference
 from tests.support.processes import ProcessPool
 
 
@@ -104,6 +105,42 @@ def test_another_number_of_ranks_goes_on(gloo: ProcessPool, tmp_path: Path, shar
     # Another way of dividing it, too.
     found = gloo.run(_resume, path, world_size=2, sharding="zero2", **options)[0]
     assert max_difference(found[0], expected[0]) <= 1e-6
+
+
+class _Wider(nn.Module):
+    """Lacks the embedding of the other model, and has layers of its own and a narrower head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = network().blocks
+        self.head = nn.Linear(5, VOCABULARY)
+        self.more = nn.ModuleList(nn.Linear(3, 3) for _ in range(5))
+
+
+def _of_another_model(path: str, sharded: bool) -> str:
+    run = _Run(save_distributed_checkpoint=sharded)
+    run.fabric.save(path, {"model": run.model})
+    run.fabric.strategy.teardown()
+    fabric = launch(save_distributed_checkpoint=sharded)
+    module = _Wider()
+    model, _ = fabric.setup(module, adamw(module))
+    with pytest.raises(RuntimeError) as raised:
+        fabric.load(path, {"model": model})
+    fabric.strategy.teardown()
+    assert raised.value.__cause__ is None
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_of_another_model_is_a_short_error(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
+    message, other = gloo.run(_of_another_model, f"{tmp_path}/saved", sharded, world_size=2)
+    assert message == other
+    assert len(message.splitlines()) <= 12 and max(map(len, message.splitlines())) < 400
+    assert "does not fit _Wider:" in message
+    assert re.search(r"\d+ missing in the checkpoint: .*more\.0\.bias; .*\.\.\.", message)
+    assert re.search(r"1 unexpected: \S+$", message, re.MULTILINE)
+    assert re.search(r"1 of another size: head.weight \(\d+, \d+\) in the checkpoint, \(\d+, 5\) in the model", message)
+    assert "strict=False" not in message, "it cannot help with sizes"
 
 
 def _parts(path: str, sharded: bool) -> list[str]:
