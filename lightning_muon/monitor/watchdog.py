@@ -41,6 +41,10 @@ _SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compiler
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
 _SHARE_OF_TIMEOUT = 0.8
+_ON_EVERY_RANK = (
+    "Call the model (a sample, generate, an evaluation) on every rank, outside of conditions such as is_global_zero, "
+    "and leave only what comes after it, as to print or to save, to one rank."
+)
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
 
@@ -72,7 +76,7 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
     }
     found = call_log.find_difference(lists, complete=False)
     if found is not None:
-        return found + _stand(positions.items())
+        return f"{found} {_ON_EVERY_RANK}{_stand(positions.items())}"
     for pair in combinations(sorted(positions.items()), 2):
         (first, a), (second, b) = pair
         if not _never_meet(a, b):
@@ -81,9 +85,8 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
             if at.unit and not its.unit:
                 return (
                     f"rank {rank} is in a forward pass that rank {other} does not make: it waits for the weights of "
-                    f"{at.unit}, which FSDP2 gathers on all ranks together. Call the model (a sample, generate, an "
-                    "evaluation) on every rank, outside of conditions such as is_global_zero, and leave only what "
-                    f"comes after it, as to print or to save, to one rank.{_stand(positions.items())}"
+                    f"{at.unit}, which FSDP2 gathers on all ranks together. {_ON_EVERY_RANK}"
+                    f"{_stand(positions.items())}"
                 )
         places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
         calls = [position.calls[1][-1] for position in (a, b) if position.calls[1]]
@@ -228,8 +231,9 @@ class Watchdog:
         """Tell the others of an exception outside of :meth:`explaining` that ends the program; before :meth:`close`."""
         error = getattr(sys, "last_value", None)  # The interpreter has printed it by now.
         if isinstance(error, BaseException):
+            printed = error.args
             self.failed(error)
-            if self._message and error.args != (self._message,):
+            if self._message and printed != (self._message,):
                 self._write_message()
 
     def _write_message(self) -> None:
@@ -270,6 +274,8 @@ class Watchdog:
                         break
                     else:
                         self._stopped.wait(self._interval / 2)
+                if not self._message:
+                    self._message = self._reason_of_those_that_left()
             if not self._message:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
@@ -277,6 +283,13 @@ class Watchdog:
         if asks and self._message:  # What the backend says of closed connections is not the reason.
             error.args = (self._message,)
         self._stop_watching()
+
+    def _reason_of_those_that_left(self) -> str:
+        """Why communication broke off if other ranks have ended their runs well."""
+        positions = {rank: self._read(rank) for rank in range(self._size) if rank != self._rank}
+        left = [str(rank) for rank, at in positions.items() if at is not None and at.calls[1][-1:] == [LEFT]]
+        ended = f"rank {', '.join(left)} has ended its run, and rank {self._rank} communicates with it"
+        return f"{ended}. {_ON_EVERY_RANK}" if left else ""
 
     def resume(self) -> None:
         """Watch again after :meth:`failed`, once the program has caught the exception; local, on every rank alike."""
