@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -78,11 +79,18 @@ def signal_pipe() -> tuple[int, int] | None:
         os.set_blocking(end, False)
     before = signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
     if before == -1:
+        _forget_pipe_in_children()
         return ends
     signal.set_wakeup_fd(before)
     for end in ends:
         os.close(end)
     return None
+
+
+@cache
+def _forget_pipe_in_children() -> None:
+    """Forked processes, such as workers of a DataLoader, would write their own signals to it."""
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 
 def describe_process() -> str:
