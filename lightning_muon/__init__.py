@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from lightning_muon.config import MuonConfig
     from lightning_muon.engine.options import Options
     from lightning_muon.errors import NonFiniteGradientError
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
         Slicing,
         Striding,
     )
-    from lightning_muon.integrations.fabric.strategy import FabricStrategy as ParallelMuonFabricStrategy
-    from lightning_muon.integrations.lightning.strategy import TrainerStrategy as ParallelMuonStrategy
+    from lightning_muon.integrations.fabric.strategy import FabricStrategy
+    from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.sharding.base import ModeOptions
     from lightning_muon.sharding.context_parallel import (
@@ -44,6 +47,14 @@ if TYPE_CHECKING:
     from lightning_muon.sharding.weights import full_state_dict
 
     Turn = ExchangeStep
+
+    # What integrations/registry.py makes of the installed Lightning package.
+    class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):  # noqa: D101
+        pass
+
+    class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
+        pass
+
 
 __version__ = "0.1.0"
 __all__ = [
@@ -107,7 +118,7 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names.split():
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    if name in ("accelerate", "hf"):
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

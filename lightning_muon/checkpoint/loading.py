@@ -27,6 +27,7 @@ from lightning_muon.checkpoint.nodes import expect_saved_nodes, share_whole
 from lightning_muon.checkpoint.saving import State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.shard_model import original_class
 
@@ -176,6 +177,8 @@ class Checkpoint:
             for entry in _rules(optimizer).keys() & own
         }
         share_among_nodes = expect_saved_nodes(state[key]["state"], sizes, _rules(optimizer))
+        for number, group in enumerate(state[key]["param_groups"]):
+            group |= of_version_0_1([name.removeprefix(f"{of_groups}{number}.") for name in saved])
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
         share_among_nodes()
@@ -223,7 +226,7 @@ def named_optimizer_state(
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     names = dict(zip(numbers, names_in_groups(module, optimizer), strict=True))
     groups = [
-        {**ours, **group, "params": [names[number] for number in group["params"]]}
+        {**ours, **of_version_0_1(group), **group, "params": [names[number] for number in group["params"]]}
         for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -278,6 +278,33 @@ def _translated(
 def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Learning rates that ``capturable`` or ``fused`` optimizers hold as tensors, as numbers."""
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Let every scheduler of ``old``, nested ones too, act on ``new``; learning rates stay as they are."""
+    pending, seen, found = list(schedulers), set[int](), False
+    while pending:
+        scheduler = pending.pop()
+        if id(scheduler) in seen or not hasattr(scheduler, "__dict__"):
+            continue
+        seen.add(id(scheduler))
+        for key, value in list(vars(scheduler).items()):
+            if value is old:
+                setattr(scheduler, key, new)
+                found = True
+            elif isinstance(value, list | tuple):
+                pending.extend(item for item in value if hasattr(item, "optimizer"))
+            elif hasattr(value, "optimizer"):
+                pending.append(value)
+    if not found:
+        return
+    # Only the constructor of a scheduler lets torch count steps, by which schedulers warn of a wrong order of calls. It
+    # also resets learning rates, so these are put back.
+    kept = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in new.param_groups]
+    torch.optim.lr_scheduler.LambdaLR(new, lambda _: 1.0)
+    for group, values in zip(new.param_groups, kept, strict=True):
+        group.pop("initial_lr", None)
+        group.update(values)
 
 
 class OptimizerProxy:

@@ -23,6 +23,7 @@ from lightning_muon.engine.conversion import (
     convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
+    repoint_schedulers,
 )
 from lightning_muon.engine.forward_methods import explain_shards
 from lightning_muon.engine.gradient_rules import SingleReductionGuard, parameters_of
@@ -85,6 +86,7 @@ class TrainingEngine:
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
         self._proxies: list[OptimizerProxy] = []
+        self._is_explaining = False
         self._is_attached = False
         self._names: dict[Tensor, str] = {}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
@@ -119,12 +121,13 @@ class TrainingEngine:
     def attach(
         self,
         given: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any] = (),
         *,
         source: str,
         is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return what takes their places; schedulers of the given ones go on.
+        """Train with these optimizers, and return what takes their places; schedulers follow it.
 
         ``given`` are all that step the module from now on, those that were attached before included; with the
         parameters that the module has now, or had before :meth:`shard`. ``source`` says in errors where they are from,
@@ -138,8 +141,11 @@ class TrainingEngine:
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
-        pairs = zip(given, self.optimizers, strict=True)
-        self._proxies += [OptimizerProxy(old, new) for old, new in pairs if new is not old]
+        for old, new in zip(given, self.optimizers, strict=True):
+            if new is not old:
+                repoint_schedulers(schedulers, old, new)
+                if self._is_loop_of_user:  # It holds the given one, and may make schedulers of it.
+                    self._proxies.append(OptimizerProxy(old, new))
 
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.
@@ -369,12 +375,17 @@ class TrainingEngine:
     @contextmanager
     def explaining(self) -> Generator[None]:
         """If communication is broken off because ranks wait for each other, say why; local."""
-        if self._watchdog is None:
+        if self._watchdog is None or self._is_explaining:
+            # A call inside of another one: the user's program may catch what it raises.
             yield
             return
+        self._is_explaining = True
         self._watchdog.resume()
-        with self._watchdog.explaining():
-            yield
+        try:
+            with self._watchdog.explaining():
+                yield
+        finally:
+            self._is_explaining = False
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not come; local."""

@@ -80,6 +80,11 @@ def check_group_(group: ParamGroup) -> None:
     check_hyperparameters(group)
 
 
+def of_version_0_1(keys: Collection[str]) -> ParamGroup:
+    """What a param group means that was saved with these ``keys`` by version 0.1.0, before ``muon_lr_factor``."""
+    return {"muon_lr_factor": 1.0} if "algorithm" in keys and "muon_lr_factor" not in keys else {}
+
+
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
     """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``."""
     groups = [dict(group) for group in saved]
@@ -91,8 +96,7 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
                 )
         if "betas" in group and "eps" in group and "adamw_eps" not in group:
             group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
-        if "algorithm" in group:
-            group.setdefault("muon_lr_factor", 1.0)  # Saved by version 0.1.0, which had none.
+        group |= of_version_0_1(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
         check_group_(group)
     return groups

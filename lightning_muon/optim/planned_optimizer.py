@@ -26,7 +26,7 @@ from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, StepPart
+from lightning_muon.params.layout import Layout, StepPart, local_tensor
 from lightning_muon.params.routing import Route, require_muon, routing_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -306,6 +306,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for parameter in self._all_parameters():
                 # Raise if it lies where the groups of its mesh cannot take it from.
                 mesh, _ = self._layout.mesh_and_placements(parameter)
+                local = local_tensor(parameter.detach())
+                if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+                    raise ValueError(
+                        f"{self._routes[parameter].name} {tuple(local.shape)} has strides {local.stride()}: several of "
+                        "its elements are one place in memory, which cannot be updated; make it with .clone()"
+                    )
                 if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
                     where = f"{self._routes[parameter].name} {tuple(parameter.shape)} is"
                     require_backend(mesh, parameter.device, where)

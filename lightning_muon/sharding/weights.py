@@ -26,7 +26,7 @@ _KNOW_SHARDS = frozenset(
     "torch lightning_muon lightning pytorch_lightning lightning_fabric accelerate transformers".split()
 )
 _followed: WeakSet[nn.Module] = WeakSet()
-_places: dict[str, Any] = {}  # Where the warning has been shown.
+_places: dict[Any, Any] = {}  # Where the warning has been shown.
 _SHARDS = (
     "state_dict() of a sharded model has the shards of this rank, and torch.save would write these alone. For whole "
     "weights call lightning_muon.full_state_dict(model) on every rank, and torch.save what it returns on rank 0 "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-import lightning_muon
 from lightning_muon import MuonConfig
 from tests.integration.training import (
     PACKAGES,
@@ -137,24 +136,3 @@ def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any) 
         assert max_difference(weights, plain[1]) < 1e-5
         saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
         assert sorted(saved) == names, "those of the module itself, so that load_state_dict takes them"
-
-
-def _save_adapters(package: str, directory: str) -> bool:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    pl = load(package)
-    model = language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2))
-    model.network = get_peft_model(model.network, LoraConfig(target_modules=["up", "down"], r=4))
-    trainer(pl, max_epochs=1).fit(model, loader())
-    state = lightning_muon.full_state_dict(model.network)
-    if not state:
-        return True
-    model.network.save_pretrained(directory, state_dict=state)
-    loaded = PeftModel.from_pretrained(language_model(pl).network, directory).state_dict()
-    trained = [name for name in loaded if "lora_B" in name and bool(loaded[name].any())]
-    return len(trained) == 4 and all(torch.equal(loaded[name], state[name]) for name in loaded)
-
-
-def test_adapters_are_saved_by_peft(gloo: ProcessPool, tmp_path: Any) -> None:
-    pytest.importorskip("peft")
-    assert gloo.run(_save_adapters, PACKAGES[0], str(tmp_path), world_size=2) == [True, True]

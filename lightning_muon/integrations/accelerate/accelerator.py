@@ -110,6 +110,7 @@ class MuonAccelerator:
         """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
         if (models or optimizers) and len(models) + len(self._engines) != 1:
             raise ValueError(
@@ -127,7 +128,7 @@ class MuonAccelerator:
                     f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
                 )
             plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
-            used = engine.attach(plain, source="what was given to prepare")
+            used = engine.attach(plain, schedulers, source="what was given to prepare")
             for given, optimizer in zip(optimizers, used, strict=True):
                 ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
                 add_optimizer(self, sharded)

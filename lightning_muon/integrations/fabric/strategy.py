@@ -118,7 +118,8 @@ class FabricStrategy(MuonStrategy):
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        return entry, self._attach(self._engines[-1], optimizers), scheduler
+        used = self._attach(self._engines[-1], optimizers, [] if scheduler is None else [scheduler])
+        return entry, used, scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -229,10 +230,12 @@ class FabricStrategy(MuonStrategy):
         self.accelerator.teardown()
         self.cluster_environment.teardown()
 
-    def _attach(self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    def _attach(
+        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any] = ()
+    ) -> list[torch.optim.Optimizer]:
         engine.tokens = self._tokens  # One count for all modules.
         every = [*engine.optimizers, *given]
-        used = engine.attach(every, source="the optimizers that were set up")
+        used = engine.attach(every, schedulers, source="the optimizers that were set up")
         self._tokens = engine.tokens
         return used[len(every) - len(given) :]
 

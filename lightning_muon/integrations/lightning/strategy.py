@@ -130,6 +130,7 @@ class TrainerStrategy(MuonStrategy):
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self.optimizers = self._running_engine.attach(
             self.optimizers,
+            [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
             source="what configure_optimizers returned",
             is_placeholder=partial(is_placeholder_optimizer, self.package),
             is_default=has_default_optimizer(self.lightning_module),

@@ -146,8 +146,9 @@ def _with_arguments(
     """The config with ``arguments`` of the Trainer in place of what the user has not given; warns on rank 0."""
     taken, ignored = dict[str, Any](), list[str]()
     for name, theirs in _THEIRS.items() if arguments else ():
-        values = tuple(arguments[key][0] for key in theirs)
-        value, is_set = values if len(values) > 1 else values[0], any(arguments[key][1] for key in theirs)
+        values: tuple[Any, ...] = tuple(arguments[key][0] for key in theirs)
+        value = values[0] if name != "betas" else values
+        is_set = any(arguments[key][1] for key in theirs)
         if name in given and is_set and value != getattr(config, name):
             said = ", ".join(f"{key}={each!r}" for key, each in zip(theirs, values, strict=True))
             ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
