@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ _COMMANDS = {
     "launch": "start a program of Accelerate with such a file",
 }
 _EXTRAS = {"config": "accelerate", "launch": "accelerate"}
-_OPTIONAL = ("accelerate", "jsonargparse", "lightning", "pytorch_lightning", "yaml")
+_OPTIONAL = ("accelerate", "jsonargparse", "lightning", "matplotlib", "pytorch_lightning", "yaml")
 # Of what LightningCLI says of a wrong value; the lines between have the key, the value and what is allowed.
 _NOISE = ("Does not validate", "Errors:", "Given value type:")
 _MOST_LINES = 11
@@ -78,6 +79,7 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
             module.launch_command(words)
         else:
             module.add_arguments(parser)
+            words = [re.sub(r"^--[^=]+", lambda option: option[0].replace("_", "-"), word) for word in words]
             _check_options(parser, words)
             module.run(parser.parse_args(words))
     except ModuleNotFoundError as error:
@@ -95,6 +97,7 @@ def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
     name = (error.name or "").partition(".")[0]
+    extra = "plots" if name == "matplotlib" else extra
     parser.error(f'{name} is not installed; pip install "lightning-muon[{extra}]"' if name in _OPTIONAL else str(error))
 
 

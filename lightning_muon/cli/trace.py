@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser)
+    add("--ranks", type=count, dest="shard_size", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # Its old name.
     add("--steps", type=count, default=5, help="recorded steps (default 5)")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add("--config", required=True, metavar="FILE", help="a file of lightning-muon fit")
-    add("--factors", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="default: 1 2 4 8")
+    add("--factors", type=float, nargs="+", default=[1.0, 2.0, 3.0, 5.0, 8.0], help="default: 1 2 3 5 8")
     add("--lrs", type=float, nargs="+", default=[None], help="learning rates (default: that of the program)")
     add("--steps", type=count, default=100, help="optimizer steps of each training (default: %(default)s)")
 

@@ -125,11 +125,14 @@ def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_roo
         return []
     units = find_units(module, wrap_policy)
     if not shard_root:
-        known = set(units)
+        children = dict.fromkeys(callable_children(module))
+        held = Counter(inner for child in children for inner in child.modules())
+        # What several children hold is called by each of them, and can be no root; its parameters stay plain.
+        units = [unit for unit in units if held[unit] < 2]
         units += [
             child
-            for child in callable_children(module)
-            if child not in known and not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None
+            for child in children
+            if child not in units and held[child] < 2 and not isinstance(child, FSDPModule) and [*child.parameters()]
         ]
         torn = _of_no_child(module, units)
         for name, parameter in module.named_parameters():

@@ -55,6 +55,7 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool
             if shared:
                 self.generator.layers[2].weight = nn.Parameter(torch.randn(16, 16) / 4)
                 self.generator.layers[0], self.generator.layers[4] = nn.Linear(4, 16), nn.Linear(16, 6)
+                self.first = self.generator.layers[0]  # Held twice.
                 self.generator.layers[2].bias = nn.Parameter(torch.zeros(16))
                 self.discriminator.second.weight = self.generator.layers[2].weight
             else:

@@ -160,6 +160,7 @@ _FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "jsonargparse", "
         (("plan", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
         (("convert", "a", "b"), _FRAMEWORKS, "lightning"),
         (("config",), ("yaml",), "accelerate"),
+        (("plan", "--shapes", "t5-small", "--draw", "a.png"), ("matplotlib",), "plots"),
         (("launch", "script.py"), ("accelerate",), "accelerate"),
     ],
 )

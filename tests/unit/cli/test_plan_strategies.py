@@ -91,7 +91,9 @@ def test_many_ranks_are_simulated_by_few(replicate: int, shard: int, monkeypatch
     full = _compare(40, replicate, shard)
     monkeypatch.setattr(f"{_MODULE}.MOST_RANKS_IN_FULL", 1)
     for name, few in _compare(40, replicate, shard).items():
-        assert few.numbers == full[name].numbers
+        # A mean over ranks, in another order of sums.
+        assert few.numbers["idle"] == pytest.approx(full[name].numbers["idle"], abs=1e-12)
+        assert few.numbers | {"idle": 0.0} == full[name].numbers | {"idle": 0.0}
 
 
 def test_too_many_buckets_become_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
