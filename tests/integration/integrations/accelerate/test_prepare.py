@@ -6,7 +6,6 @@ import gc
 import os
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
@@ -83,26 +81,6 @@ def _wrong(what: str) -> None:
 )
 def test_what_comes_too_late_is_an_error(gloo: ProcessPool, what: str, match: str) -> None:
     gloo.expect_error_on_all_ranks(_wrong, what, match=match, world_size=2)
-
-
-_PAGE = Path(lightning_muon.accelerate.__file__).parents[1] / "docs" / "accelerate.md"
-
-
-def _page(directory: str) -> int:
-    """Runs the program of the page on a small model; how many optimizer steps it took."""
-    program = _PAGE.read_text().split("```python\n", 2)[1].split("```")[0]
-    os.chdir(directory)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
-    names: dict[str, Any] = {"model": model, "loader": DataLoader(torch.randn(24, 4), batch_size=2)}
-    with fsdp2_on_cpu():
-        exec(program, names)
-        names["accelerator"].free_memory()
-    assert Path("state", "optimizer_0", ".metadata").exists()
-    return names["scheduler"].scheduler.last_epoch // 2
-
-
-def test_the_program_of_the_page_runs(gloo: ProcessPool, tmp_path: Path) -> None:
-    assert gloo.run(_page, str(tmp_path), world_size=2) == [3, 3]
 
 
 _CHECKPOINTING = {

@@ -1,4 +1,4 @@
-"""The programs in docs/fabric.md and examples/fabric_loop.py run as they stand."""
+"""examples/fabric_loop.py runs as it stands."""
 
 from __future__ import annotations
 
@@ -6,52 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from tests.integration.integrations.fabric.loop import launch
-from tests.integration.training import Block
-from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment, run_program
 from tests.support.worker import free_port
-
-
-def _documented(directory: str) -> tuple[str, list[Any]]:
-    """The class of the optimizer, and whole weights before and after."""
-    (program,) = [block for block in _blocks() if "fabric.launch()" in block]
-    program = program.replace("devices=4", f"devices={dist.get_world_size()}").replace(
-        '"checkpoint"', f'"{directory}/checkpoint"'
-    )
-    torch.manual_seed(0)
-    rows = [(row, row.roll(1)) for row in torch.randn(32, 16)]
-    initial: list[Any] = []
-
-    def make_model() -> torch.nn.Module:
-        model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(16, 16))
-        initial.extend(parameter.detach().clone() for parameter in model.parameters())
-        return model
-
-    launch()  # Sets the environment of the pool's workers.
-    names: dict[str, Any] = {"MyModel": make_model, "loader": DataLoader(rows, batch_size=4)}
-    exec(program, names)
-    after = [parameter.full_tensor() for parameter in names["model"].parameters()]
-    changed = [not torch.equal(*pair) for pair in zip(initial, after, strict=True)]
-    names["fabric"].strategy.teardown()
-    return type(names["optimizer"].optimizer).__name__, changed
-
-
-def _blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "fabric.md").read_text(), re.DOTALL)
-
-
-def test_the_documented_loop_trains_and_saves(gloo: ProcessPool, tmp_path: Path) -> None:
-    for optimizer, changed in gloo.run(_documented, str(tmp_path), world_size=2):
-        assert optimizer == "ParallelMuon"
-        assert all(changed)
-    assert (tmp_path / "checkpoint" / "meta.pt").is_file()
 
 
 def test_the_example_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
