@@ -101,7 +101,7 @@ def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace
             check_equal(weights["ParallelMuon"], weights["redundant all-gather"], atol=1e-6)
             if arguments.dion:
                 # An update of LR * 0.2 * sqrt(2048) times entries of about 1 / sqrt(512), with 8 bits of mantissa.
-                check_equal(weights["ParallelMuon"], weights["microsoft/dion's Muon"], atol=2e-5)
+                check_equal(weights["ParallelMuon"], weights["microsoft/dion's Muon"], atol=5e-5)
     if rank == 0:
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         Path(folder, "result.json").write_text(json.dumps({"mesh": "x".join(map(str, mesh_shape)), "seconds": medians}))
