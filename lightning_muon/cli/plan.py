@@ -127,21 +127,17 @@ def run(arguments: Namespace) -> None:
             choice = choice_of(setting)
     if arguments.draw and not outcomes:
         raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
-    title = f"{model.name} on {mesh.replicate} x {mesh.shard} ranks"
+    title = f"{model.name} on {mesh.replicate} x {mesh.shard}"
     for path in arguments.draw:
-        draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=title)
+        draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
     base = links["base"] if links and not outcomes else None
     parameters = [{**asdict(each), "algorithm": base or route_of(each).algorithm} for each in model.parameters]
     matrices = [spec.name for spec in outcomes[0].specs] if outcomes else []
     plan = {
         "model": {"name": model.name, "source": model.source, "parameters": parameters, "matrices": matrices},
         "mesh": {**mesh._asdict(), "ranks": mesh.size},
-        "options": {
-            **vars(setting.config),
-            "wire_itemsize": setting.wire_itemsize,
-            "machine": setting.machine,
-            "cost": asdict(setting.cost),
-        },
+        "options": vars(setting.config)
+        | {"wire_itemsize": setting.wire_itemsize, "machine": setting.machine, "cost": asdict(setting.cost)},
         "config": choice,
         "flexdemo": links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
@@ -151,7 +147,7 @@ def run(arguments: Namespace) -> None:
         sys.stdout.write(json.dumps(plan) + "\n")
         return
     console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
-    console.print(f"{model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)")
+    console.print(f"{title} = {mesh.size} ranks (replicate x shard)")
     exchange = slow_links_report(links, flexdemo) if links and flexdemo else []
     for heading, body in _report(setting, outcomes, choice, exchange, zero2):
         if heading:
