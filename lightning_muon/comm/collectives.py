@@ -71,20 +71,17 @@ class BufferPool:
                 buffer.untyped_storage().resize_(0)
 
 
-def start_all_to_all(send: Tensor, to: Parts, receive: Tensor, source: Parts, group: AxisGroup) -> list[dist.Work]:
-    """Begin an uneven all-to-all of two packed buffers; wait for the handles before they are read or filled again.
+def start_all_to_all(
+    send: Tensor, to: Sequence[int], receive: Tensor, source: Sequence[int], group: AxisGroup
+) -> list[dist.Work]:
+    """Begin an uneven all-to-all; wait for the handles before the 1-D buffers are read or filled again.
 
-    Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
+    ``to`` and ``source`` are the elements for and from each rank, which lie in this order at the beginning of the
+    buffers. Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
     """
     let_gloo_finish_at_exit()
-    work = dist.all_to_all_single(
-        receive[: source.numel],
-        send[: to.numel],
-        list(source.splits),
-        list(to.splits),
-        group=group.group,
-        async_op=True,
-    )
+    out, into = send[: sum(to)], receive[: sum(source)]
+    work = dist.all_to_all_single(into, out, list(source), list(to), group=group.group, async_op=True)
     return group.track([work])
 
 
@@ -106,11 +103,6 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     let_gloo_finish_at_exit()
     (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
     return work
-
-
-def read_flags(flags: Tensor) -> list[bool]:
-    """The booleans of a 1-D tensor; waits for its device. Local."""
-    return flags.tolist()
 
 
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:

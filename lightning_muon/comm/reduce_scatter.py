@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 
 def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
@@ -113,15 +112,13 @@ class PendingSum:
 
     def _start(self, others: Tensor) -> None:
         """Begin the exchange of the next leg, for which ``own`` and ``others`` are ready."""
-        let_gloo_finish_at_exit()
         group, counts = self._legs.pop(0)
         rank = self._rank = group.rank
         sent, received = list(counts), [counts[rank]] * len(counts)
         sent[rank] = received[rank] = 0
         receive = self._own.new_empty(len(counts) - 1, self._own.numel())
         self._buffers = others, receive
-        work = dist.all_to_all_single(receive.view(-1), others, received, sent, group=group.group, async_op=True)
-        (self._work,) = group.track([work])
+        (self._work,) = start_all_to_all(others, sent, receive.view(-1), received, group)
 
     def _go_on(self) -> None:
         """Take what has arrived, and start the next exchange or the sum over the replicas, if any."""

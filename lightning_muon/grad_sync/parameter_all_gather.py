@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -56,13 +56,13 @@ class ParameterAllGather:
         hops: Sequence[Hop],
         units: Mapping[nn.Module, Collection[Tensor]],
     ) -> None:
-        self._shard_map, self._hops = shard_map, hops
+        self._num_ranks = shard_map.shard.size
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
         self.is_disturbed = False  # Set before the first update of a step, which from then on cannot be given up.
         self.travelling: dict[int, _Travelling] = {}
-        self._parts: dict[int, BucketParts] = {}
+        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
         self._handles = self._register_hooks(units)
 
@@ -83,12 +83,10 @@ class ParameterAllGather:
     def send(self, index: int) -> None:
         """Send a bucket, if it takes part and has not left. Collective over the shard axis; every rank must call it."""
         members = self._to_leave.pop(index, None)
-        if members is None or self._shard_map.shard.size == 1:
+        if members is None or self._num_ranks == 1:
             return
-        parts, side = self._parts.get(index), self._side(members[0].device)
-        if parts is None or not parts.are_of(members):
-            parts = self._parts[index] = BucketParts(members, self._shard_map, self._hops)
-        travelling = self.travelling[index] = _Travelling(members, parts, side)
+        side = self._side(members[0].device)
+        travelling = self.travelling[index] = _Travelling(members, self._parts(tuple(members)), side)
         if side.is_asynchronous:
             travelling.go_on()
 

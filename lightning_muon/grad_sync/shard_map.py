@@ -39,7 +39,7 @@ def place_shards(
 class ShardMap:
     """The parts of plain, contiguous parameters that the ranks of the shard axis hold; local.
 
-    Every part is one range of the flattened parameter. Replicas (the first axis of a 2-D mesh) hold the same parts.
+    Every part is one range of rows. Replicas (the first axis of a 2-D mesh) hold the same parts.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
@@ -47,12 +47,11 @@ class ShardMap:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
-        # Of each parameter the part of each rank of the shard axis: as a box, and as (start, stop) where it is flat.
+        # Of each parameter the part of each rank of the shard axis.
         self.boxes = {
             parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
             for parameter, placement in placements.items()
         }
-        self.ranges = {parameter: _ranges(parameter, boxes) for parameter, boxes in self.boxes.items()}
         self._views: dict[Tensor, tuple[int, Tensor]] = {}
 
     def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
@@ -64,7 +63,7 @@ class ShardMap:
         return not isinstance(self._placements[parameter], Replicate)
 
     def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
-        """The calling rank's part of ``parameter``, or of ``whole``, a contiguous tensor like it. Shares memory."""
+        """The calling rank's part of ``parameter``, or of ``whole``, a tensor like it. Shares memory."""
         if whole is not None:
             return self._part(parameter, whole)
         address, view = self._views.get(parameter, (0, parameter))
@@ -74,8 +73,8 @@ class ShardMap:
         return view
 
     def _part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        start, stop = self.ranges[parameter][self.shard.rank]
-        return tensor.detach().view(-1)[start:stop].view(self.boxes[parameter][self.shard.rank].shape)
+        box = self.boxes[parameter][self.shard.rank]
+        return tensor.detach()[tuple(map(slice, box.start, box.stop))]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -84,27 +83,21 @@ def boxes_on_axis(shape: tuple[int, ...], placement: AxisPlacement, size: int) -
     return held_boxes(shape, (size,), (placement,), [(rank,) for rank in range(size)])
 
 
-def _ranges(parameter: Tensor, boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    row = parameter.numel() // parameter.shape[0] if parameter.ndim and parameter.shape[0] else parameter.numel()
-    return [(box.start[0] * row, box.start[0] * row + box.numel) if box.start else (0, 1) for box in boxes]
-
-
 class BucketParts:
     """How the parts of some parameters travel to and from the ranks that hold them; the same in every step."""
 
     def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
-        self._parameters = parameters
         of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
         self.sizes: list[int] = []  # Elements of each part that `cut` returns.
         self._splits: list[list[int]] = []
         for parameter in parameters:
-            ranges = shard_map.ranges[parameter]
-            # They follow each other in the order of the ranks, or are one that all ranks hold.
-            different = list(dict.fromkeys((start, stop) for start, stop in ranges if stop > start))
-            for rank, (start, stop) in enumerate(ranges):
-                if stop > start:
-                    of_rank[rank].append(len(self.sizes) + different.index((start, stop)))
-            self._splits.append([stop - start for start, stop in different] or [0])
+            # Rows follow each other in the order of the ranks, or are one box that all ranks hold.
+            boxes = shard_map.boxes[parameter]
+            different = list(dict.fromkeys(box for box in boxes if box.numel))
+            for rank, box in enumerate(boxes):
+                if box.numel:
+                    of_rank[rank].append(len(self.sizes) + different.index(box))
+            self._splits.append([box.numel for box in different] or [0])
             self.sizes += self._splits[-1]
         # In the order of sums: the group, and for each of its ranks the parts that it adds up there, or sends on the
         # way back, by their indices in what `cut` returns.
@@ -113,10 +106,6 @@ class BucketParts:
         ]
         # Of each parameter the part that the calling rank holds.
         self.own = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
-
-    def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters."""
-        return list(map(id, parameters)) == list(map(id, self._parameters))
 
     def cut(self, flattened: Iterable[Tensor]) -> list[Tensor]:
         """Views of the parts of all ranks in tensors like the parameters, in their order."""

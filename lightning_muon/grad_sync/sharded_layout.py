@@ -9,14 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import fail_together, require_equal
-from lightning_muon.comm.collectives import start_messages
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
@@ -170,20 +169,20 @@ class ShardedLayout(Layout):
     @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """State of owners as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
-        result = [state for _, state in states]
         owned = {index: state for index, (parameter, state) in enumerate(states) if self._owner(parameter) is not None}
-        for index, local in self._exchange(owned, states, to_owners=False).items():
-            result[index] = self._as_rows(states[index][0], local)
+        self._require_equal(owned)
+        result = [state for _, state in states]
+        for index, state in owned.items():
+            result[index] = self._as_rows(states[index][0], self._rows_of_owner(states[index][0], state))
         return result
 
     @override
     def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it."""
-        result = [self._part_of_whole(parameter, state) for parameter, state in states]
         rows = {
             index: state
-            for index, state in enumerate(result)
-            if isinstance(state, DTensor) and self._owner(states[index][0]) is not None
+            for index, (parameter, state) in enumerate(states)
+            if isinstance(state, DTensor) and self._owner(parameter) is not None
         }
         error, placements = None, self._row_placements
         for state in rows.values():
@@ -196,43 +195,26 @@ class ShardedLayout(Layout):
             fail_together(error, self._shard_map.shard.group)
         elif error is not None:
             raise error
-        locals_ = {index: state.to_local() for index, state in rows.items()}
-        for index, part in self._exchange(locals_, states, to_owners=True).items():
-            result[index] = part
-        return result
+        self._require_equal(rows)
+        return [
+            self._part_of_whole(parameter, rows[index].full_tensor() if index in rows else state)
+            for index, (parameter, state) in enumerate(states)
+        ]
 
-    def _exchange(
-        self, tensors: Mapping[int, Tensor], states: Sequence[tuple[Tensor, Tensor]], *, to_owners: bool
-    ) -> dict[int, Tensor]:
-        """What each of ``tensors``, parts of ``states`` by index, is after its rows went to or came from its owner.
+    def _require_equal(self, states: Mapping[int, Tensor]) -> None:
+        """Raise on all ranks if these states are not alike. Collective over the shard axis; every rank must call it."""
+        if self._shard_map.shard.size > 1:
+            lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
+            require_equal(lines, self._shard_map.shard.group, "optimizer state")
 
-        Collective over the shard axis; every rank must call it. Raises on all ranks if number or dtypes differ.
-        """
+    def _rows_of_owner(self, parameter: Tensor, state: Tensor) -> Tensor:
+        """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""
         group = self._shard_map.shard
-        if group.size > 1:
-            lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in tensors.items()]
-            require_equal(lines, group.group, "optimizer state")
-        result: dict[int, Tensor] = {}
-        works: list[Work] = []
-        for index, own in tensors.items():
-            parameter = states[index][0]
-            owner = self._owner(parameter)
-            assert owner is not None
-            boxes = boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)
-            to = self._shard_map.boxes[parameter] if to_owners else boxes
-            arrived = result[index] = own.new_empty(to[group.rank].shape)
-            whole, rows = (arrived, own.contiguous()) if to_owners else (own.contiguous(), arrived)
-            at_owner: dict[int, Tensor] = {}
-            elsewhere = {owner: rows} if rows.numel() else {}
-            if group.rank == owner:
-                at_owner = {rank: whole[box.start[0] : box.stop[0]] for rank, box in enumerate(boxes) if box.numel}
-                mine, elsewhere = at_owner.pop(owner, whole[:0]), {}
-                mine.copy_(rows) if to_owners else rows.copy_(mine)
-            sends, receives = (elsewhere, at_owner) if to_owners else (at_owner, elsewhere)
-            works += start_messages(sends, receives, group)
-        for work in works:
-            work.wait()
-        return result
+        box = boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)[group.rank]
+        whole = state.contiguous() if group.rank == self._owner(parameter) else state.new_empty(parameter.shape)
+        if group.group is not None:
+            dist.broadcast(whole, group=group.group, group_src=self._owner(parameter))
+        return whole[box.start[0] : box.stop[0]].clone()
 
     def _owner(self, parameter: Tensor) -> int | None:
         """The rank of the shard axis that has all of the parameter, if one has."""

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, make_hops
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
-
-
-class Pending(ABC):
-    """Gradients on their way."""
-
-    def advance(self, *, wait: bool = False) -> bool:
-        """Start what follows the first communication, with ``wait`` also if it is not over; whether all has started."""
-        del wait
-        return True
-
-    @abstractmethod
-    def finish(self, divisor: float, present: Collection[Tensor]) -> None:
-        """Make ``sum / divisor`` available for the parameters in ``present``; drop the rest."""
 
 
 class Results:
@@ -56,39 +41,28 @@ class Results:
         return gradient is not None and self.holds(parameter) and self._kept[parameter][1] == version(gradient)
 
 
-class Transport(ABC):
-    """How gradients are summed over the ranks, and where the sums go."""
-
-    def __init__(self) -> None:
-        self.results = Results()  # Sums that are in `p.grad`.
-
-    @abstractmethod
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
-        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
-
-        Collective over private groups of all ranks that hold the parameters; every rank must call it in the same order.
-        """
-
-    def forget(self, parameters: Collection[Tensor]) -> None:  # noqa: B027 - zero_grad drops what is in p.grad
-        """Drop the sums of these parameters that are kept elsewhere than in ``p.grad``; local."""
-
-
-class AllReduce(Transport):
+class AllReduce:
     """One all-reduce for each bucket, whose views ``p.grad`` become. Collective over ``group`` to construct."""
 
     def __init__(self, group: AxisGroup) -> None:
-        super().__init__()
+        self.results = Results()  # Sums that are in `p.grad`.
         (self._group,) = PrivateGroups().of([group])
 
-    @override
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _AllReduced:
+        """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
+
+        Collective over a private group of all ranks; every rank must call it in the same order.
+        """
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
         return _AllReduced(self.results, tuple(gradients), buffer, work)
 
+    def forget(self, parameters: Collection[Tensor]) -> None:
+        """Nothing is kept elsewhere than in ``p.grad``; local."""
+
 
 @dataclass(frozen=True, eq=False)
-class _AllReduced(Pending):
+class _AllReduced:
     """A buffer that is being summed."""
 
     results: Results
@@ -96,7 +70,11 @@ class _AllReduced(Pending):
     buffer: Tensor
     work: dist.Work | None
 
-    @override
+    def advance(self, *, wait: bool = False) -> bool:
+        """Nothing follows the all-reduce."""
+        del wait
+        return True
+
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Set ``p.grad`` of the parameters in ``present``, or add to what an earlier launch has set."""
         if self.work is not None:
@@ -111,7 +89,7 @@ class _AllReduced(Pending):
                 self.results.keep(parameter)
 
 
-class ReduceScatterToOwners(Transport):
+class ReduceScatterToOwners:
     """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
 
     Shares are added in the order of the ranks; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops` those
@@ -119,21 +97,18 @@ class ReduceScatterToOwners(Transport):
     """
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
-        super().__init__()
-        self._shard_map = shard_map
-        self._hops = make_hops(shard_map.shard, grid)
+        self.results = Results()  # None: `p.grad` is never a sum.
+        hops = make_hops(shard_map.shard, grid)
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
-        self._parts: dict[Tensor, BucketParts] = {}  # By the first parameter.
+        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
         self._unread: dict[Tensor, list[_Scattered]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
 
-    @override
-    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> Pending:
+    def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Scattered:
+        """See :meth:`AllReduce.start`. Collective over the axes of the mesh; every rank must call it in this order."""
         parameters = tuple(gradients)
-        parts = self._parts.get(parameters[0])
-        if parts is None or not parts.are_of(parameters):
-            parts = self._parts[parameters[0]] = BucketParts(parameters, self._shard_map, self._hops)
+        parts = self._parts(parameters)
         pieces = parts.cut([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         first, to = parts.hops[0]
         own = [pieces[index] for index in to[first.rank]]
@@ -158,15 +133,15 @@ class ReduceScatterToOwners(Transport):
             scattered.add_to(self._reduced)
         return self._reduced.get(parameter)
 
-    @override
     def forget(self, parameters: Collection[Tensor]) -> None:
+        """Drop the sums of these parameters; local."""
         for parameter in parameters:
             self.reduced(parameter)
             self._reduced.pop(parameter, None)
 
 
 @dataclass(eq=False)
-class _Scattered(Pending):
+class _Scattered:
     """One bucket on its way to its owners; ``unread`` has it under each of its parameters once the divisor is known."""
 
     unread: dict[Tensor, list[_Scattered]]
@@ -176,13 +151,11 @@ class _Scattered(Pending):
     divisor: float = 1.0
     present: Collection[Tensor] = ()
 
-    @override
     def advance(self, *, wait: bool = False) -> bool:
         """Add up and start the sum over the replicas; collective over the replicas, in the same order on all."""
         assert self.sum is not None
         return self.sum.advance(wait=wait)
 
-    @override
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
         self.divisor, self.present = divisor, present
@@ -203,3 +176,8 @@ class _Scattered(Pending):
                 part = piece.view(box.shape)
                 earlier = sums.get(parameter)
                 sums[parameter] = part if earlier is None else earlier + part
+
+
+# How gradients are summed over the ranks, and a bucket of them that is on its way.
+Transport = AllReduce | ReduceScatterToOwners
+Pending = _AllReduced | _Scattered

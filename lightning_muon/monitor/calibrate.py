@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
 
-from lightning_muon.comm.collectives import parts, start_all_to_all
+from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import newton_schulz_flops
@@ -170,7 +171,7 @@ def _measure(counts: Mapping[tuple[int, int], int], num_replicas: int, options: 
     # Without links, something that costs nothing.
     links = [[_time_message(group, size) for size in _MESSAGE_BYTES] for group in groups] or [[(1.0, 1e-12)]]
     for points in links:
-        per_byte, latency = _agree(fit_line(points))
+        per_byte, latency = map(fmean, zip(*gather(fit_line(points), None), strict=True))  # The same on all ranks.
         latencies.append(latency)
         bandwidths.append(1 / per_byte)
     fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
@@ -198,26 +199,18 @@ def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
     """(Bytes sent by a rank, seconds) of an all-to-all. Collective over ``group``; every rank must call it."""
     device = this_device()
     counts = [0 if peer == group.rank else size // (group.size - 1) for peer in range(group.size)]
-    layout = parts(range(group.size), [(count,) for count in counts], group.size)
-    out, into = (torch.empty(layout.numel, dtype=torch.uint8, device=device) for _ in range(2))
+    out, into = (torch.empty(sum(counts), dtype=torch.uint8, device=device) for _ in range(2))
     seconds: list[float] = []
     for _ in range(_NUM_MESSAGES):
         dist.barrier(group.group)
         started = time.monotonic()
-        for work in start_all_to_all(out, layout, into, layout, group):
+        for work in start_all_to_all(out, counts, into, counts, group):
             work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.monotonic() - started)
     # The first ones open connections.
-    return float(layout.numel), median(seconds[_NUM_MESSAGES // 3 :])
-
-
-def _agree(values: Sequence[float]) -> list[float]:
-    """The mean over all ranks. Collective over the default process group; every rank must call it."""
-    total = torch.tensor(values, dtype=torch.float64, device=this_device())
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
+    return float(sum(counts)), median(seconds[_NUM_MESSAGES // 3 :])
 
 
 @dataclass(frozen=True, kw_only=True)

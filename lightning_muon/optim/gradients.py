@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.agreement import StepAgreement, maxima_over
-from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum, start_reading
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat import foreach
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
@@ -245,7 +245,8 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients) -> list[bool]:
     if not norms:
         return [False] * len(tensors)
     # All at once: one operation per norm would take a quarter of a step with many small parameters.
-    are_finite = dict(zip(norms, read_flags(torch.stack(list(norms.values())).isfinite()), strict=True))
+    (flags,) = start_reading([torch.stack(list(norms.values())).isfinite()])()
+    are_finite = dict(zip(norms, flags, strict=True))
     return [not are_finite.get(tensor, True) for tensor in tensors]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import fail_together, gather
-from lightning_muon.comm.collectives import read_flags, start_all_reduce_sum
+from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters
 from lightning_muon.optim.elementwise import init_adamw_state
@@ -334,7 +334,7 @@ class StateCompletion:
                 made = [tensor in self._made for tensor in members.tensors]
                 counts = torch.tensor(made, dtype=torch.int32, device="cpu")
                 start_all_reduce_sum(counts, members.host).wait()
-                is_lost = read_flags((counts > 0).logical_and(counts < members.host.size))
+                is_lost = (counts > 0).logical_and(counts < members.host.size)
                 lost |= dict.fromkeys(compress(members.tensors, is_lost))
         for tensor in lost:
             states.pop(tensor, None)

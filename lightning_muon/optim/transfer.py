@@ -42,7 +42,7 @@ class Leg:
         # uneven all-to-all does if the messages of every rank of the group differ.
         self.start: Callable[..., Sequence[dist.Work]] = self._start_messages
         if is_all_to_all:
-            self.start = partial(start_all_to_all, to=self.send_layout, source=self.receive_layout)
+            self.start = partial(start_all_to_all, to=self.send_layout.splits, source=self.receive_layout.splits)
 
     def _start_messages(self, send: Tensor, receive: Tensor, group: AxisGroup) -> Sequence[dist.Work]:
         """Collective over ``group``; every rank of it must call it."""

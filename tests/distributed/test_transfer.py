@@ -41,7 +41,7 @@ class _Wire:
         self.sent: Counter[int] = Counter()
 
     def all_to_all(self, *, to: Any, **rest: Any) -> Any:
-        self.sent.update(dict(enumerate(to.splits)))
+        self.sent.update(dict(enumerate(to)))
         return self._all_to_all(to=to, **rest)
 
     def messages(self, send: dict[int, Tensor], *rest: Any) -> Any:
