@@ -30,8 +30,7 @@ from lightning_muon.engine.gradient_rules import SingleReductionGuard, parameter
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
-from lightning_muon.grad_sync.clipping import clip_value_
-from lightning_muon.grad_sync.finite import FiniteCheck, find_nonfinite
+from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer

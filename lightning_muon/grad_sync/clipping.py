@@ -1,9 +1,10 @@
-"""Gradient clipping for parameters that are sharded over meshes of any kind, or not at all."""
+"""Norms of gradients on meshes of any kind: clipping, and NaN and Inf, which all ranks get to know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
+from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.params.layout import Layout, sharded_axes
 
 _TENSORS = Layout()
@@ -44,7 +47,7 @@ def clip_norm_(
     for work in pending:
         work.wait()
     # In float64, which holds the square where the norm is more than float32 can hold.
-    total = torch.zeros((), dtype=torch.float64, device=common_device(sets))
+    total = torch.zeros((), dtype=torch.float64, device=_common_device(sets))
     for square in squares:
         total += square.to(total.device)
     if across.group is not None:
@@ -74,6 +77,63 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
         foreach.clamp_min_(gradients, -max_value)
         foreach.clamp_max_(gradients, max_value)
         foreach.add_(gradients, nothing)
+
+
+@torch.no_grad()
+def find_nonfinite(
+    parameters: Sequence[Tensor], names: Mapping[Tensor, str], *, layout: Layout = _TENSORS
+) -> list[str]:
+    """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
+
+    Collective over the meshes of ``parameters``; every rank must call it with the parameters in the same order, also
+    without gradients. The names are equal on all ranks of the largest mesh. The host waits for the device once.
+    """
+    # The smallest sets first, so that what one finds out reaches the larger ones.
+    sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
+    device = _common_device(sets)
+    # For each set: how many of its ranks find each parameter broken, and how many knew of any in a smaller set.
+    counts: list[Tensor] = []
+    known = torch.zeros(1, dtype=torch.int32, device=device)
+    for each in sets:
+        flags = torch.cat([_flags(each, layout), known.to(each.device)])
+        if each.group.group is not None:
+            start_all_reduce_sum(flags, each.group).wait()
+        counts.append(flags.to(device))
+        known = flags.any().int().reshape(1).to(device)
+    found: list[str] = []
+    for each, (*broken, num_knowing) in zip(sets, start_reading(counts)(), strict=True):
+        found += [names[parameter] for parameter, count in zip(each.parameters, broken, strict=True) if count]
+        if num_knowing and each.group.group is not None:
+            found = list(chain.from_iterable(gather(found, each.group.group)))
+    return list(dict.fromkeys(found))
+
+
+class FiniteCheck:
+    """Decides whether a step is skipped, and counts the skipped ones; the same on all ranks, no communication."""
+
+    def __init__(self, max_skipped_steps: int) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._in_a_row = 0
+        self.skipped_steps = 0
+
+    def observe(self, nonfinite_names: Sequence[str]) -> bool:
+        """Whether to skip the step, or raise after too many. Local; every rank must call it with the same names."""
+        if not nonfinite_names:
+            self._in_a_row = 0
+            return False
+        if self._in_a_row < self._max_skipped_steps:
+            self._in_a_row += 1
+            self.skipped_steps += 1
+            return True
+        more = len(nonfinite_names) - 5
+        listed = ", ".join(nonfinite_names[:5]) + (f" and {more} more" if more > 0 else "")
+        if self._in_a_row:
+            listed += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
+        raise NonFiniteGradientError(
+            f"NaN or Inf in the norm of the gradient of {listed}. The step was not taken: weights and "
+            "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
+            f"batch; max_skipped_steps={self._max_skipped_steps} says how many such steps in a row may be skipped."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,18 +172,18 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> 
     return list(found.values())
 
 
-def common_device(sets: Iterable[RankSet]) -> torch.device:
+def _common_device(sets: Iterable[RankSet]) -> torch.device:
     """Where results of all sets are put together: an accelerator if there is one."""
     return next((each.device for each in sets if each.device.type != "cpu"), torch.device("cpu"))
 
 
-def part_of_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
+def _part_of_gradient(parameter: Tensor, layout: Layout) -> Tensor | None:
     """The calling rank's part of the gradient; ``None`` if the parameter is frozen, or the part missing or empty."""
     gradient = layout.gradient(parameter) if parameter.requires_grad else None
     return gradient if gradient is not None and gradient.numel() else None
 
 
-def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """2-norm of each tensor, at least in float32; over 1.8e19, whose square float32 cannot hold, it is Inf."""
     norms: dict[int, Tensor] = {}
     for same in _by_device_and_dtype(gradients):
@@ -132,9 +192,19 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [norms[id(gradient)] for gradient in gradients]
 
 
+def _flags(ranks: RankSet, layout: Layout) -> Tensor:
+    """1 for each parameter whose gradient is not finite on this rank, int32, on the device of the group."""
+    gradients = [_part_of_gradient(parameter, layout) for parameter in ranks.parameters]
+    # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
+    norms = iter(_local_norms([gradient for gradient in gradients if gradient is not None]))
+    fine = torch.zeros((), device=ranks.device)
+    every = [fine if gradient is None else next(norms).to(ranks.device) for gradient in gradients]
+    return torch.stack(every).isfinite().logical_not().int()
+
+
 def _square(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum in float64 of the squares of :func:`local_norms`: on one rank it is torch's to the last bit or two."""
-    norms = [norm.to(device) for norm in local_norms(gradients)]
+    """Sum in float64 of the squares of :func:`_local_norms`: on one rank it is torch's to the last bit or two."""
+    norms = [norm.to(device) for norm in _local_norms(gradients)]
     return torch.stack(norms or [torch.zeros((), device=device)]).double().square().sum()
 
 
@@ -147,7 +217,7 @@ def _reduce_partial_sums(parameters: Iterable[Tensor]) -> None:
 
 
 def _gradients(parameters: Iterable[Tensor], layout: Layout) -> list[Tensor]:
-    found = [part_of_gradient(parameter, layout) for parameter in parameters]
+    found = [_part_of_gradient(parameter, layout) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
 
 

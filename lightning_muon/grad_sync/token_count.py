@@ -42,12 +42,11 @@ class TokenCount:
         self._reports: list[list[_Report]] = []  # Of each micro-batch.
         self._problems, self._late = self._late, []
         self._has_reported = False  # For the next backward pass of a loop.
-        self._sum: tuple[Tensor, dist.Work | None] | None = None
-        self._total: float | None = None
+        self._total: float | None = None  # Known once the window was summed.
 
     def begin_micro_batch(self) -> None:
         """Expect a report from here on, for a new window if one was summed. Local; before each training step."""
-        if self._sum is not None:
+        if self._total is not None:
             self.reset()
         self._reports.append([])
 
@@ -66,33 +65,24 @@ class TokenCount:
 
     def report(self, num_tokens: int | float | Tensor) -> None:
         """Add tokens of this rank to the micro-batch. Local; a value that is no count raises in :meth:`total`."""
-        if self._sum is not None:
+        if self._total is not None:
             self._late.append(f"reported tokens after they were summed; {_WHAT_TO_DO}, not in backward")
         elif not self._reports:
             self._problems.append(f"reported tokens outside of a training step; {_WHAT_TO_DO}")
         else:
             self._reports[-1].append(_report(num_tokens))
 
-    def start(self) -> None:
-        """Begin to sum the window; waits for reported tensors. Collective over the group; every rank must call it."""
-        if self._sum is not None:
-            return
-        values = torch.tensor([self._count(), bool(self._problems)], dtype=torch.float64, device="cpu")
-        self._sum = values, start_all_reduce_sum(values, self._group) if self._group.group is not None else None
-
     def total(self) -> float:
         """Tokens of the window on all ranks, or on all the same error. Collective over the group; all must call it."""
         if self._total is None:
-            self.start()
-            assert self._sum is not None
-            values, work = self._sum
-            if work is not None:
-                work.wait()
+            values = torch.tensor([self._count(), bool(self._problems)], dtype=torch.float64, device="cpu")
+            if self._group.group is not None:
+                start_all_reduce_sum(values, self._group).wait()
             total, num_problems = values.tolist()
             if num_problems:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 problem = f"rank {rank} {self._problems[0]}" if self._problems else ""
-                everyone = [problem] if work is None else gather(problem, self._group.group)
+                everyone = [problem] if self._group.group is None else gather(problem, self._group.group)
                 raise ValueError(next(filter(None, everyone)))
             self._total = float(total)
         return self._total

@@ -16,7 +16,7 @@ from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
-from lightning_muon.grad_sync.finite import FiniteCheck
+from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch

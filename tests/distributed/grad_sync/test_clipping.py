@@ -1,4 +1,4 @@
-"""Clipping: torch's numbers, for parameters on any mesh."""
+"""Clipping has torch's numbers on any mesh; NaN and Inf on one rank are known to all, and skipped for a few steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_
+from lightning_muon import NonFiniteGradientError
+from lightning_muon.grad_sync.clipping import FiniteCheck, by_ranks, clip_norm_, clip_value_, find_nonfinite
 from lightning_muon.params.layout import Layout
 from tests.support.processes import ProcessPool
 
-_SHAPES = [(13, 7), (5,), (3, 4), (1, 9), (2, 3, 5), ()]
+_SHAPES = {"rows": (13, 7), "bias": (5,), "replicated": (3, 4), "few": (1, 9), "cube": (2, 3, 5), "factor": ()}
 
 
 def _whole() -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(shape) for shape in _SHAPES]
+    return [torch.randn(shape) for shape in _SHAPES.values()]
 
 
 def _with_gradient(gradient: Tensor) -> nn.Parameter:
@@ -32,7 +33,7 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def _parameters() -> list[Tensor]:
+def _parameters() -> dict[str, Tensor]:
     """The same gradients: plain, on a 2-D and on a 1-D mesh, uneven and empty shards, one without gradient."""
     size = dist.get_world_size()
     two = init_device_mesh("cpu", (2, 2) if size == 4 else (1, size), mesh_dim_names=("replicate", "shard"))
@@ -41,11 +42,11 @@ def _parameters() -> list[Tensor]:
         (two, [Replicate(), Shard(0)]), (one, [Shard(0)]), (two, [Replicate(), Replicate()]),
         (one, [Shard(0)]), (two, [Replicate(), Shard(1)]), None,
     ]  # fmt: skip
-    parameters: list[Tensor] = [
-        _with_gradient(gradient if layout is None else distribute_tensor(gradient, *layout))
-        for gradient, layout in zip(_whole(), layouts, strict=True)
-    ]
-    return [*parameters, nn.Parameter(distribute_tensor(torch.ones(3, 3), one, [Shard(0)]))]
+    parameters: dict[str, Tensor] = {
+        name: _with_gradient(gradient if layout is None else distribute_tensor(gradient, *layout))
+        for name, gradient, layout in zip(_SHAPES, _whole(), layouts, strict=True)
+    }
+    return {**parameters, "unused": nn.Parameter(distribute_tensor(torch.ones(3, 3), one, [Shard(0)]))}
 
 
 def _expected(max_norm: float) -> tuple[Tensor, list[Tensor]]:
@@ -63,7 +64,7 @@ def _full_gradients(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _clip_all(max_norm: float) -> dict[str, Any]:
-    by_norm, by_value = _parameters(), _parameters()
+    by_norm, by_value = list(_parameters().values()), list(_parameters().values())
     result: dict[str, Any] = {"norm": clip_norm_(by_norm, max_norm), "by_norm": _full_gradients(by_norm)}
     clip_value_(by_value, 0.25)
     result["by_value"] = _full_gradients(by_value)
@@ -211,3 +212,63 @@ def test_limits_that_are_no_limits_are_refused(bad: float) -> None:
         clip_norm_([], bad)
     with pytest.raises(ValueError, match="max_value"):
         clip_value_([], bad)
+
+
+def _find(where: dict[int, list[str]], value: float, lacking: dict[int, list[str]]) -> list[str]:
+    """With values broken on some ranks, gradients lacking on some, and a broken gradient of a frozen parameter."""
+    parameters, frozen = _parameters(), _with_gradient(torch.full((2,), torch.nan)).requires_grad_(False)
+    for name in lacking.get(dist.get_rank(), []):
+        parameters[name].grad = None
+    for name in where.get(dist.get_rank(), []):
+        gradient: Any = parameters[name].grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.view(-1)[-1:] = value
+    names = {parameter: name for name, parameter in parameters.items()} | {frozen: "frozen"}
+    return find_nonfinite(list(names), names)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e18])
+def test_a_nan_on_one_rank_is_named_on_all_ranks(gloo: ProcessPool, value: float) -> None:
+    expected = [] if value == 1e18 else ["rows"]
+    assert gloo.run(_find, {2: ["rows"]}, value, {}, world_size=3) == [expected] * 3
+
+
+def test_what_is_broken_on_several_ranks_is_named_once_on_all(gloo: ProcessPool) -> None:
+    where = {0: ["few", "rows"], 1: ["cube"], 2: ["few"], 3: ["rows", "factor", "replicated"]}
+    lacking = {1: ["rows", "bias"], 0: ["replicated"]}
+    assert gloo.run(_find, {}, 0.0, lacking) == [[]] * 4
+    results = gloo.run(_find, where, float("nan"), lacking)
+    assert all(result == results[0] for result in results)
+    assert sorted(results[0]) == ["cube", "factor", "few", "replicated", "rows"]
+
+
+def _find_on_two_halves(broken_rank: int) -> list[str]:
+    """A mesh of two ranks beside the mesh of all of them, as with experts that only some ranks hold."""
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "half"))
+    everyone = init_device_mesh("cpu", (4,))
+    half = halves.get_local_rank("other")
+    large = nn.Parameter(distribute_tensor(torch.ones(9, 2), everyone, [Shard(0)]))
+    small = nn.Parameter(distribute_tensor(torch.ones(3, 2), halves["half"], [Shard(0)]))
+    large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
+    if dist.get_rank() == broken_rank:
+        small.grad.to_local()[0, 0] = torch.inf  # type: ignore[attr-defined]
+    return find_nonfinite([large, small], {large: "large", small: f"expert{half}"})
+
+
+def test_a_small_mesh_tells_the_ranks_outside_of_it(gloo: ProcessPool) -> None:
+    assert gloo.run(_find_on_two_halves, 3) == [["expert1"]] * 4
+
+
+def test_a_norm_that_overflows_counts_as_non_finite() -> None:
+    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    weight.grad, other.grad = torch.full((2,), 2e19), torch.full((2,), 2e19, dtype=torch.float64)
+    assert find_nonfinite([weight, other], {weight: "weight", other: "other"}) == ["weight"]
+
+
+def test_steps_in_a_row_are_counted_until_one_is_taken() -> None:
+    check = FiniteCheck(max_skipped_steps=2)
+    assert [check.observe(names) for names in (["a"], ["a"], [], ["b"], ["a"])] == [True, True, False, True, True]
+    assert check.skipped_steps == 4
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of a, b, after 2 skipped steps in a row \(4 in all\)"):
+        check.observe(["a", "b"])
+    assert check.skipped_steps == 4

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_muon import DiLoCo, Full, Striding
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.grad_sync.finite import find_nonfinite
+from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
