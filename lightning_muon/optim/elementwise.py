@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lightning_muon.compat import foreach
-from lightning_muon.params.layout import Layout, local_tensor
+from lightning_muon.params.layout import local_tensor
 
 # One step in place for local tensors of one param group: parameters, gradients, states, group, and the values of
 # hyper-parameters that are tensors on a device.
@@ -19,15 +19,6 @@ Elementwise = Callable[
 ]
 # Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
 _LEAST_ALONE = 1 << 20
-
-
-def init_adamw_state(parameter: Tensor, layout: Layout) -> dict[str, Any]:
-    """State of one parameter, with the keys of ``torch.optim.AdamW``; the moments are laid out like the parameter."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-        "exp_avg": layout.zeros_like(parameter),
-        "exp_avg_sq": layout.zeros_like(parameter),
-    }
 
 
 def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat, zip_longest
-from operator import contains, is_
+from itertools import compress, zip_longest
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from lightning_muon.comm.agreement import fail_together, gather
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters
-from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.params.layout import AxisPlacement, Layout
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
@@ -186,12 +184,13 @@ class KnownRoutes:
 
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
     """One route for every parameter of ``groups``."""
+    patterns: dict[str, Any] = {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     known: dict[Tensor, Route]
     if module is None:
         named = _named_parameters(groups)
-        known = dict(zip(named.values(), route_named(named, **_patterns(options)).values(), strict=True))
+        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
     else:
-        known = dict(zip(module.parameters(), route_module(module, **_patterns(options)).values(), strict=True))
+        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
         strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
         if strangers:
             raise RuntimeError(
@@ -208,16 +207,6 @@ def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: O
             route = known.get(parameter) or route_by_shape(f"parameter {len(routes)}", shape)
             routes[parameter] = _forced(route, group["algorithm"], shape)
     return routes
-
-
-def frozen_routes(module: nn.Module, options: OptimizerConfig) -> list[Route]:
-    """The routes that the frozen parameters of ``module`` have."""
-    routes = route_module(module, **_patterns(options)).values()
-    return [route for p, route in zip(module.parameters(), routes, strict=True) if not p.requires_grad]
-
-
-def _patterns(options: OptimizerConfig) -> dict[str, Any]:
-    return {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
 
 
 def _named_parameters(groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
@@ -270,10 +259,11 @@ def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool
 
 
 def zero_state(parameter: BoundParameter) -> dict[str, Any]:
-    """State of a parameter before its first step, laid out like the parameter; local."""
-    if parameter.route.algorithm == "adamw":
-        return init_adamw_state(parameter.tensor, parameter.layout)
-    return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)}
+    """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
+    if parameter.route.algorithm != "adamw":
+        return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)}
+    moments = {key: parameter.layout.zeros_like(parameter.tensor) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
 
 class StateCompletion:
@@ -282,9 +272,6 @@ class StateCompletion:
     def __init__(self) -> None:
         # What the parameters of the plan must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
-        # The states that were complete, and those of them that must have a key, by this key.
-        self._known: list[dict[str, Any]] = []
-        self._having: dict[str, list[dict[str, Any]]] = {}
         # Parameters for which zero state was made since the ranks last agreed.
         self._made: set[Tensor] = set()
 
@@ -310,13 +297,8 @@ class StateCompletion:
 
     def is_complete(self, states: States) -> bool:
         """Whether nothing is missing or was made since the last :meth:`agree`; local."""
-        if self._made:
-            return False
-        # Looking up tensors would take several times as long, which counts for hundreds of small parameters.
-        if len(states) == len(self._known) and all(map(is_, states.values(), self._known)):
-            return all(all(map(contains, having, repeat(key))) for key, having in self._having.items())
         nothing = dict[str, Any]()
-        return all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], states: States) -> None:
         """Begin with zeros on all ranks where only some had to make state. Collective; every rank must call it."""
@@ -341,10 +323,6 @@ class StateCompletion:
         self.complete(parameters, states)
         self._made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
-        self._known, self._having = list(states.values()), {}
-        for tensor, keys in self._needed:
-            for key in keys:
-                self._having.setdefault(key, []).append(states[tensor])
         if lost and dist.get_rank() == 0:
             warnings.warn(
                 f"some ranks had no optimizer state for {len(lost)} parameters ({names[next(iter(lost))]}, ...), so "

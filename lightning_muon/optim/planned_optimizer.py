@@ -126,7 +126,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def frozen_routes(self) -> list[Route]:
         """What the frozen parameters of the module are, which it may unfreeze and add to this optimizer; local."""
-        return [] if self._module is None else parameters.frozen_routes(self._module, self._options)
+        frozen = [] if self._module is None else [p for p in self._module.parameters() if not p.requires_grad]
+        group = {"params": frozen, "algorithm": "auto"}
+        return list(parameters.routes_of([group], self._module, self._options).values()) if frozen else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the plan is made anew at the next step."""

@@ -20,7 +20,7 @@ from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import fingerprint, step_program
+from lightning_muon.schedule.step import step_program
 from lightning_muon.schedule.validate import check_step
 
 # AdamW reads gradient, weight and two moments, and writes the last three.
@@ -151,8 +151,11 @@ def make_step_plan(
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     for group in groups:
         if group.axes.group is not None:
-            own = [op for op in ops if op.key in buckets and buckets[op.key].group is group]
-            lines = [("plan", group.plan.fingerprint()), ("program", fingerprint(own))]
+            owners = zip(group.jobs, group.plan.owners, strict=True)
+            lines = [(job.matrix.name, f"is owned by {ranks}") for job, ranks in owners]
+            own = {key: each for key, each in buckets.items() if each.group is group}
+            lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
+            lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
             require_equal(lines, group.axes.group, "the plan of ParallelMuon")
     return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, done, part, tuple(ops))
 

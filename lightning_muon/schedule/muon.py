@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -29,11 +28,6 @@ class MuonPlan:
     flops: tuple[int, ...]  # Newton-Schulz load of each rank.
     # For each rank that was asked for the ops of bucket after bucket: momentum, gather, newton_schulz, scatter, update.
     program: Program
-
-    def fingerprint(self) -> str:
-        """Digest that is equal on two ranks just if their owners, buckets, loads and order of communications are."""
-        communications = [op.name for op in next(iter(self.program.values())) if op.group]
-        return hashlib.sha256(repr((self.owners, self.buckets, self.flops, communications)).encode()).hexdigest()
 
 
 def plan_step(

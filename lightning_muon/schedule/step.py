@@ -7,7 +7,6 @@ The program of a step is made here once, is checked by :func:`~.validate.check_s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,8 +25,6 @@ from lightning_muon.schedule.program import (
 
 ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
 """Every bucket has gradients, and nothing was sent during backward."""
-ALL_EARLY: Facts = {Condition.GRADIENTS: EVERY_KEY, Condition.SENT: EVERY_KEY, Condition.VALID: EVERY_KEY}
-"""Every bucket has gradients, and what can be sent during backward was sent, and counts."""
 _EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
 
 
@@ -121,9 +118,3 @@ def _with_branches(
     for name in after:
         raise ValueError(f"ops were added behind {name}, which is not in the step, or may be in two places")
     return [*backward, *steps, *added.last]
-
-
-def fingerprint(ops: Sequence[Op]) -> str:
-    """Digest of the communications of a rank in their order, with their conditions."""
-    lines = [(op.name, op.phase, op.when, op.unless) for op in ops if op.group]
-    return hashlib.sha256(repr(lines).encode()).hexdigest()

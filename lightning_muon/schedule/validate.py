@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
 
 from lightning_muon.schedule.graph import NAMED, build_graph, where
 from lightning_muon.schedule.muon import MuonPlan
@@ -20,7 +20,6 @@ from lightning_muon.schedule.program import (
     Program,
     branch,
 )
-from lightning_muon.schedule.traffic import Owners
 
 
 def validate(program: Program) -> None:
@@ -39,22 +38,21 @@ def validate(program: Program) -> None:
 
 
 def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
-    """Check a program of :func:`~.step.step_program` with :func:`validate`, each branch with :func:`validate_step`.
+    """Check that a program of :func:`~.step.step_program` can run, and that each branch does what the plans say, once.
 
     Where only some ranks are listed (not ``is_whole``), communications count as what a rank does alone: their order is
-    compared by :func:`~.step.fingerprint`.
+    compared between ranks.
     """
     validate(program if is_whole else {rank: [_alone(op, rank) for op in ops] for rank, ops in program.items()})
-    plan_of = {op.key: plan for plan in plans for ops in plan.program.values() for op in ops}
+    for plan in plans:
+        _check_owners(plan)
     for facts in _scenarios(program):
-        of_plan: dict[int, Program] = {id(plan): {} for plan in plans}
+        planned = {(op.rank, op.name): op for plan in plans for ops in plan.program.values() for op in ops}
         for ops in branch(program, facts).values():
             _check_changes(ops, is_deferred=Condition.DEFERRED in facts)
-            for op in ops:
-                if op.kind in (*STEP_KINDS, *EARLY_KINDS) and op.key in plan_of:
-                    of_plan[id(plan_of[op.key])].setdefault(op.rank, []).append(op)
-        for plan in plans:
-            validate_step(of_plan[id(plan)], plan.owners, is_whole=is_whole)
+            _take_off(ops, planned)
+        for op in planned.values():
+            raise ValueError(f"{where(op)} is in the plan and not in the step; each bucket needs one")
 
 
 def _alone(op: Op, rank: int) -> Op:
@@ -81,49 +79,31 @@ def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
         raise ValueError(f"rank {ops[0].rank} has the {OpKind.ADAMW} ops {batches}; each must run once in a step")
 
 
-def validate_step(program: Program, owners: Sequence[Owners], *, is_whole: bool = True) -> None:
-    """Check that a program orthogonalizes each matrix once on each of its owners, and that nothing is skipped.
-
-    On each rank a bucket has momentum, gather if any, Newton-Schulz, scatter if any, and update, each of which depends
-    on the one before. Where only some ranks are listed (not ``is_whole``), the others are taken to do their part.
-    """
-    items_of: dict[str, tuple[int, ...]] = {}
-    found: Counter[tuple[int, int]] = Counter()
-    for rank, ops in program.items():
-        for key, bucket in _buckets(rank, ops).items():
-            items = items_of.setdefault(key, bucket[OpKind.MOMENTUM].items)
-            for kind, op in bucket.items():
-                is_share = kind == OpKind.NEWTON_SCHULZ and set(items).issuperset(op.items)
-                if op.items != items and not is_share:
-                    raise ValueError(
-                        f"{where(op)} works on the matrices {op.items[:NAMED]}, its bucket has {items[:NAMED]}"
-                    )
-            found.update((matrix, rank) for matrix in bucket[OpKind.NEWTON_SCHULZ].items)
-    num_buckets = Counter(matrix for items in items_of.values() for matrix in items)
-    for matrix in num_buckets.keys() | set(range(len(owners))):
-        if num_buckets[matrix] != 1 or matrix >= len(owners):
-            raise ValueError(f"matrix {matrix} of {len(owners)} is in {num_buckets[matrix]} buckets; it must be in one")
-    listed = [[rank for rank in ranks if is_whole or rank in program] for ranks in owners]
-    wanted = Counter((matrix, rank) for matrix, ranks in enumerate(listed) for rank in ranks)
+def _check_owners(plan: MuonPlan) -> None:
+    """Each matrix is in one bucket, and is orthogonalized once on each of its owners."""
+    if sorted(chain.from_iterable(plan.buckets)) != list(range(len(plan.owners))):
+        raise ValueError(f"the buckets {plan.buckets[:NAMED]} must have each of {len(plan.owners)} matrices once")
+    ops = [op for listed in plan.program.values() for op in listed if op.kind == OpKind.NEWTON_SCHULZ]
+    found = Counter((matrix, op.rank) for op in ops for matrix in op.items)
+    wanted = Counter((matrix, rank) for matrix, ranks in enumerate(plan.owners) for rank in ranks)
     for matrix, rank in (found - wanted) + (wanted - found):
-        raise ValueError(
-            f"rank {rank} has matrix {matrix} in {found[matrix, rank]} newton_schulz ops; its owners {listed[matrix]} "
-            "must have it in one, and other ranks in none"
-        )
+        if rank in plan.program:
+            raise ValueError(
+                f"rank {rank} has matrix {matrix} in {found[matrix, rank]} newton_schulz ops; each of its owners must "
+                "have it in one, and other ranks in none"
+            )
 
 
-def _buckets(rank: int, ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Key -> the op of each kind, those of the backward phase as what they stand for."""
-    buckets: dict[str, dict[str, Op]] = {}
+def _take_off(ops: Sequence[Op], planned: dict[tuple[int, str], Op]) -> None:
+    """Take the ops of a rank off the list of what is planned; those of the backward phase are what they stand for."""
+    stands_for = {op.name: f"{EARLY_KINDS.get(op.kind, op.kind)}[{op.key}]" for op in ops}
     for op in ops:
-        kind = EARLY_KINDS.get(op.kind, op.kind)
-        if kind in STEP_KINDS and buckets.setdefault(op.key, {}).setdefault(kind, op) is not op:
-            raise ValueError(f"{where(op)} is there twice; a bucket has one op of each kind")
-    for key, bucket in buckets.items():
-        for kind in (OpKind.MOMENTUM, OpKind.NEWTON_SCHULZ, OpKind.UPDATE):
-            if kind not in bucket:
-                raise ValueError(f"rank {rank} has no {kind}[{key}]; each bucket needs one")
-        for before, op in pairwise(bucket[kind] for kind in STEP_KINDS if kind in bucket):
-            if before.name not in op.deps:
-                raise ValueError(f"{where(op)} does not depend on {before.name}, whose result it works on")
-    return buckets
+        if op.kind not in (*STEP_KINDS, *EARLY_KINDS):
+            continue
+        plan = planned.pop((op.rank, stands_for[op.name]), None)
+        if plan is None:
+            raise ValueError(f"{where(op)} is not in the plan, or is there twice; a bucket has one op of each kind")
+        if op.items != plan.items:
+            raise ValueError(f"{where(op)} works on the matrices {op.items[:NAMED]}, planned are {plan.items[:NAMED]}")
+        for name in set(plan.deps).difference(stands_for[dep] for dep in op.deps):
+            raise ValueError(f"{where(op)} does not depend on {name}, whose result it works on")

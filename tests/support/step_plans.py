@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.groups import PrivateGroups
-from lightning_muon.optim.parameters import BoundParameter, group_by_mesh
+from lightning_muon.optim.parameters import BoundParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import route_by_shape
+
+
+def adamw_state(tensor: Tensor) -> dict[str, Any]:
+    """State of AdamW before the first step."""
+    route = replace(route_by_shape("w", tuple(tensor.shape)), kind="elementwise")
+    return zero_state(BoundParameter(nn.Parameter(tensor), {}, route, Layout()))
 
 
 def plan_for(

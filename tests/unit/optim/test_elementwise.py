@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.optim.elementwise import adamw_step_, init_adamw_state
-from lightning_muon.params.layout import Layout
+from lightning_muon.optim.elementwise import adamw_step_
+from tests.support.step_plans import adamw_state
 
 
 def test_steps_equal_torch_also_for_empty_and_scalar_tensors() -> None:
     torch.manual_seed(0)
     mine = [torch.randn(shape) for shape in ((5,), (3, 4), (), (0, 4))]
     theirs = [nn.Parameter(tensor.clone()) for tensor in mine]
-    states = [init_adamw_state(tensor, Layout()) for tensor in mine]
+    states = [adamw_state(tensor) for tensor in mine]
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "adamw_eps": 1e-5}
     reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5, fused=True)
     for _ in range(4):
@@ -60,8 +60,7 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     theirs = nn.Parameter(weight.clone())
     reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.3, foreach=False)
     state = {
-        key: LAYOUTS[layout_of_state](value) if value.ndim else value
-        for key, value in init_adamw_state(weight, Layout()).items()
+        key: LAYOUTS[layout_of_state](value) if value.ndim else value for key, value in adamw_state(weight).items()
     }
     group = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.999), "adamw_eps": 1e-8}
     addresses = [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
 from lightning_muon.optim import matrix_step
-from lightning_muon.optim.elementwise import init_adamw_state
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.params.layout import Layout
 from lightning_muon.schedule.program import Op, branch
-from tests.support.step_plans import plan_for
+from tests.support.step_plans import adamw_state, plan_for
 
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
@@ -29,9 +27,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
-    return {
-        p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else init_adamw_state(p, Layout()) for p in parameters
-    }
+    return {p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else adamw_state(p) for p in parameters}
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.program import Op, OpKind, Program
+from lightning_muon.schedule.program import EVERY_KEY, Condition, Op, OpKind, Program
+
+# Every bucket has gradients, and what can be sent during backward was sent, and counts.
+ALL_EARLY = dict.fromkeys((Condition.GRADIENTS, Condition.SENT, Condition.VALID), EVERY_KEY)
 
 
 def spec(name: str, numel: int, held: Sequence[int], replica_of: Sequence[int], *, flops: int = 1) -> MatrixSpec:

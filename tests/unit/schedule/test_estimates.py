@@ -23,8 +23,8 @@ from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import IN_STEP, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import ALL_EARLY, step_program
-from tests.unit.schedule.specs import plan_of, replicated
+from lightning_muon.schedule.step import step_program
+from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
 
 H100 = PRESETS["h100"]
 MIB = 2**20
