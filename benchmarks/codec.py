@@ -5,8 +5,8 @@
 
 The first table has the parts for the transform of all coefficients, in groups that fit a cache and at once; the second
 encodes and decodes by the number of coefficients of a block, and compares the two ways back: the sum of a few products
-(``sparse``) and the transform of a block full of zeros (``dense``), between which ``sparse_inverse_dct`` chooses. Times
-are processor time, the least of several runs, since other work on the machine only ever adds.
+(``sparse``) and the transform of a block full of zeros (``dense``), between which ``add_sparse_inverse_dct_`` chooses.
+Times are processor time, the least of several runs, since other work on the machine only ever adds.
 """
 
 from __future__ import annotations

@@ -29,13 +29,12 @@ from lightning_muon.params.layout import held_boxes
 from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
-from lightning_muon.schedule.matrix_shards import MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 from lightning_muon.schedule.program import Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, step_program
-from lightning_muon.schedule.traffic import count_elements, traffic_floor
+from lightning_muon.schedule.traffic import MatrixSpec, count_elements, traffic_floor
 from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"

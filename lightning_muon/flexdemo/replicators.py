@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups, sparse_inverse_dct
+from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups
 
 # How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
 _ROUNDED = 0.02
@@ -211,7 +211,9 @@ class DCTTopK(Replicator):
     @override
     def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
         assert components.indices is not None
-        return sparse_inverse_dct(components.values, components.indices, block_shape)
+        blocks = components.values.new_zeros((components.values.size(0), *block_shape))
+        add_sparse_inverse_dct_(blocks, components.values, components.indices)
+        return blocks
 
     @override
     def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:

@@ -64,23 +64,12 @@ def dct(blocks: Float[Tensor, "num ..."], *, inverse: bool = False) -> Float[Ten
     return transformed
 
 
-def sparse_inverse_dct(
-    values: Float[Tensor, "num few"], indices: Int[Tensor, "num few"], block_shape: tuple[int, ...]
-) -> Float[Tensor, "num ..."]:
-    """Each block ``(num, *block_shape)`` from a few of its coefficients; all others are zero.
-
-    ``indices`` say where the values are in the flattened block; of those at one index all but one are zero.
-    """
-    blocks = values.new_zeros((values.size(0), *block_shape))
-    add_sparse_inverse_dct_(blocks, values, indices)
-    return blocks
-
-
 def add_sparse_inverse_dct_(
     blocks: Float[Tensor, "num ..."], values: Float[Tensor, "num few"], indices: Int[Tensor, "num few"], alpha: int = 1
 ) -> None:
-    """``blocks += alpha * sparse_inverse_dct(values, indices, blocks.shape[1:])``.
+    """Add ``alpha`` times the inverse of each block ``(num, *block_shape)`` from a few of its coefficients.
 
+    ``indices`` say where the values are in the flattened block; of those at one index all but one are zero.
     Sums ``v C_a[r]^T C_b[c]`` over the coefficients ``v`` at ``(r, c)`` (``v C[r]`` in one dimension) while that needs
     no more multiplications than the dense transform, ``few <= a + b`` (``few <= a``). The times cross there too: at
     128 of 64 x 64 (benchmarks/codec.py).

@@ -212,7 +212,7 @@ class GatherPrefetch(BackwardPrefetch):
 
     @override
     def _drop(self, key: str) -> None:
-        self._step.drop_sent(key)
+        self._step.executor.wait(f"{OpKind.EARLY_GATHER}[{key}]")
 
     @override
     def _differs(self, key: str, gradients: Gradients) -> Tensor:

@@ -119,10 +119,6 @@ class MatrixStep:
             return torch.zeros((), dtype=torch.bool, device=self._pool.device)
         return torch.stack(same).all().logical_not()
 
-    def drop_sent(self, key: str) -> None:
-        """Wait for an early gather whose result is not wanted."""
-        self.executor.wait(f"{OpKind.EARLY_GATHER}[{key}]")
-
     def run(self, agreed: AgreedGradients, states: States) -> None:
         """Update all with gradients. Collective over the axes of each exchange group; every rank must call it."""
         self._agreed, self._states = agreed, states

@@ -98,7 +98,7 @@ class ParallelMuon(PlannedOptimizer):
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
-        """As in :class:`.PlannedOptimizer`, for a learning rate that was chosen for AdamW."""
+        """An optimizer with these options, whose learning rate was chosen for AdamW; ``overrides`` win."""
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
 

@@ -178,7 +178,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return self._finite_check.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; gradients that live outside of the tensors are forgotten, too."""
+        """Forget gradients, also those that live outside of the tensors."""
         super().zero_grad(set_to_none)
         self._layout.forget(self._all_parameters())
         self._layout.forget_unreduced(self._all_parameters())
@@ -205,7 +205,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """As in torch, and complete: zeros are made when it is first asked for, but not on the meta device."""
+        """State by parameter, complete: zeros are made when it is first asked for, but not on the meta device."""
         if (self.is_fresh or not self._existing_state) and self._can_make_state():
             self._complete_state()
         return self._existing_state
@@ -233,7 +233,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._begin_anew(is_fresh=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; the state of every parameter is there also before the first step.
+        """Groups and states; the state of every parameter is there also before the first step.
 
         Collective over the mesh of parameters whose state is divided (``sharding="zero2"``).
         """
@@ -245,7 +245,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
+        """Take a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """

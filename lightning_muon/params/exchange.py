@@ -21,8 +21,8 @@ from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import sharing_pays
-from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan, plan_step
+from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 Coordinate = tuple[int, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from lightning_muon.schedule.traffic import Owners
 
@@ -77,14 +77,9 @@ EVENED_BUCKETS = 4
 MOST_COMPARISONS = 1_000_000
 
 
-class _Exchange(NamedTuple):
-    """Give ``matrix`` of a bucket to ``rank`` and take ``other`` (-1: nothing) for it; ordered by what is best."""
-
-    larger_load: int
-    bucket: int
-    matrix: int
-    rank: int
-    other: int
+# Give a matrix of a bucket to another rank, for another one or nothing (-1): the larger load of both ranks afterwards,
+# then bucket, matrix, rank, other. The least is the best.
+_Exchange = tuple[int, int, int, int, int]
 
 
 def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]) -> None:
@@ -103,12 +98,12 @@ def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequ
                 found += _exchanges(number, bucket, matrix, costs, loads)
         if not found:
             return
-        best = min(found)
-        moves = [(best.matrix, busiest, best.rank), (best.other, best.rank, busiest)]
-        for matrix, source, target in moves[: 1 if best.other < 0 else 2]:
+        _, number, given, rank, other = min(found)
+        moves = [(given, busiest, rank), (other, rank, busiest)]
+        for matrix, source, target in moves[: 1 if other < 0 else 2]:
             loads[source] = (loads[source][0] - costs[matrix], loads[source][1] - sizes[matrix])
             loads[target] = (loads[target][0] + costs[matrix], loads[target][1] + sizes[matrix])
-            owners[best.bucket][matrix] = target
+            owners[number][matrix] = target
 
 
 def _exchanges(
@@ -120,7 +115,7 @@ def _exchanges(
     partners = [(idlest, -1, costs[matrix])]
     partners += [(rank, other, costs[matrix] - costs[other]) for other, rank in bucket.items()]
     return [
-        _Exchange(max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
+        (max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
         for rank, other, relief in partners
         if 0 < relief < load - loads[rank][0]
     ]

@@ -16,8 +16,7 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import Leg, Transfer
-from lightning_muon.schedule.matrix_shards import MatrixSpec
-from lightning_muon.schedule.traffic import count_elements, traffic_floor
+from lightning_muon.schedule.traffic import MatrixSpec, count_elements, traffic_floor
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
 

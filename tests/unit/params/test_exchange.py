@@ -18,8 +18,8 @@ from lightning_muon.params.exchange import (
 )
 from lightning_muon.params.logical import Box, LogicalMatrix, Shards
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import plan_step
+from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 LOCAL = MeshRanks.of_shape(())
 OPTIONS = PlanOptions(

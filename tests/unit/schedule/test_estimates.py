@@ -18,12 +18,12 @@ from lightning_muon.schedule.estimates import (
     shard_exchanges,
     sharing_pays,
 )
-from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import IN_STEP, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import step_program
+from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
 
 H100 = PRESETS["h100"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.matrix_shards import MatrixShards, MatrixSpec
-from lightning_muon.schedule.traffic import Traffic, count_elements, server_of, traffic_floor
+from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec, Traffic, count_elements, server_of, traffic_floor
 from tests.unit.schedule.specs import grid, plan_of, sharded
 
 
