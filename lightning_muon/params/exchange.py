@@ -184,30 +184,31 @@ def group_matrices(
     groups: dict[ExchangeRanks, list[PlacedMatrix]] = {}
     # Each group of ranks is one object, and a large model has few different shapes.
     ranks_of, shards_of = cache(exchange_ranks), cache(_ParameterShards)
+
+    @cache
+    def flops_and_ranks(
+        mesh: MeshRanks, sharded: tuple[int, ...], rows: int, cols: int, ns_steps: int
+    ) -> tuple[int, ExchangeRanks]:
+        flops = newton_schulz_flops(rows, cols, ns_steps)
+        is_shared = options.dedupe == "always"
+        if options.dedupe == "auto":
+            replica_ranks = math.prod(mesh.shape[axis] for axis in sharded)
+            is_shared = sharing_pays(
+                flops,
+                rows * cols * options.itemsize,
+                device_type=options.device_type,
+                num_matrices=num_alike[mesh, sharded],
+                num_replicas=math.prod(mesh.shape) // replica_ranks,
+                replica_ranks=replica_ranks,
+            )
+        return flops, ranks_of(mesh, sharded, is_shared)
+
     for index, (each, sharded, matrices) in enumerate(found):
-        # Matrices of one shape share the answer, for example the experts of a stack.
-        answers: dict[tuple[int, int], tuple[list[PlacedMatrix], _ParameterShards, int]] = {}
         for matrix in matrices:
-            sides = matrix.rows, matrix.cols
-            if sides not in answers:
-                flops = newton_schulz_flops(*sides, each.ns_steps)
-                is_shared = options.dedupe == "always"
-                if options.dedupe == "auto":
-                    replica_ranks = math.prod(each.mesh.shape[axis] for axis in sharded)
-                    is_shared = sharing_pays(
-                        flops,
-                        matrix.box.numel * options.itemsize,
-                        device_type=options.device_type,
-                        num_matrices=num_alike[each.mesh, sharded],
-                        num_replicas=math.prod(each.mesh.shape) // replica_ranks,
-                        replica_ranks=replica_ranks,
-                    )
-                ranks = ranks_of(each.mesh, sharded, is_shared)
-                answers[sides] = groups.setdefault(ranks, []), shards_of(each.shape, each.placements, ranks), flops
-            placed, shards, flops = answers[sides]
-            pieces = shards.pieces(matrix)
+            flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.ns_steps)
+            pieces = shards_of(each.shape, each.placements, ranks).pieces(matrix)
             spec = MatrixSpec(name=matrix.name, rows=matrix.rows, cols=matrix.cols, flops=flops, shards=pieces.on_ranks)
-            placed.append(PlacedMatrix(index, matrix, pieces, spec))
+            groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, spec))
     return sorted(groups.items(), key=lambda item: item[0].spans_replicas)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ def held_boxes(
     axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, _COPIES)]
     sizes, divided = [mesh_shape[axis] for axis in axes], [placements[axis] for axis in axes]
     places = [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
-    # Replicas hold the same, and asking torch takes 25 microseconds.
     found = {place: _held_box(shape, sizes, divided, place) for place in set(places)}
     return tuple(found[place] for place in places)
 
@@ -181,16 +179,12 @@ def _held_box(
     if any(isinstance(each, OwnedBy) and each.rank != i for each, i in zip(placements, coordinate, strict=True)):
         return Box((0,) * len(shape), (0,) * len(shape))
     if len(placements) == 1 and type(placements[0]) is Shard:
+        # As torch.chunk divides a dimension, without the 25 microseconds of asking torch.
         dim = placements[0].dim
-        start, stop = _shard_of_dim(shape[dim], mesh_shape[0], coordinate[0])
+        length = -(-shape[dim] // mesh_shape[0])
+        start, stop = (min(index * length, shape[dim]) for index in (coordinate[0], coordinate[0] + 1))
         return Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
     divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
     local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
     return Box(offset, tuple(map(int.__add__, offset, local_shape)))
 
-
-@lru_cache(maxsize=1 << 16)
-def _shard_of_dim(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Which indices of a dimension a rank holds that is sharded over one axis: the same in parameters of any shape."""
-    (length,), (start,) = local_shape_and_offset((size,), (num_ranks,), (rank,), (Shard(0),))
-    return start, start + length

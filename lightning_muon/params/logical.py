@@ -44,15 +44,10 @@ class Box:
 
 def tile(parts: Sequence[Box], box: Box) -> bool:
     """Whether ``parts`` make up ``box`` without overlap; empty ones do not count."""
-    filled = sorted((part for part in parts if part.numel), key=lambda part: part.start)
-    if sum(part.numel for part in filled) != box.numel:
+    filled = [part for part in parts if part.numel]
+    if sum(part.numel for part in filled) != box.numel or len(set(filled)) != len(filled):
         return False
-    if len({part.start for part in filled}) != len(filled):
-        return False
-    # Parts of a tensor that is cut along one dimension touch only their neighbours; otherwise compare all pairs.
-    cut = [dim for dim in range(len(box.start)) if len({part.start[dim] for part in filled}) > 1]
-    pairs = pairwise(filled) if len(cut) <= 1 else combinations(filled, 2)
-    return all(not one.intersect(other).numel for one, other in pairs)
+    return cut_of(filled) is not None or not any(one.intersect(other).numel for one, other in combinations(filled, 2))
 
 
 def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:

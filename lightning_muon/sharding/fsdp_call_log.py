@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -180,11 +181,9 @@ class FsdpCallLog:
     def _describe(self, tails: Mapping[int, Tail], *, complete: bool) -> str | None:
         """Compare from the first call on that no rank has left out."""
         start = max((skipped for skipped, _ in tails.values()), default=0)
-        calls = {rank: kept[start - skipped :] for rank, (skipped, kept) in tails.items()}
-        for index in range(max(map(len, calls.values()), default=0)):
+        for calls in zip_longest(*(kept[start - skipped :] for skipped, kept in tails.values())):
             found: dict[int | None, list[int]] = {}
-            for rank, mine in calls.items():
-                call = mine[index] if index < len(mine) else None
+            for rank, call in zip(tails, calls, strict=True):
                 if call is not None or complete:
                     found.setdefault(call, []).append(rank)
             if len(found) > 1:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
-from lightning_muon.params.uses import clean_name, parameter_uses
+from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
 
 WrapPolicy = Literal["auto"] | Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
@@ -345,22 +345,17 @@ def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
     """Layers to be units of their own: FSDP2 wants one dtype for all that trains in a unit; its largest part stays."""
     holders = owners(module, units)
-    counted = [
-        uses
-        for uses in parameter_uses(module)
-        if uses[0].parameter.requires_grad
-        and uses[0].parameter.ndim > 0
-        and len(holders[uses[0].parameter]) == 1
-        and not isinstance(holders[uses[0].parameter][0], FSDPModule)
-    ]
     elements: dict[nn.Module, Counter[torch.dtype]] = {}
-    for uses in counted:
+    counted: list[tuple[nn.Module, tuple[Use, ...]]] = []
+    for uses in parameter_uses(module):
         parameter = uses[0].parameter
-        elements.setdefault(holders[parameter][0], Counter())[parameter.dtype] += parameter.numel()
+        unit, *others = holders[parameter]
+        if parameter.requires_grad and parameter.ndim > 0 and not others and not isinstance(unit, FSDPModule):
+            elements.setdefault(unit, Counter())[parameter.dtype] += parameter.numel()
+            counted.append((unit, uses))
     split: dict[nn.Module, None] = {}
-    for uses in counted:
+    for unit, uses in counted:
         parameter, layer = uses[0].parameter, uses[0].owner
-        unit = holders[parameter][0]
         ((main, _),) = elements[unit].most_common(1)
         if parameter.dtype == main:
             continue
