@@ -187,4 +187,3 @@ def _held_box(
     divided = [Replicate() if isinstance(placement, OwnedBy) else placement for placement in placements]
     local_shape, offset = local_shape_and_offset(shape, mesh_shape, coordinate, divided)
     return Box(offset, tuple(map(int.__add__, offset, local_shape)))
-

@@ -50,159 +50,6 @@ from lightning_muon.sharding.shard_model import (
 from lightning_muon.sharding.weights import follow_state_dict, mesh_device
 
 _SECONDS_TO_FAIL_TOGETHER = 60.0
-# Whole weights by their number -> a gradient of zeros that takes no memory.
-_Zeros = dict[int, Tensor]
-
-
-class GradientAgreement:
-    """Makes gradients after the last backward pass of a step equal in meaning on all ranks.
-
-    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. So units fill
-    in zeros, and a gradient that no rank has computed is removed again, because zeros would still decay the weight.
-
-    Collective over ``mesh``, the ranks with batches of their own; every rank must construct it, with weights
-    materialized (each unit is gathered once). If ``mesh`` is the shard axis of a decoupled node, ``nodes`` is the
-    (replicate, shard) mesh. :attr:`step` sends what the ranks have to tell each other.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        call_log: FsdpCallLog | None = None,
-        *,
-        nodes: DeviceMesh | None = None,
-    ) -> None:
-        self._module = module
-        self.call_log = call_log or FsdpCallLog(module, mesh)
-        self._everyone = self.call_log.everyone
-        whole = mesh if nodes is None else nodes
-        self.step = StepAgreement(host_group(axis_group(whole, tuple(range(whole.ndim)))))
-        self._node, self._num_nodes = (0, 1) if nodes is None else (nodes.get_local_rank(0), nodes.size(0))
-        self._device = mesh_device(mesh)
-        self._places: list[tuple[nn.Module, str]] = []
-        self._parameters: list[Tensor] = []
-        self._used: list[bool] = []
-        self._agreed: dict[int, TensorWeakRef] = {}
-        # What FSDP2 does not reduce, and what it was reduced to: the gradient, and its value.
-        free_unsharded(module)
-        self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
-        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._zeros: _Zeros = {}
-        if self._everyone.group is not None:
-            initialize_roots(module)
-            for unit in fsdp_modules(module):
-                self._watch(unit)
-
-    def finish(self, divisor: float | None = None, *, is_deferred: bool = False) -> None:
-        """Average the gradients of plain parameters, and remove gradients that no rank has computed.
-
-        Collective over the mesh; every rank must call it, after the last backward pass of a step, before clipping. The
-        ``divisor`` is that of :func:`set_gradient_divisor`. ``is_deferred`` leaves the comparison of the ranks to the
-        next message of :attr:`step`, which an optimizer sends. It raises on every rank if they ran different units.
-        """
-        plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
-        if self._everyone.group is not None:
-            self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.call_log.mark(END)
-            self.step.post(self)
-            if not is_deferred or plain:
-                self.step.reduce(())
-        if plain and (self._everyone.group is not None or divisor is not None):
-            self._average(plain, divisor)
-
-    def numbers(self) -> list[int]:
-        """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
-        # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
-        used = [
-            was_used or (index in self._agreed and self._agreed[index]() is parameter.grad is not None)
-            for index, (was_used, parameter) in enumerate(zip(self._used, self._parameters, strict=True))
-        ]
-        own = [*self.call_log.words(), *used]
-        before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
-        return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
-
-    def settle(self, maxima: Sequence[int]) -> list[Tensor]:
-        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.agreement.Rider`."""
-        size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
-        nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
-        own = nodes[self._node]
-        self.call_log.require_equal(own[:num_words])
-        if any(self.call_log.differs(each[:num_words]) for each in nodes):
-            raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
-        self._agreed = {}
-        unused: list[Tensor] = []
-        for index, (parameter, was_used) in enumerate(zip(self._parameters, own[num_words:], strict=True)):
-            if not was_used:
-                parameter.grad = None
-                unused.append(parameter)
-            elif parameter.grad is not None:
-                self._agreed[index] = TensorWeakRef(parameter.grad)
-        self.forget()
-        return unused
-
-    def forget(self) -> None:
-        """The gradients of this step have been dropped; local, to be called alike on all ranks."""
-        self._used[:] = [False] * len(self._used)
-
-    def close(self) -> None:
-        """Remove the hooks; local."""
-        self.call_log.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._places.clear()
-
-    def _average(self, plain: Sequence[nn.Parameter], divisor: float | None) -> None:
-        """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / ``divisor``.
-
-        Collective over the mesh; every rank must call it. Of results of an earlier call, only what was added is summed.
-        """
-        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
-        kept, added, present = [], [], []
-        for parameter in plain:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            before = self._plain_sums.get(parameter)
-            kept.append(before[1] if before and before[0]() is gradient else torch.zeros_like(parameter))
-            added.append(gradient - kept[-1])
-            present.append(torch.tensor([parameter.grad is not None], device=self._device))
-        packed = torch.cat([each.detach().reshape(-1).to(self._device, dtype) for each in (*kept, *added, *present)])
-        if self._everyone.group is not None:
-            dist.all_reduce(packed, group=self._everyone.group)
-        sizes = [parameter.numel() for parameter in plain]
-        *sums, counts = packed.split([*sizes, *sizes, len(plain)])
-        for index, (parameter, count) in enumerate(zip(plain, counts.tolist(), strict=True)):
-            if count > 0:
-                mean = sums[index] / self._everyone.size
-                mean += sums[index + len(plain)] / (divisor or self._everyone.size)
-                parameter.grad = gradient = mean.view(parameter.shape).to(parameter)
-                self._plain_sums[parameter] = TensorWeakRef(gradient), gradient.clone()
-
-    def _watch(self, unit: FSDPModule) -> None:
-        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
-        places = own_places(unit)
-        frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
-        wholes: list[Tensor] = []
-        unit.unshard()
-        for (owner, attribute), is_frozen in zip(places, frozen, strict=True):
-            whole = getattr(owner, attribute)
-            if not whole.is_floating_point():
-                continue
-            # Frozen weights are watched too, because they may be unfrozen later.
-            whole.requires_grad_(True)
-            self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark, self._used, len(self._used))))
-            if not hasattr(unit, "set_reduce_scatter_unused_params"):
-                self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
-            whole.requires_grad_(not is_frozen)
-            self._places.append((owner, attribute))
-            self._used.append(False)
-            wholes.append(whole)
-        unit.reshard()
-        if hasattr(unit, "set_reduce_scatter_unused_params"):
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
-        else:  # Before torch 2.13.
-            self.call_log.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
 
 
 # Python's garbage collector does not look into the hooks of tensors: what they refer to must not hold the model, which
@@ -213,7 +60,7 @@ def _mark(used: list[bool], index: int, _: Tensor) -> None:
     used[index] = True
 
 
-def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
+def _fill_with_zeros(wholes: Sequence[Tensor], zeros: dict[int, Tensor]) -> None:
     """Give whole weights without a gradient one of zeros, so that FSDP2 reduces them on all ranks."""
     for whole in wholes:
         if whole.requires_grad and whole.grad is None:
@@ -221,7 +68,7 @@ def _fill_with_zeros(wholes: Sequence[Tensor], zeros: _Zeros) -> None:
             whole.grad = zeros[id(whole)]
 
 
-def _make_room(reference: TensorWeakRef, zeros: _Zeros, _: Tensor) -> None:
+def _make_room(reference: TensorWeakRef, zeros: dict[int, Tensor], _: Tensor) -> None:
     """Backward is about to add a gradient: to nothing, where there are but the zeros that take no memory."""
     whole = reference()
     if whole is not None and zeros.pop(id(whole), None) is whole.grad:
@@ -235,6 +82,9 @@ def _replace_views(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 class Fsdp(ShardingMode):
     """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
+
+    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. So units fill
+    in zeros, and a gradient that no rank has computed is removed again, because zeros would still decay the weight.
 
     With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. The mean
     over the nodes of their gradients is what all ranks would have computed together.
@@ -253,10 +103,12 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
-        self._agreement: GradientAgreement | None = None
+        self._step: StepAgreement | None = None  # Sends what the ranks have to tell each other.
+        self._used: list[bool] = []  # Of each watched parameter, whether this rank has a gradient for it.
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
+        self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
         self._is_deferred = self._must_meet = False
         self._hooks: list[RemovableHandle] = []
         # What `no_sync` has changed.
@@ -301,12 +153,53 @@ class Fsdp(ShardingMode):
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        """The weights must be materialized; each unit is gathered once."""
         self.watch(module)
-        nodes = self.mesh if self.options.decoupled_nodes else None
-        self._agreement = GradientAgreement(module, self._reduced_over, self.call_log, nodes=nodes)
+        assert self.call_log is not None
+        self._everyone = self.call_log.everyone
+        self._step = StepAgreement(host_group(axis_group(self.mesh, tuple(range(self.mesh.ndim)))))
+        self._places: list[tuple[nn.Module, str]] = []
+        self._parameters: list[Tensor] = []
+        self._used = []
+        self._agreed: dict[int, TensorWeakRef] = {}
+        # What FSDP2 does not reduce, and what it was reduced to: the gradient, and its value.
+        free_unsharded(module)
+        self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
+        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
+        self._zeros: dict[int, Tensor] = {}  # Number of whole weights -> a gradient of zeros that takes no memory.
+        if self._everyone.group is not None:
+            initialize_roots(module)
+            for unit in fsdp_modules(module):
+                self._watch_weights(unit, self.call_log)
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
         self._is_deferred = all(map(is_attachable, optimizers))
-        attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._agreement.step)
+        nodes = self.mesh if self.options.decoupled_nodes else None
+        attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._step)
+
+    def _watch_weights(self, unit: FSDPModule, call_log: FsdpCallLog) -> None:
+        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
+        places = own_places(unit)
+        frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
+        wholes: list[Tensor] = []
+        unit.unshard()
+        for (owner, attribute), is_frozen in zip(places, frozen, strict=True):
+            whole = getattr(owner, attribute)
+            if not whole.is_floating_point():
+                continue
+            # Frozen weights are watched too, because they may be unfrozen later.
+            whole.requires_grad_(True)
+            self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark, self._used, len(self._used))))
+            if not hasattr(unit, "set_reduce_scatter_unused_params"):
+                self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
+            whole.requires_grad_(not is_frozen)
+            self._places.append((owner, attribute))
+            self._used.append(False)
+            wholes.append(whole)
+        unit.reshard()
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        else:  # Before torch 2.13.
+            call_log.before_backward[unit] = partial(_fill_with_zeros, wholes, self._zeros)
 
     @override
     @contextmanager
@@ -361,8 +254,8 @@ class Fsdp(ShardingMode):
                     drop_unreduced_gradients(unit)
                 for parameter in self._module.parameters():
                     parameter.grad = None
-        if in_backward and self._agreement is not None:
-            self._agreement.forget()
+        if in_backward:
+            self._used[:] = [False] * len(self._used)
         self._must_meet = True
 
     def _resume(self) -> None:
@@ -412,12 +305,83 @@ class Fsdp(ShardingMode):
 
     @override
     def finish_gradients(self) -> None:
-        assert self._agreement is not None, "attach comes first"
+        """Average the gradients of plain parameters, and remove gradients that no rank has computed.
+
+        It raises on every rank if they ran different units; or the next message of the step does, which an optimizer
+        sends.
+        """
+        assert self._step is not None and self.call_log is not None, "attach comes first"
         self._resume()
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)
         self._resharding.clear()
-        self._agreement.finish(self._divisor, is_deferred=self._is_deferred)
+        plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
+        if self._everyone.group is not None:
+            self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
+            self.call_log.mark(END)
+            self._step.post(self)
+            if plain or not self._is_deferred:
+                self._step.reduce(())
+        if plain and (self._everyone.group is not None or self._divisor is not None):
+            self._average(plain)
+
+    def numbers(self) -> list[int]:
+        """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
+        assert self.call_log is not None
+        # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
+        used = [
+            was_used or (index in self._agreed and self._agreed[index]() is parameter.grad is not None)
+            for index, (was_used, parameter) in enumerate(zip(self._used, self._parameters, strict=True))
+        ]
+        own = [*self.call_log.words(), *used]
+        before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
+        return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
+
+    def settle(self, maxima: Sequence[int]) -> list[Tensor]:
+        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.agreement.Rider`."""
+        assert self.call_log is not None
+        size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
+        nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
+        own = nodes[self._node]
+        self.call_log.require_equal(own[:num_words])
+        if any(self.call_log.differs(each[:num_words]) for each in nodes):
+            raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
+        self._agreed = {}
+        unused: list[Tensor] = []
+        for index, (parameter, was_used) in enumerate(zip(self._parameters, own[num_words:], strict=True)):
+            if not was_used:
+                parameter.grad = None
+                unused.append(parameter)
+            elif parameter.grad is not None:
+                self._agreed[index] = TensorWeakRef(parameter.grad)
+        self._used[:] = [False] * len(self._used)
+        return unused
+
+    def _average(self, plain: Sequence[nn.Parameter]) -> None:
+        """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.
+
+        Collective over the mesh; every rank must call it. Of results of an earlier call, only what was added is summed.
+        """
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
+        device = mesh_device(self._reduced_over)
+        kept, added, present = [], [], []
+        for parameter in plain:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            before = self._plain_sums.get(parameter)
+            kept.append(before[1] if before and before[0]() is gradient else torch.zeros_like(parameter))
+            added.append(gradient - kept[-1])
+            present.append(torch.tensor([parameter.grad is not None], device=device))
+        packed = torch.cat([each.detach().reshape(-1).to(device, dtype) for each in (*kept, *added, *present)])
+        if self._everyone.group is not None:
+            dist.all_reduce(packed, group=self._everyone.group)
+        sizes = [parameter.numel() for parameter in plain]
+        *sums, counts = packed.split([*sizes, *sizes, len(plain)])
+        for index, (parameter, count) in enumerate(zip(plain, counts.tolist(), strict=True)):
+            if count > 0:
+                mean = sums[index] / self._everyone.size
+                mean += sums[index + len(plain)] / (self._divisor or self._everyone.size)
+                parameter.grad = gradient = mean.view(parameter.shape).to(parameter)
+                self._plain_sums[parameter] = TensorWeakRef(gradient), gradient.clone()
 
     @override
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -446,9 +410,7 @@ class Fsdp(ShardingMode):
 
     @override
     def close(self) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
+        self._step = None
         self.forward_failed()  # Leaves shards, whatever has ended the run.
         for hook in self._hooks:
             hook.remove()

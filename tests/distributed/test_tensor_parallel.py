@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_muon import ParallelMuon
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.shard_model import shard_model
+from tests.distributed.sharding.models import attach_fsdp
 from tests.reference.muon import ReferenceMuon
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
@@ -123,13 +122,12 @@ def _train(sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(dist.get_rank())
     model = Net()
     parallelize_module(model, meshes.tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    shard_model(model, meshes.data)
-    agreement = GradientAgreement(model, meshes.data)
+    mode = attach_fsdp(model, meshes.data)
     optimizer = ParallelMuon(model, lr=LR, **FLOAT32)
     for batch in _batches():
         optimizer.zero_grad()
         model(batch.chunk(meshes.num_data_ranks)[meshes.data_rank]).backward()
-        agreement.finish()
+        mode.finish_gradients()
         optimizer.step()
     kinds = [str(placement) for placement in model.up.weight.placements]  # type: ignore[attr-defined]
     return {

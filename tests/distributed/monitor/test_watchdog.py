@@ -58,7 +58,7 @@ def _train(
                 if log:
                     dist.all_reduce(loss.detach())
                 loss.backward()
-                agreement.finish()
+                agreement.finish_gradients()
             except RuntimeError:
                 assert time.monotonic() - start < 10 - patience
                 raise
@@ -221,7 +221,7 @@ def _end_an_iteration() -> None:
         for epoch, exception in enumerate((StopIteration, GeneratorExit)):
             with suppress(exception), watchdog.explaining():
                 model(inputs_of(0), [epoch]).sum().backward()
-                agreement.finish()
+                agreement.finish_gradients()
                 raise exception
             assert agreement.call_log.barrier is not None
     _, agreement = sharded(nccl_like_mesh(1, 2), ["Layer"])  # Has a group of gloo for what the hosts ask each other.
@@ -310,7 +310,7 @@ def _fail_together() -> list[float]:
         try:
             with watching(agreement.call_log, patience=0.5, interval=0.1) as watchdog:
                 model(inputs_of(0), [run]).sum().backward()
-                agreement.finish()
+                agreement.finish_gradients()
                 try:
                     with watchdog.explaining():
                         raise ValueError("the gradient is NaN")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.sharding.fsdp import GradientAgreement
+from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
-from lightning_muon.sharding.shard_model import shard_model
+from tests.distributed.sharding.models import attach_fsdp
 
 
 class Expert(nn.Module):
@@ -51,14 +51,11 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
-def sharded(
-    mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13, 13)
-) -> tuple[Mixture, GradientAgreement]:
+def sharded(mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13, 13)) -> tuple[Mixture, Fsdp]:
     """A mixture whose modules of the classes ``units`` are units."""
     torch.manual_seed(0)
     model = Mixture(widths)
-    shard_model(model, mesh, wrap_policy=list(units))
-    return model, GradientAgreement(model, mesh)
+    return model, attach_fsdp(model, mesh, wrap_policy=list(units))
 
 
 def inputs_of(rank: int) -> Tensor:
@@ -66,7 +63,8 @@ def inputs_of(rank: int) -> Tensor:
 
 
 @contextmanager
-def watching(call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+def watching(call_log: FsdpCallLog | None, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+    assert call_log is not None
     watchdog = Watchdog(call_log, patience=patience, interval=interval)
     watchdog.start()
     try:

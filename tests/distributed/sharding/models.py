@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.fsdp import Fsdp
 
 
 class Block(nn.Module):
@@ -53,11 +54,15 @@ class Net(nn.Module):
         return self.blocks[0](self.table(tokens))
 
 
-def shard_net(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Shard it, with its methods beside ``forward`` as entries."""
-    shard_model(model, mesh, **options)
+def attach_fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Fsdp:
+    """Shard it, with its methods beside ``forward`` as entries, and compare the ranks at the end of each backward."""
+    mode = Fsdp(mesh, ModeOptions(**options))
+    mode.prepare(model)
     for name in ("training_step", "generate"):
-        register_fsdp_forward_method(model, name)
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+    mode.attach(model, [torch.optim.SGD(model.parameters())])
+    return mode
 
 
 def make_mesh(shape: tuple[int, int]) -> DeviceMesh:

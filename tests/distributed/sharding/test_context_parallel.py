@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
-from lightning_muon.sharding.fsdp import GradientAgreement
-from lightning_muon.sharding.shard_model import shard_model
-from tests.distributed.sharding.models import full
+from tests.distributed.sharding.models import attach_fsdp, full
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
@@ -65,14 +63,13 @@ def _train(sizes: dict[str, int]) -> dict[str, Tensor]:
     meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     torch.manual_seed(dist.get_rank())
     model = Attention(meshes.context)
-    shard_model(model, meshes.data)
-    agreement = GradientAgreement(model, meshes.data)
+    mode = attach_fsdp(model, meshes.data)
     options: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32", "adamw_eps": ADAM["eps"]}
     optimizer = ParallelMuon(model, lr=LR, weight_decay=0.1, betas=ADAM["betas"], **options)
     for batch in _batches():
         optimizer.zero_grad()
         model(_my_part(batch, meshes)).backward()
-        agreement.finish()
+        mode.finish_gradients()
         optimizer.step()
     return {name: full(parameter.detach()) for name, parameter in model.named_parameters()}  # type: ignore[misc]
 

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import free_unsharded, initialize_roots, set_gradient_divisor, shard_model
-from tests.distributed.sharding.models import Net, assert_close, gradients_of, make_mesh, shard_net, tokens_of_all
+from tests.distributed.sharding.models import Net, assert_close, attach_fsdp, gradients_of, make_mesh, tokens_of_all
 from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool
 
@@ -48,15 +47,14 @@ def _use_branches() -> list[dict[str, Tensor | None]]:
     mesh = make_mesh((1, 2))
     torch.manual_seed(0)
     model = Branches()
-    shard_model(model, mesh)
-    agreement = GradientAgreement(model, mesh)
+    mode = attach_fsdp(model, mesh)
     results = []
     for branches in (_BRANCHES[dist.get_rank()], [0], [0]):
         if len(results) == 2:
             model.zero_grad()
             model.blocks[0][0].bias.requires_grad_(True)
         model(torch.full((2, 3), dist.get_rank() + 1.0), branches).backward()
-        agreement.finish()
+        mode.finish_gradients()
         results.append(gradients_of(model))
     return results
 
@@ -106,9 +104,7 @@ def test_zeros_before_torch_2_13_take_no_memory(gloo: ProcessPool) -> None:
 def _evaluate_then_call_the_inside() -> list[bool]:
     torch.manual_seed(0)
     model = Net()
-    shard_net(model, make_mesh((1, 2)))
-    initialize_roots(model)
-    initialize_roots(model)
+    attach_fsdp(model, make_mesh((1, 2)))
     tokens = tokens_of_all(2)[0]
     # A block is called before the root has run.
     model.blocks[0](torch.ones(2, 7)).sum().backward()
@@ -172,16 +168,15 @@ def _divided(shape: tuple[int, int], divisor: float, dtype: torch.dtype | None) 
     torch.manual_seed(0)
     model = Net()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    shard_model(model, mesh, mp_policy=policy)
+    mode = attach_fsdp(model, mesh, mp_policy=policy)
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = tokens_of_all(size)[rank]
-    agreement = GradientAgreement(model, mesh)
 
     def gradients(chosen: float | None) -> dict[str, Tensor | None]:
         model.zero_grad()
-        set_gradient_divisor(model, chosen)
+        mode.set_gradient_divisor(chosen)
         model.training_step(tokens).backward()
-        agreement.finish(chosen)
+        mode.finish_gradients()
         return gradients_of(model)
 
     sums, quotients, means = gradients(1.0), gradients(divisor), gradients(None)
@@ -215,12 +210,11 @@ def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
 def _dropped() -> bool:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = make_mesh((1, 2))
-    shard_model(model, mesh)
-    agreement = GradientAgreement(model, mesh)
+    mode = attach_fsdp(model, mesh)
     model(torch.ones(2, 4)).sum().backward()
-    agreement.finish()
+    mode.finish_gradients()
     reference = weakref.ref(model)
-    del model, agreement
+    del model, mode
     gc.collect()
     return reference() is None
 

@@ -11,23 +11,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import free_unsharded
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
-from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
+from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
 
 
 def _run(shape: tuple[int, int], units: Sequence[str], chosen: Sequence[Sequence[int]]) -> dict[str, Tensor | None]:
     """One step in which each rank chooses its experts, all of the same shape."""
-    model, agreement = sharded(make_mesh(shape), units)
+    model, mode = sharded(make_mesh(shape), units)
     rank = dist.get_rank()
     before = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
     model(inputs_of(rank), chosen[rank]).square().mean().backward()
     try:
-        agreement.finish()
+        mode.finish_gradients()
     finally:
         after = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
         assert all(torch.equal(after[name], value) for name, value in before.items())  # type: ignore[arg-type]
@@ -51,16 +50,17 @@ def test_other_experts_by_rank_are_an_error_everywhere(
 
 
 def _notes_of_a_step() -> tuple[list[int], list[int], int]:
-    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
-    call_log = agreement.call_log
+    model, mode = sharded(make_mesh((1, 2)), ["Layer"])
+    call_log = mode.call_log
+    assert call_log is not None
     model(inputs_of(0), [0]).sum().backward()
     _, first = call_log.all_calls.tail()
     with torch.no_grad():
         model(inputs_of(0), [0])
         model(inputs_of(0), [1])
     evaluated = call_log.all_calls.tail()[1][len(first) :]
-    agreement.finish()
-    agreement.close()
+    mode.finish_gradients()
+    mode.close()
     model(inputs_of(0), [0])
     return first, evaluated, len(call_log.all_calls.tail()[1])
 
@@ -100,13 +100,13 @@ def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
 
 
 def _barriers() -> list[int]:
-    model, agreement = sharded(make_mesh((1, 2)), ["Expert"])
+    model, mode = sharded(make_mesh((1, 2)), ["Expert"])
     calls: list[list[Barrier]] = []
     for chosen in ([0], [0], [0], [1]):
         calls.append([])
-        agreement.call_log.barrier = calls[-1].append
+        mode.call_log.barrier = calls[-1].append
         model(inputs_of(0), chosen).sum().backward()
-        agreement.finish()
+        mode.finish_gradients()
     return [len(each) for each in calls]
 
 
@@ -122,11 +122,11 @@ def _other_mesh() -> list[str]:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     fully_shard(model[0], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh)
-    agreement = GradientAgreement(model, mesh)
+    mode = attach_fsdp(model, mesh)
     model(torch.ones(2, 3)).sum().backward()
-    _, calls = agreement.call_log.all_calls.tail()
-    agreement.finish()
-    return [agreement.call_log.text(call) for call in calls]
+    _, calls = mode.call_log.all_calls.tail()
+    mode.finish_gradients()
+    return [mode.call_log.text(call) for call in calls]
 
 
 def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
@@ -136,16 +136,16 @@ def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
 
 def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor | None]:
     """Each rank evaluates its batches of experts; then a step that is the same everywhere."""
-    model, agreement = sharded(make_mesh(shape), ["Expert"])
+    model, mode = sharded(make_mesh(shape), ["Expert"])
     rank = dist.get_rank()
-    with watching(agreement.call_log, patience=1.0, interval=0.1):
+    with watching(mode.call_log, patience=1.0, interval=0.1):
         with torch.no_grad():
             for experts in chosen[rank]:
                 model(inputs_of(rank), experts)
-        agreement.call_log.compare()
+        mode.finish_evaluation()
         free_unsharded(model)
         model(inputs_of(rank), [0]).square().mean().backward()
-        agreement.finish()
+        mode.finish_gradients()
     return gradients_of(model)
 
 
@@ -182,12 +182,12 @@ def test_ranks_that_share_weights_must_evaluate_the_same(
 
 def _different_crops(num_calls: Sequence[int]) -> list[dict[str, Tensor | None]]:
     """Two steps with one unit, the root, that stays whole while it is called more or less often."""
-    model, agreement = sharded(make_mesh((1, 2)), [])
+    model, mode = sharded(make_mesh((1, 2)), [])
     results = []
     for _ in range(2):
         parts = inputs_of(dist.get_rank()).tensor_split(num_calls[dist.get_rank()])
         torch.stack([model(part, [0]).square().sum() for part in parts]).sum().backward()
-        agreement.finish()
+        mode.finish_gradients()
         results.append(gradients_of(model))
     return results
 

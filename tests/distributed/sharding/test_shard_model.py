@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.shard_model import initialize_roots, shard_model
 from tests.distributed.sharding.models import (
     Block,
     Net,
     assert_close,
+    attach_fsdp,
     full,
     gradients_of,
     make_mesh,
-    shard_net,
     tokens_of_all,
 )
 from tests.support.processes import ProcessPool
@@ -34,12 +33,11 @@ def _train(shape: tuple[int, int], sharded: Sequence[str], options: dict[str, An
     for name in sharded:
         ignored = {model.scale} if name == "" else None
         fully_shard(model.get_submodule(name), mesh=mesh, ignored_params=ignored)
-    shard_net(model, mesh, **options)
+    mode = attach_fsdp(model, mesh, **options)
     weights = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}  # type: ignore[union-attr]
-    agreement = GradientAgreement(model, mesh)
     model.training_step(tokens_of_all(dist.get_world_size())[dist.get_rank()]).backward()
-    agreement.finish()
-    agreement.finish()
+    mode.finish_gradients()
+    mode.finish_gradients()
     return weights, gradients_of(model), [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
 
 

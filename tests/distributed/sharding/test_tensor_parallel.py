@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.sharding.fsdp import GradientAgreement
 from lightning_muon.sharding.shard_model import check_tensor_parallel, shard_model
-from tests.distributed.sharding.models import assert_close, full, gradients_of
+from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of
 from tests.support.processes import ProcessPool
 
 
@@ -65,12 +64,11 @@ def _train(sizes: dict[str, int]) -> tuple[dict[str, Any], int, dict[str, Tensor
     fully_shard(model.norm, mesh=meshes.data)
     with torch.no_grad():
         model.norm.weight.to_local().add_(float(dist.get_rank() % 2))
-    shard_model(model, meshes.data)
+    mode = attach_fsdp(model, meshes.data)
     weights = {name: full(tensor.clone()) for name, tensor in model.state_dict().items()}
-    agreement = GradientAgreement(model, meshes.data)
     mine = _inputs().chunk(meshes.num_data_ranks)[meshes.data_rank]
     model(mine, _uses_maybe(meshes.data_rank)).backward()
-    agreement.finish()
+    mode.finish_gradients()
     placements = [p.grad.placements == p.placements for p in model.parameters() if isinstance(p.grad, DTensor)]
     assert placements and all(placements)
     return weights, model.up.weight.device_mesh.ndim, gradients_of(model)
