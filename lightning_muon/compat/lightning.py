@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,3 +71,10 @@ def set_no_backward_sync(strategy: Any, no_sync: Callable[[nn.Module], AbstractC
         return no_sync(module) if enabled else nullcontext()
 
     strategy._backward_sync_control = SimpleNamespace(no_backward_sync=no_backward_sync)
+
+
+def signal_handlers(package: LightningPackage) -> dict[int, Callable[[int, Any], Any]]:
+    """The handlers of signals that a running Trainer has installed, by the number of the signal."""
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    kind = package.module("trainer.connectors.signal_connector")._HandlersCompose
+    return {number: handler for number, handler in handlers.items() if isinstance(handler, kind)}

@@ -87,8 +87,6 @@ class TrainerStrategy(MuonStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
         self.accelerator.setup(trainer)
-        self._first_callback = first_callback(self.package, self.finish_parameters)
-        trainer.callbacks.insert(0, self._first_callback)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -107,6 +105,8 @@ class TrainerStrategy(MuonStrategy):
             sees_every_backward=module.automatic_optimization,
             node_weights=before.node_weights if before is not None and before.module is module else None,
         )
+        self._first_callback = first_callback(self.package, self.finish_parameters)
+        trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)
         register_steps(module)
@@ -244,7 +244,8 @@ class TrainerStrategy(MuonStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
-        if self._engine is not None:
+        told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
+        if self._engine is not None and not isinstance(exception, told_to_end):
             self._engine.failed(exception)
         super().on_exception(exception)  # type: ignore[misc]
 

@@ -11,10 +11,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
-from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.compat.lightning import LightningPackage, signal_handlers
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
@@ -22,6 +23,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.monitor.signals import SharedSignals
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes import MODES
@@ -79,11 +81,53 @@ def reads_weights_between_steps(trainer: Any, options: Options, package: Lightni
     return any(_overrides(each, hook) for each, hook in places)
 
 
+# Lightning has installed its handlers of signals before the first of these.
+_AT_STARTS = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_test_start", "on_predict_start")
+_AFTER_BATCHES = (
+    *("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end"),
+    "on_train_epoch_end",  # For a signal that came during the last validation of an epoch.
+)
+
+
 def first_callback(package: LightningPackage, finish: Callable[[], None]) -> Any:
-    """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while."""
-    hooks: dict[str, Any] = dict.fromkeys(_AT_ENDS, lambda *_, **__: finish())
-    hooks["on_exception"] = lambda *_: _ignore_sigterm()
-    return type("WeightsHaveArrived", (package.module("callbacks").Callback,), hooks)()
+    """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
+
+    From its first hook on all ranks run Lightning's handlers of signals together, between two batches.
+    """
+    signals: list[SharedSignals] = []
+
+    def start() -> None:
+        handlers = signal_handlers(package)
+        if not signals and handlers and dist.is_initialized() and dist.get_world_size() > 1:
+            signals.append(SharedSignals(handlers))
+
+    def after_batch() -> None:
+        for each in signals:
+            each.batch_has_ended()
+
+    def close() -> None:
+        for each in signals:
+            each.close()
+
+    called = {
+        start: _AT_STARTS,
+        finish: _AT_ENDS,
+        after_batch: _AFTER_BATCHES,
+        _ignore_sigterm: ("on_exception",),
+        close: ("on_exception", "teardown"),
+    }
+
+    def hook(name: str) -> Callable[..., None]:
+        functions = [function for function, names in called.items() if name in names]
+
+        def run(*_: Any, **__: Any) -> None:
+            for function in functions:
+                function()
+
+        return run
+
+    names = {name for names in called.values() for name in names}
+    return type("FirstCallback", (package.module("callbacks").Callback,), {name: hook(name) for name in names})()
 
 
 def _ignore_sigterm() -> None:

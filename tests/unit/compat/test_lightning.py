@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_muon.compat.lightning import LightningPackage, apply_layer_sync, is_placeholder_optimizer
+from lightning_muon.compat.lightning import (
+    LightningPackage,
+    apply_layer_sync,
+    is_placeholder_optimizer,
+    signal_handlers,
+)
 from tests.integration.training import PACKAGES
 
 pytestmark = pytest.mark.parametrize("name", PACKAGES)
@@ -43,3 +49,11 @@ def test_names_that_are_assigned_exist(package: LightningPackage) -> None:
     assert strategy._device_mesh is None and strategy._layer_sync is None
     assert package.module().LightningModule()._device_mesh is None
     assert hasattr(package.fabric("strategies").FSDPStrategy(accelerator=None), "_backward_sync_control")
+
+
+def test_handlers_of_signals_are_found(package: LightningPackage) -> None:
+    connector = package.module().Trainer(accelerator="cpu", logger=False)._signal_connector
+    assert signal_handlers(package) == {}
+    connector.register_signal_handlers()
+    assert list(signal_handlers(package)) == [signal.SIGTERM]
+    connector.teardown()

@@ -1,0 +1,102 @@
+"""SIGTERM, and the signal of SLURM's requeue, in the middle of a step: all ranks answer after the same batch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.integration.training import PACKAGES, language_model, load, loader, strategy_class, trainer
+from tests.support.processes import ProcessPool
+
+
+def _slurm(pl: Any) -> Any:
+    """SLURM's environment for a rank of the pool; its ``scontrol`` is looked for in the current directory."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    values = {"NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": "0", "JOB_ID": "77"}
+    os.environ.update({f"SLURM_{name}": value for name, value in values.items()})
+    os.environ["PATH"] = f"{os.getcwd()}:{os.environ['PATH']}"
+    environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
+    return environments.SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+
+
+class _Told:
+    """A training in which some ranks get a signal between two collectives of a step."""
+
+    def __init__(self, package: str, number: int, receivers: tuple[int, ...], *, during: str, **kwargs: Any) -> None:
+        pl = load(package)
+        self.model = language_model(pl)
+        self.is_told = False
+        hook = getattr(self.model, during)
+
+        def told(*args: Any) -> Any:
+            if self.model.trainer.global_step >= 3 and not self.is_told and not self.model.trainer.sanity_checking:
+                self.is_told = True
+                if dist.get_rank() in receivers:
+                    os.kill(os.getpid(), number)
+            return hook(*args)
+
+        setattr(self.model, during, told)
+        strategy = strategy_class(package)()
+        self.trainer = trainer(pl, strategy=strategy, plugins=[_slurm(pl)], **({"max_epochs": -1} | kwargs))
+
+    def fit(self) -> None:
+        self.trainer.fit(self.model, loader(), loader())
+
+
+def _end(package: str, receivers: tuple[int, ...], during: str) -> tuple[Any, int, str]:
+    training = _Told(package, signal.SIGTERM, receivers, during=during, max_steps=5000)
+    try:
+        training.fit()
+    except SystemExit as error:
+        # The ranks still understand each other.
+        dist.barrier()
+        return error.code, training.trainer.global_step, training.trainer.state.stage or ""
+    return "went on", training.trainer.global_step, ""
+
+
+@pytest.mark.parametrize(
+    ("package", "receivers", "during"),
+    [
+        (PACKAGES[0], (0, 1), "training_step"),
+        (PACKAGES[1], (1,), "training_step"),
+        (PACKAGES[0], (0,), "validation_step"),
+        (PACKAGES[0], (1,), "on_before_zero_grad"),
+    ],
+)
+def test_sigterm_ends_all_ranks_after_one_batch(package: str, receivers: tuple[int, ...], during: str) -> None:
+    results = ProcessPool().run_fresh(_end, package, receivers, during, world_size=2)
+    assert results[0] == results[1] and results[0][0] is None and results[0][1] < 5000
+
+
+def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
+    """Where the saved training stood, and where it is resumed."""
+    os.chdir(directory)
+    steps: list[int] = []
+    for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
+        kwargs = {"max_steps": 5000, "default_root_dir": directory}
+        training = _Told(PACKAGES[0], signal.SIGUSR2, told, during="training_step", **kwargs)
+
+        def record(*_: Any, of: Any = training.trainer) -> None:
+            steps.append(of.global_step)
+            of.should_stop = True
+
+        setattr(training.model, hook, record)
+        training.fit()
+    saved, resumed = steps
+    return saved, resumed
+
+
+@pytest.mark.parametrize("receivers", [(0, 1), (1,)])
+def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[int, ...]) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
+    scontrol.chmod(0o755)
+    results = ProcessPool().run_fresh(_requeue, str(tmp_path), receivers, world_size=2)
+    assert results[0] == results[1] and results[0][0] == results[0][1] < 5000
+    assert (tmp_path / "told").read_text() == "requeue 77\n"
