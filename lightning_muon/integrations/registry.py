@@ -35,29 +35,19 @@ def register(package: ModuleType) -> None:
     registry = strategies.StrategyRegistry if package.__name__ in TRAINERS else strategies.STRATEGY_REGISTRY
     for name, (description, arguments) in STRATEGIES.items():
         if name not in registry:
-            registry.register(name, _strategy(package.__name__), description=description, **arguments)
-
-
-def trainer_strategy(package: str | None = None) -> type[Any]:
-    """The strategy class for the Trainer of a package, by default of the first one that is installed."""
-    return _strategy(package or first_installed(TRAINERS, "ParallelMuonStrategy needs Lightning"))
-
-
-def fabric_strategy(package: str | None = None) -> type[Any]:
-    """The strategy class for a package of Fabric, by default for the first one that is installed."""
-    return _strategy(package or first_installed(FABRICS, "ParallelMuonFabricStrategy needs Fabric"))
+            registry.register(name, strategy_class(package.__name__), description=description, **arguments)
 
 
 def __getattr__(name: str) -> Any:
-    # Neither package is imported before.
-    if name == "ParallelMuonStrategy":
-        return trainer_strategy()
-    if name == "ParallelMuonFabricStrategy":
-        return fabric_strategy()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The class for the first package that is installed; none is imported before.
+    packages = {"ParallelMuonStrategy": TRAINERS, "ParallelMuonFabricStrategy": FABRICS}.get(name)
+    if packages is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return strategy_class(first_installed(packages, f"{name} needs Lightning"))
 
 
-def _strategy(package: str) -> type[Any]:
+def strategy_class(package: str) -> type[Any]:
+    """The strategy class for a package with a Trainer or a Fabric."""
     # This import may be what registers, and so makes the class.
     return _make_class(package, importlib.import_module(f"{package}.strategies").ModelParallelStrategy)
 

@@ -18,7 +18,6 @@ import lightning_muon
 import lightning_muon.accelerate
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.engine.options import Options
-from lightning_muon.integrations.registry import fabric_strategy as fabric_strategy_class
 from lightning_muon.optim.matrix_step import MatrixStep
 from tests.integration.integrations.transformers.runs import (
     GLOBAL_BATCH,
@@ -96,7 +95,7 @@ def _fabric(case: Case) -> nn.Module:
     load(PACKAGES[0])
     from lightning.fabric import Fabric
 
-    strategy = fabric_strategy_class("lightning.fabric")(optimizer=case.optimizer)
+    strategy = strategy_class("lightning.fabric")(optimizer=case.optimizer)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     network = causal_lm()

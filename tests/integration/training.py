@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
-from lightning_muon.integrations.registry import trainer_strategy
+from lightning_muon.integrations.registry import strategy_class as strategy_class
 from tests.support.programs import program_environment
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -139,10 +139,6 @@ def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) ->
     sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
     return DataLoader(dataset(num_samples), batch_size=global_batch, sampler=sampler)
-
-
-def strategy_class(package: str) -> Any:
-    return trainer_strategy(package)
 
 
 def full_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
-from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import add_optimizer, is_prepared, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
@@ -55,219 +56,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return result
 
 
-class MuonAccelerator:
-    """The part that this package adds to an ``accelerate.Accelerator``, the class beside it."""
-
-    options: Options  # What was given, read.
-    # Of the class beside it.
-    state: Any
-    device: torch.device
-    sync_gradients: bool
-    gradient_accumulation_steps: int
-    even_batches: bool
-    step: int
-    _meshes: Meshes | None = None
-
-    def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
-        # Another rank may see another file; it is told once there are means to tell it.
-        read, error = _read(options)
-        stock = super().__init__
-        bound = inspect.signature(stock).bind(*args, **kwargs).arguments
-        bound["kwargs_handlers"] = _with_process_group(bound.get("kwargs_handlers"), read)
-        stock(**bound)
-        self.use_options(read, error)
-
-    def use_options(self, options: Options, error: Exception | None = None) -> None:
-        """Begin, on an Accelerator that exists, or raise on all ranks: ``error`` could not be told to others before.
-
-        Collective over all ranks; every rank must call it.
-        """
-        try:
-            check_state(self.state, options)
-        except ValueError as problem:
-            error = error or problem
-        fail_together(error, None)
-        named = [(field.name, getattr(options, field.name)) for field in fields(options)]
-        lines = [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
-        require_equal(lines, None, "the options of lightning_muon")
-        self.options = options
-        self._engines: list[TrainingEngine] = []
-        # An Accelerator has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, close_all, self._engines, is_end=True)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh of the run, with the axes ``("replicate", "shard")``; there is none before ``prepare``."""
-        if self._meshes is None:
-            raise RuntimeError("there is no device mesh before accelerator.prepare(model, optimizer)")
-        return self._meshes.user
-
-    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """As in Accelerate; a model is sharded and its optimizers are converted.
-
-        A model and all its optimizers come in one call; schedulers come with them or later. A model alone is sharded
-        for evaluation. Collective over all ranks; every rank must call it.
-        """
-        models = [value for value in args if isinstance(value, nn.Module)]
-        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
-        schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
-        ready: dict[int, Any] = {}
-        if (models or optimizers) and len(models) + len(self._engines) != 1:
-            raise ValueError(
-                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; it "
-                "shards one, with its optimizers or before them, until accelerator.free_memory()"
-            )
-        if models:
-            self._meshes = self._meshes or make_meshes(self.state, self.options)
-            module = self.unwrap_model(models[0], keep_torch_compile=False)  # type: ignore[attr-defined]
-            self._engines.append(shard(self, module, self._meshes))
-        if optimizers:
-            engine = self._engines[0]
-            if engine.optimizers:
-                raise ValueError(
-                    f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
-                )
-            plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
-            used = engine.attach(plain, schedulers, source="what was given to prepare")
-            for given, optimizer in zip(optimizers, used, strict=True):
-                ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
-                add_optimizer(self, sharded)
-        for model in models:
-            # Autocast and compilation are those of Accelerate, which is not to shard anything.
-            ready[id(model)] = super().prepare_model(model, evaluation_mode=True)  # type: ignore[misc]
-
-        placements = device_placement or [None] * len(args)
-        others = [each for each in zip(args, placements, strict=True) if id(each[0]) not in ready]
-        if others:
-            values, placements = map(list, zip(*others, strict=True))
-            prepared = super().prepare(*values, device_placement=placements)  # type: ignore[misc]
-            ready |= zip(map(id, values), prepared if len(values) > 1 else [prepared], strict=True)
-        result = [ready[id(value)] for value in args]
-        return tuple(result) if len(result) > 1 else result[0]
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
-        """As in Accelerate with ``evaluation_mode``, which shards nothing; else as :meth:`prepare`."""
-        if evaluation_mode or is_prepared(model):
-            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
-        return self.prepare(model)
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As :meth:`prepare`, after the model."""
-        del device_placement  # Its state is where its parameters are.
-        return self.prepare(optimizer)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in Accelerate. Collective over all ranks, except inside of ``no_sync``; every rank must call it."""
-        engine = self._engine
-        if engine is None:
-            super().backward(loss, **kwargs)  # type: ignore[misc]
-            return
-        if engine.tokens is not None:
-            engine.tokens.begin_backward()
-        with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
-            super().backward(loss, **kwargs)  # type: ignore[misc]
-
-    def report_tokens(self, num_tokens: int | Tensor) -> None:
-        """Say how many tokens the loss that goes to ``backward`` next sums over; local.
-
-        With ``loss_scaling="tokens"`` every rank calls it once before each ``backward``, with losses that are sums:
-        gradients are divided by the number of tokens of all ranks and all micro-batches of the step.
-        """
-        tokens = None if self._engine is None else self._engine.tokens
-        if tokens is None:
-            raise RuntimeError(
-                "report_tokens needs the option loss_scaling='tokens', and comes after prepare(model, optimizer)"
-            )
-        tokens.report_before_backward(num_tokens)
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Generator[None]:
-        """Forward and backward inside do not communicate gradients; local."""
-        engine = self._engine
-        with super().no_sync(model) if engine is None else engine.no_sync():  # type: ignore[misc]
-            yield
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Generator[None]:
-        """No effect on a sharded model, as with Accelerate's FSDP; an error if batches need not be even there."""
-        if self._engine is None:
-            with super().join_uneven_inputs(joinables, even_batches):  # type: ignore[misc]
-                yield
-            return
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise ValueError(
-                "a sharded model needs as many batches on each rank; leave even_batches=True (see gather_for_metrics)"
-            )
-        yield
-
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip by the 2-norm over all shards, and return the norm before; 0 where ``accumulate`` reduces no gradients.
-
-        Collective over all ranks; every rank must call it.
-        """
-        engine = self._engine
-        if engine is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
-        if float(norm_type) != 2.0:
-            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is computed over all shards")
-        if engine.is_accumulating or not self.sync_gradients:
-            return torch.zeros((), device=self.device)
-        return engine.clip_by_norm(_listed(parameters), max_norm)
-
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip element by element, where :meth:`clip_grad_norm_` would clip. Collective as that is."""
-        engine = self._engine
-        if engine is None:
-            super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
-        elif not engine.is_accumulating and self.sync_gradients:
-            engine.clip_by_value(_listed(parameters), clip_value)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate for FSDP2. Collective over all ranks; every rank must call it.
-
-        Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
-        ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
-        """
-        stock = partial(super().save_state, *args, **kwargs)  # type: ignore[misc]
-        return stock() if self._engine is None else save_state(self, self._engine, stock)
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        """As in Accelerate; the number of ranks, and the way in which the model is sharded, may have changed since.
-
-        Collective over all ranks; every rank must call it.
-        """
-        stock = partial(super().load_state, input_dir, *args, **kwargs)  # type: ignore[misc]
-        if self._engine is None:
-            stock()
-        else:
-            load_state(self, self._engine, stock, input_dir)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights on the CPU on rank 0, an empty dict elsewhere; as in Accelerate where weights are whole anyway.
-
-        Collective over all ranks; every rank must call it.
-        """
-        engine = self._engine
-        if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:  # type: ignore[attr-defined]
-            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        prepare_for_reading(engine)
-        if not engine.mode.shards_weights:
-            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        return engine.weights_to_save(whole=True)
-
-    def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate; hooks on the model are removed, it stays sharded."""
-        close_all(self._engines)
-        return super().free_memory(*objects)  # type: ignore[misc]
-
-    @property
-    def _engine(self) -> TrainingEngine | None:
-        return self._engines[0] if self._engines else None
-
-
-class Accelerator(MuonAccelerator, accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):
     """An ``accelerate.Accelerator`` that shards the model with this package, and trains it with ParallelMuon.
 
     Mesh and precision are those of the accelerate config (``fsdp_version: 2``, ``parallelism_config``,
@@ -288,20 +77,224 @@ class Accelerator(MuonAccelerator, accelerate.Accelerator):
                 optimizer.zero_grad()
     """
 
+    options: Options
+    _meshes: Meshes | None = None
+
+    def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
+        stock = super().__init__
+        bound = inspect.signature(stock).bind(*args, **kwargs).arguments
+        bound["kwargs_handlers"] = _with_process_group(bound.get("kwargs_handlers"), options)
+        stock(**bound)
+        self.use_options(options)
+
+    def use_options(self, options: OptionsLike) -> None:
+        """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it, and all raise."""
+        # Another rank may see another file.
+        self.options = together(lambda: self._checked(read_options(options)))
+        named = [(field.name, getattr(self.options, field.name)) for field in fields(Options)]
+        lines = [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
+        require_equal(lines, None, "the options of lightning_muon")
+        self._engines: list[TrainingEngine] = []
+        # An Accelerator has no end; the other ranks should know when this one has come to it.
+        weakref.finalize(self, close_all, self._engines, is_end=True)
+
+    def _checked(self, options: Options) -> Options:
+        check_state(self.state, options)
+        return options
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the run, with the axes ``("replicate", "shard")``; there is none before ``prepare``."""
+        if self._meshes is None:
+            raise RuntimeError("there is no device mesh before accelerator.prepare(model, optimizer)")
+        return self._meshes.user
+
+    @override
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Shard a model and convert its optimizers; the rest is Accelerate's.
+
+        A model and all its optimizers come in one call; schedulers come with them or later. A model alone is sharded
+        for evaluation. Collective over all ranks; every rank must call it.
+        """
+        models = [value for value in args if isinstance(value, nn.Module)]
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
+        ready: dict[int, Any] = {}
+        if (models or optimizers) and len(models) + len(self._engines) != 1:
+            raise ValueError(
+                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; it "
+                "shards one, with its optimizers or before them, until accelerator.free_memory()"
+            )
+        if models:
+            self._meshes = self._meshes or make_meshes(self.state, self.options)
+            module = self.unwrap_model(models[0], keep_torch_compile=False)
+            self._engines.append(shard(self, module, self._meshes))
+        if optimizers:
+            engine = self._engines[0]
+            if engine.optimizers:
+                raise ValueError(
+                    f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
+                )
+            plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
+            used = engine.attach(plain, schedulers, source="what was given to prepare")
+            for given, optimizer in zip(optimizers, used, strict=True):
+                ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
+                add_optimizer(self, sharded)
+        for model in models:
+            # Autocast and compilation are those of Accelerate, which is not to shard anything.
+            ready[id(model)] = super().prepare_model(model, evaluation_mode=True)
+
+        placements = device_placement or [None] * len(args)
+        others = [each for each in zip(args, placements, strict=True) if id(each[0]) not in ready]
+        if others:
+            values, placements = map(list, zip(*others, strict=True))
+            prepared = super().prepare(*values, device_placement=placements)
+            ready |= zip(map(id, values), prepared if len(values) > 1 else [prepared], strict=True)
+        result = [ready[id(value)] for value in args]
+        return tuple(result) if len(result) > 1 else result[0]
+
+    @override
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """With ``evaluation_mode`` nothing is sharded; else as :meth:`prepare`."""
+        if evaluation_mode or is_prepared(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        return self.prepare(model)
+
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As :meth:`prepare`, after the model."""
+        del device_placement  # Its state is where its parameters are.
+        return self.prepare(optimizer)
+
+    @override
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Collective over all ranks, except inside of ``no_sync``; every rank must call it."""
+        engine = self._engine
+        if engine is None:
+            super().backward(loss, **kwargs)
+            return
+        if engine.tokens is not None:
+            engine.tokens.begin_backward()
+        with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
+            super().backward(loss, **kwargs)
+
+    def report_tokens(self, num_tokens: int | Tensor) -> None:
+        """Say how many tokens the loss that goes to ``backward`` next sums over; local.
+
+        With ``loss_scaling="tokens"`` every rank calls it once before each ``backward``, with losses that are sums:
+        gradients are divided by the number of tokens of all ranks and all micro-batches of the step.
+        """
+        tokens = None if self._engine is None else self._engine.tokens
+        if tokens is None:
+            raise RuntimeError(
+                "report_tokens needs the option loss_scaling='tokens', and comes after prepare(model, optimizer)"
+            )
+        tokens.report_before_backward(num_tokens)
+
+    @override
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        engine = self._engine
+        with super().no_sync(model) if engine is None else engine.no_sync():
+            yield
+
+    @override
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Generator[None]:
+        """No effect on a sharded model, as with Accelerate's FSDP; an error if batches need not be even there."""
+        if self._engine is None:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise ValueError(
+                "a sharded model needs as many batches on each rank; leave even_batches=True (see gather_for_metrics)"
+            )
+        yield
+
+    @override
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip by the 2-norm over all shards, and return the norm before; 0 where ``accumulate`` reduces no gradients.
+
+        Collective over all ranks; every rank must call it.
+        """
+        engine = self._engine
+        if engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[return-value, arg-type]
+        if float(norm_type) != 2.0:
+            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is computed over all shards")
+        if engine.is_accumulating or not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        return engine.clip_by_norm(_listed(parameters), max_norm)
+
+    @override
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip element by element, where :meth:`clip_grad_norm_` would clip. Collective as that is."""
+        engine = self._engine
+        if engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+        elif not engine.is_accumulating and self.sync_gradients:
+            engine.clip_by_value(_listed(parameters), clip_value)
+
+    @override
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Collective over all ranks; every rank must call it.
+
+        Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
+        ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
+        """
+        stock = partial(super().save_state, *args, **kwargs)
+        return stock() if self._engine is None else save_state(self, self._engine, stock)
+
+    @override
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        """Also from other ranks, and another way of sharding. Collective over all ranks; every rank must call it."""
+        stock = partial(super().load_state, input_dir, *args, **kwargs)
+        if self._engine is None:
+            stock()
+        else:
+            load_state(self, self._engine, stock, input_dir)
+
+    @override
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Where weights are sharded, all of them on the CPU on rank 0, an empty dict elsewhere.
+
+        Collective over all ranks; every rank must call it.
+        """
+        engine = self._engine
+        if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:
+            return super().get_state_dict(model, unwrap)
+        prepare_for_reading(engine)
+        if not engine.mode.shards_weights:
+            return super().get_state_dict(model, unwrap)
+        return engine.weights_to_save(whole=True)
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        """Hooks on the model are removed, it stays sharded."""
+        close_all(self._engines)
+        return super().free_memory(*objects)
+
+    @property
+    def _engine(self) -> TrainingEngine | None:
+        return self._engines[0] if self._engines else None
+
 
 class TrainerAccelerator(Accelerator):
     """That of a ``transformers.Trainer``, which saves and loads with functions of its own."""
 
-    def use_options(self, options: Options, error: Exception | None = None) -> None:
-        """As in the base class; refuses a division of which the Trainer knows nothing."""
+    @override
+    def _checked(self, options: Options) -> Options:
         kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
         if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
             what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
-            error = error or ValueError(
+            raise ValueError(
                 f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not all with "
                 f"{what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp under lightning_muon"
             )
-        super().use_options(options, error)
+        return super()._checked(options)
 
 
 def prepare(
@@ -325,7 +318,7 @@ def prepare(
     Raises:
         ValueError: If the Accelerator has prepared a model in its own way, or has options already.
     """
-    if isinstance(accelerator, MuonAccelerator):
+    if isinstance(accelerator, Accelerator):
         if options is not None:
             raise ValueError("options were given to prepare, but the Accelerator has its own already; give them to one")
         return accelerator.prepare(*args, device_placement=device_placement)
@@ -334,30 +327,32 @@ def prepare(
         raise ValueError(
             f"this {kind.__name__} has prepared a model already; call lightning_muon.accelerate.prepare instead"
         )
-    read, error = _read(options)
-    if read.process_group_backend is not None or read.timeout != Options.timeout:
-        error = ValueError(
-            "process_group_backend and timeout come too late for an Accelerator that has its process group; give an "
-            "InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
-        )
+
+    def read() -> Options:
+        found = read_options(options)
+        if found.process_group_backend is not None or found.timeout != Options.timeout:
+            raise ValueError(
+                "process_group_backend and timeout come too late for an Accelerator that has its process group; give "
+                "an InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
+            )
+        return found
+
+    chosen = together(read)
     ours: type[Any] = Accelerator
     if kind is not accelerate.Accelerator:  # A class of the user.
-        ours = type(kind.__name__, (MuonAccelerator, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        ours = type(kind.__name__, (Accelerator, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     accelerator.__class__ = ours
-    accelerator.use_options(read, error)
+    accelerator.use_options(chosen)
     return accelerator.prepare(*args, device_placement=device_placement)
 
 
-def _read(options: OptionsLike) -> tuple[Options, Exception | None]:
-    try:
-        return read_options(options), None
-    except Exception as error:
-        return Options(), error
-
-
-def _with_process_group(handlers: Sequence[Any] | None, options: Options) -> list[Any]:
+def _with_process_group(handlers: Sequence[Any] | None, options: OptionsLike) -> list[Any]:
     """The handlers of the user, with what our options say of the process group; only one of them may."""
     given = list(handlers or [])
+    try:
+        options = read_options(options)
+    except Exception:  # It is raised on all ranks once there are means to tell them.
+        return given
     ours: dict[str, Any] = {}
     if options.process_group_backend is not None:
         ours["backend"] = options.process_group_backend

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -290,18 +290,14 @@ class Entry(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. After a call that no backward pass can follow, as in an evaluation, weights are shards."""
         engine = _engine_with(self._engines, self.module)  # The module may have been set up again.
-        with nullcontext() if engine is None else engine.around_forward(), _without_inference_mode():
+        has_grad = torch.is_grad_enabled()
+        with (
+            nullcontext() if engine is None else engine.around_forward(),
+            # Tensors into which FSDP2 gathers weights in inference mode could not be used later.
+            torch.inference_mode(False),
+            torch.set_grad_enabled(has_grad),
+        ):
             output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not has_grad:
             free_unsharded(self.module)
         return output
-
-
-@contextmanager
-def _without_inference_mode() -> Generator[None]:
-    """``no_grad`` in its place: tensors into which FSDP2 gathers weights in inference mode could not be used later."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

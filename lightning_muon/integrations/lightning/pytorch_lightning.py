@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_muon.integrations.registry import trainer_strategy
+from lightning_muon.integrations.registry import strategy_class
 
-ParallelMuonStrategy = trainer_strategy("pytorch_lightning")
+ParallelMuonStrategy = strategy_class("pytorch_lightning")

@@ -115,9 +115,9 @@ class TrainerStrategy(MuonStrategy):
         if self._checkpoint is not None:
             self._checkpoint.load_pending_weights(engine)
 
+        self.precision_plugin.engine = engine
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            self.precision_plugin.engine = engine
             if engine.mode.parameters_arrive_late and (readers := gradient_readers(trainer, self.package)):
                 self.package.fabric("utilities.rank_zero").rank_zero_warn(
                     f"{', '.join(readers)}: with sharding={self.options.sharding!r} no rank has whole gradients, so "
@@ -160,28 +160,9 @@ class TrainerStrategy(MuonStrategy):
         engine = self._running_engine
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
-        with engine.around_forward():
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if output is None:
             free_unsharded(self.lightning_module)
-        return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; outside of it parameters are shards again, for hooks and callbacks."""
-        return self._evaluate(super().validation_step, *args, **kwargs)  # type: ignore[misc]
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step, as in :meth:`validation_step`."""
-        return self._evaluate(super().test_step, *args, **kwargs)  # type: ignore[misc]
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step, as in :meth:`validation_step`."""
-        return self._evaluate(super().predict_step, *args, **kwargs)  # type: ignore[misc]
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._running_engine.around_forward():
-            output = step(*args, **kwargs)
-        free_unsharded(self.lightning_module)
         return output
 
     def block_backward_sync(self) -> Any:
@@ -215,27 +196,16 @@ class TrainerStrategy(MuonStrategy):
     def on_validation_start(self) -> None:
         """Evaluate with the running statistics of rank 0, as DDP does, and with weights that all nodes have."""
         self._running_engine.begin_evaluation()
-        super().on_validation_start()  # type: ignore[misc]
 
     def on_validation_end(self) -> None:
         """The ranks have run the same units. Collective over all ranks; every rank must call it."""
         self._running_engine.end_evaluation()
-        super().on_validation_end()  # type: ignore[misc]
 
-    def on_test_end(self) -> None:
-        """As :meth:`on_validation_end`."""
-        self._running_engine.end_evaluation()
-        super().on_test_end()  # type: ignore[misc]
-
-    def on_predict_end(self) -> None:
-        """As :meth:`on_validation_end`."""
-        self._running_engine.end_evaluation()
-        super().on_predict_end()  # type: ignore[misc]
+    on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have."""
         self._running_engine.end_training()
-        super().on_train_end()  # type: ignore[misc]
 
     def finish_parameters(self) -> None:
         """Wait for the weights of the last step; a forward pass, and ``state_dict``, wait by themselves. Local."""

@@ -6,7 +6,8 @@ import copy
 import inspect
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_muon.monitor.signals import SharedSignals
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes import MODES
+from lightning_muon.sharding.shard_model import free_unsharded
 
 _AVERAGE_INSTEAD = (
     "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
@@ -176,10 +178,19 @@ def has_default_optimizer(module: Any) -> bool:
     return getattr(vars(module).get("configure_optimizers"), "is_default", False)
 
 
-class EngineGradients:
-    """The part of a precision plugin that deals with gradients: the engine of the run does it."""
+class EnginePlugin:
+    """The part of a precision plugin that deals with forward passes and gradients: the engine of the run does it."""
 
     engine: TrainingEngine | None = None
+
+    @contextmanager
+    def forward_context(self) -> Generator[None]:
+        """Enter it around each of the user's steps; after those of an evaluation parameters are shards again."""
+        is_evaluation = not torch.is_grad_enabled()
+        with nullcontext() if self.engine is None else self.engine.around_forward(), super().forward_context():  # type: ignore[misc]
+            yield
+        if is_evaluation and self.engine is not None:
+            free_unsharded(self.engine.module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Gradients are whole before ``on_after_backward``. Collective over all ranks in the last micro-batch."""
@@ -201,7 +212,7 @@ class EngineGradients:
 
 def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     """The counterpart of Lightning's precision ``plugin`` whose gradients are the engine's business, or an error."""
-    if isinstance(plugin, EngineGradients):
+    if isinstance(plugin, EnginePlugin):
         return plugin
     plugins, kind = package.module("plugins.precision"), type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
@@ -213,5 +224,5 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         )
     # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
     ours = copy.copy(plugin)
-    ours.__class__ = type(f"Sharded{kind.__name__}", (EngineGradients, kind), {})
+    ours.__class__ = type(f"Sharded{kind.__name__}", (EnginePlugin, kind), {})
     return ours

@@ -35,14 +35,14 @@ def test_both_names_are_registered_with_each_package(imports: str, packages: tup
 {imports}
 import {other} as fabric
 from {trainer}.strategies import StrategyRegistry, ModelParallelStrategy
-from lightning_muon.integrations.registry import fabric_strategy, trainer_strategy
+from lightning_muon.integrations.registry import strategy_class
 for name in ("parallel_muon", "flexdemo"):
     strategy = StrategyRegistry.get(name)
-    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is trainer_strategy({trainer!r})
+    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is strategy_class({trainer!r})
     print(is_right, strategy.package.name, StrategyRegistry[name]["description"] != "", strategy.options.has_nodes)
     strategy = fabric.Fabric(accelerator="cpu", devices=2, strategy=name).strategy
     is_right = isinstance(strategy, fabric.strategies.ModelParallelStrategy)
-    is_right &= type(strategy) is fabric_strategy({other!r})
+    is_right &= type(strategy) is strategy_class({other!r})
     print(is_right, type(strategy).__name__, strategy.options.has_nodes)
 """
     command = [sys.executable, "-c", code]
@@ -53,26 +53,25 @@ for name in ("parallel_muon", "flexdemo"):
 
 def test_the_first_packages_give_the_public_classes() -> None:
     pytest.importorskip("lightning.pytorch")
-    assert lightning_muon.ParallelMuonStrategy is registry.trainer_strategy("lightning.pytorch")
-    assert lightning_muon.ParallelMuonFabricStrategy is registry.fabric_strategy("lightning.fabric")
+    assert lightning_muon.ParallelMuonStrategy is registry.strategy_class("lightning.pytorch")
+    assert lightning_muon.ParallelMuonFabricStrategy is registry.strategy_class("lightning.fabric")
     assert fabric.ParallelMuonFabricStrategy is lightning_muon.ParallelMuonFabricStrategy
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = fabric.Nothing  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("strategy_class", "second"),
-    [(registry.trainer_strategy, "pytorch_lightning"), (registry.fabric_strategy, "lightning_fabric")],
+    ("name", "second"), [("ParallelMuonStrategy", "pytorch_lightning"), ("ParallelMuonFabricStrategy", "lightning_fabric")]
 )
-def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, strategy_class: type, second: str) -> None:
+def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, second: str) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(ImportError, match=r'pip install "lightning-muon\[lightning\]"'):
-        strategy_class()
+        getattr(registry, name)
 
     def without_lightning(name: str, package: str | None = None) -> Any:
         return None if name == "lightning" else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_lightning)
     pytest.importorskip(second)
-    assert strategy_class().package.name == "pytorch_lightning"
+    assert getattr(registry, name).package.name == "pytorch_lightning"

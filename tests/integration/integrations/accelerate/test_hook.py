@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
-from lightning_muon.integrations.accelerate.accelerator import MuonAccelerator
+from lightning_muon.integrations.accelerate.accelerator import Accelerator
 from tests.integration.integrations.transformers.runs import (
     LR,
     WEIGHT_DECAY,
@@ -51,7 +51,7 @@ def _trained(directory: str, parallel: str, *, resume: str = "", **options: Any)
             accumulate=2,
             **options,
         )
-        assert isinstance(run.accelerator, MuonAccelerator)
+        assert isinstance(run.accelerator, Accelerator)
         run.train(resume_from_checkpoint=resume or None)
         result = type(run.optimizer.optimizer).__name__, whole_weights(run.model)
         run.accelerator.free_memory()

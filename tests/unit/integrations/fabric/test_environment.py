@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.integrations.registry import fabric_strategy as strategy_class
+from lightning_muon.integrations.registry import strategy_class
 
 
 def _fabric(package: str, **options: Any) -> Any:

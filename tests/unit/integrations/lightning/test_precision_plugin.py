@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.trainer import EngineGradients, sharded_plugin
+from lightning_muon.integrations.lightning.trainer import EnginePlugin, sharded_plugin
 from tests.integration.training import PACKAGES
 
 
@@ -25,8 +25,8 @@ def test_a_supported_plugin_learns_to_clip_shards(name: str, args: Any) -> None:
     plugin = _plugin(name, *args)
     original = getattr(LightningPackage(name).module("plugins.precision"), args[0])  # type: ignore[arg-type]
     assert isinstance(plugin, original)
-    assert type(plugin).clip_grad_by_norm is EngineGradients.clip_grad_by_norm
-    assert type(plugin).clip_grad_by_value is EngineGradients.clip_grad_by_value
+    assert type(plugin).clip_grad_by_norm is EnginePlugin.clip_grad_by_norm
+    assert type(plugin).clip_grad_by_value is EnginePlugin.clip_grad_by_value
     assert sharded_plugin(plugin, LightningPackage(name)) is plugin  # type: ignore[arg-type]
 
 
