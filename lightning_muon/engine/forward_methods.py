@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -47,21 +46,6 @@ def _register_packed(module: nn.Module, name: str) -> None:
     setattr(module, name, step)
 
 
-@contextmanager
-def explain_shards() -> Iterator[None]:
-    """Add to torch's error about weights that are still shards what the user can do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the "
-                "child of the LightningModule itself, not a layer or another method of it; or name the layer in "
-                "wrap_policy, or the method in torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
-            )
-        raise
-
-
 def unshard_on_call(module: nn.Module) -> None:
     """Gather the root while a child, or ``generate`` in it, runs outside of a step; all ranks must make such calls."""
     places = own_places(module) if isinstance(module, FSDPModule) else []
@@ -80,26 +64,23 @@ def unshard_on_call(module: nn.Module) -> None:
 
 
 class _Gather:
-    """Counts nested calls; the outermost gathers, and frees what it has gathered."""
+    """The outermost of nested calls gathers, and frees what it has gathered."""
 
     def __init__(self, root: nn.Module, place: tuple[nn.Module, str]) -> None:
         self._root = weakref.ref(root)
         self._owner, self._attribute = weakref.ref(place[0]), place[1]
-        self._depth = 0
-        self._has_gathered = False
+        self._have_gathered: list[bool] = []  # Of each call that is running.
 
     def before(self, *_: Any) -> None:
         root: Any = self._root()
-        if self._depth == 0 and root is not None and isinstance(getattr(self._owner(), self._attribute), DTensor):
+        gathers = isinstance(getattr(self._owner(), self._attribute, None), DTensor)
+        self._have_gathered.append(gathers)
+        if root is not None and gathers:
             root.unshard()
-            self._has_gathered = True
-        self._depth += 1
 
     def after(self, *_: Any) -> None:
-        self._depth -= 1
         root: Any = self._root()
-        if self._depth == 0 and self._has_gathered and root is not None:
-            self._has_gathered = False
+        if self._have_gathered.pop() and root is not None:
             root.reshard()
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, weights_to_save
-from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
@@ -25,16 +25,15 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     repoint_schedulers,
 )
-from lightning_muon.engine.forward_methods import explain_shards
-from lightning_muon.engine.gradient_rules import SingleReductionGuard, parameters_of
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
+from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel, free_unsharded
@@ -44,6 +43,11 @@ _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
     "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
     "self.trainer.strategy.finish_parameters() first."
+)
+_STILL_SHARDS = (
+    "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the child of the "
+    "LightningModule itself, not a layer or another method of it; or name the layer in wrap_policy, or the method in "
+    "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
 )
 
 
@@ -205,10 +209,12 @@ class TrainingEngine:
         if torch.is_grad_enabled():
             self.has_run = True
             self._is_finished = False
-        with self.explaining(), explain_shards():
+        with self.explaining():
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    error.add_note(_STILL_SHARDS)
                 self.mode.forward_failed()
                 raise
 
@@ -494,6 +500,49 @@ class TrainingEngine:
             if route.algorithm != "adamw"
         }
         return [parameter for parameter in parameters if parameter not in matrices]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of the param groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class SingleReductionGuard:
+    """Refuses a second reducing pass that adds to gradients of a step, since each pass divides by tokens of its own."""
+
+    def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
+        self._parameters, self._mode, self._name = list(parameters), mode, name
+        self._num_passes = 0
+        # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
+        self._was_reached = self._is_reached = False
+        self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
+
+    def begin_backward(self) -> None:
+        """Before a backward pass that reduces gradients; local, every rank must call it."""
+        # Without gradients the user has thrown away what there was.
+        self._was_reached = self._was_reached and any(map(self._mode.layout.has_gradient, self._parameters))
+        self._is_reached = False
+
+    def end_backward(self) -> None:
+        """After it. Collective over all ranks in the second pass of a step; every rank must call it, and all raise."""
+        if self._num_passes:
+            error = None
+            if self._was_reached and self._is_reached:
+                error = RuntimeError(
+                    f"a second backward pass of a step has added to the gradients of {self._name}, and each has "
+                    "divided by tokens of its own (loss_scaling='tokens'); run all but the last inside of "
+                    "no_backward_sync (no_sync, accumulate), or call zero_grad between them"
+                )
+            fail_together(error, None)
+        self._num_passes += 1
+        self._was_reached |= self._is_reached
+
+    def end_step(self) -> None:
+        """An optimizer has stepped; local."""
+        self._num_passes, self._was_reached = 0, False
+
+    def _arrived(self, _: Tensor) -> None:
+        self._is_reached = True
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

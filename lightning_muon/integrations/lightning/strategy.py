@@ -55,12 +55,10 @@ class TrainerStrategy(MuonStrategy):
     optimizers: list[torch.optim.Optimizer]
     broadcast: Callable[..., Any]
 
-    def _begin(self, **arguments: Any) -> None:
-        self._engine: TrainingEngine | None = None
-        self._checkpoint: TrainerCheckpoint | None = None
-        self._first_callback: Any = None
-        self._has_saved = False
-        super()._begin(**arguments)
+    _engine: TrainingEngine | None = None
+    _checkpoint: TrainerCheckpoint | None = None
+    _first_callback: Any = None
+    _has_saved = False
 
     # ---- before the first step
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
 from lightning_muon.config import MuonConfig
-from lightning_muon.engine.gradient_rules import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.engine.training import TrainingEngine, parameters_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.monitor.signals import SharedSignals

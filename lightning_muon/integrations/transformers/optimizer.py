@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -44,12 +45,12 @@ class LazyState(PlannedOptimizer):
         is_sharded = any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"])
         return is_sharded and super()._can_make_state()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. Collective where that of the base class is, once there is state."""
         return super().state_dict() if self._existing_state else torch.optim.Optimizer.state_dict(self)
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. Collective where that of the base class is, if there is state on either side."""
         if self._existing_state or state_dict["state"]:
             super().load_state_dict(state_dict)
         else:

@@ -61,7 +61,8 @@ def test_the_first_packages_give_the_public_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "second"), [("ParallelMuonStrategy", "pytorch_lightning"), ("ParallelMuonFabricStrategy", "lightning_fabric")]
+    ("name", "second"),
+    [("ParallelMuonStrategy", "pytorch_lightning"), ("ParallelMuonFabricStrategy", "lightning_fabric")],
 )
 def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, second: str) -> None:
     find_spec = importlib.util.find_spec
