@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon import ParallelMuon
-from tests.integration.training import (
-    EXACT,
-    PACKAGES,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.faults import OutOfMemoryError
 from tests.support.processes import ProcessPool
 
@@ -38,7 +27,7 @@ def _two_optimizers(module: Any) -> list[ParallelMuon]:
 
 
 def _loss(module: Any, batch: Sequence[Tensor]) -> Tensor:
-    return loss_of(module.network(batch[0]), batch[1])
+    return training.loss_of(module.network(batch[0]), batch[1])
 
 
 def _manual(change: Callable[[Any, Any, Sequence[Tensor], int], None]) -> Callable[[Any, Any], None]:
@@ -116,9 +105,9 @@ def _nothing(pl: Any, model: Any) -> None:
 
 def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights at the end, and as a callback's ``on_train_end`` or who interrupts the run sees them."""
-    pl = load(PACKAGES[0])
+    pl = training.load()
     prepare, optimizers = CASES[case]
-    model = language_model(pl, configure=optimizers or (lambda module: _optimizer(module.parameters())))
+    model = training.language_model(pl, configure=optimizers or (lambda module: _optimizer(module.parameters())))
     del type(model).on_train_batch_end
     prepare(pl, model)
     seen: dict[str, Tensor] = {}
@@ -127,11 +116,11 @@ def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tenso
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             seen.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
 
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT)
+    strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT)
     with pytest.raises(OutOfMemoryError) if case == "interrupted" else nullcontext():
-        trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(model, loader())
+        training.trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(model, training.loader())
     seen = seen or {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return full_weights(model), seen
+    return training.full_weights(model), seen
 
 
 CASES = {
@@ -151,17 +140,19 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, case: str) -> None:
     # With zero2 no rank has whole gradients in a hook.
     for sharding in ("ddp",) if "on_after_backward" in case else ("zero2", "ddp"):
         for weights, seen in gloo.run(_train, sharding, case, world_size=2):
-            assert max_difference(weights, expected) < 1e-5 if weights else True
-            assert seen and max_difference(seen, expected) < 1e-5, sharding
+            assert training.max_difference(weights, expected) < 1e-5 if weights else True
+            assert seen and training.max_difference(seen, expected) < 1e-5, sharding
 
 
 def _warned() -> list[str]:
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
+    pl = training.load()
+    model = training.language_model(pl)
     type(model).on_before_optimizer_step = lambda self, optimizer: None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(pl, strategy=strategy_class(PACKAGES[0])(sharding="zero2"), max_epochs=1).fit(model, loader())
+        training.trainer(pl, strategy=training.strategy_class()(sharding="zero2"), max_epochs=1).fit(
+            model, training.loader()
+        )
     return [str(each.message) for each in caught]
 
 
@@ -171,10 +162,10 @@ def test_hooks_that_look_for_gradients_are_warned_of(gloo: ProcessPool) -> None:
 
 
 def _by_tokens() -> None:
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
+    pl = training.load()
+    model = training.language_model(pl)
     model.automatic_optimization = False
-    trainer(pl, strategy=strategy_class(PACKAGES[0])(loss_scaling="tokens")).fit(model, loader())
+    training.trainer(pl, strategy=training.strategy_class()(loss_scaling="tokens")).fit(model, training.loader())
 
 
 def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
@@ -182,9 +173,9 @@ def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
 
 
 def _reads_whole_gradients() -> None:
-    pl = load(PACKAGES[0])
-    model = language_model(pl, configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-    trainer(pl, strategy=strategy_class(PACKAGES[0])(sharding="zero2")).fit(model, loader())
+    pl = training.load()
+    model = training.language_model(pl, configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    training.trainer(pl, strategy=training.strategy_class()(sharding="zero2")).fit(model, training.loader())
 
 
 def test_an_optimizer_that_reads_whole_gradients_is_an_error(gloo: ProcessPool) -> None:

@@ -12,18 +12,7 @@ from torch import nn
 import lightning_muon
 from lightning_muon import MuonConfig
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.training import (
-    PACKAGES,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    max_difference,
-    plain_loader,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -39,10 +28,12 @@ def _two_groups(module: Any) -> Any:
 
 
 def _monitor(strategy: str, directory: str) -> dict[str, list[float]]:
-    pl = load(PACKAGES[0])
+    pl = training.load()
     monitor = pl.callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
     options = {"callbacks": [monitor], "logger": pl.loggers.CSVLogger(directory), "log_every_n_steps": 1}
-    trainer(pl, strategy=strategy, **options).fit(language_model(pl, configure=_two_groups), loader())
+    training.trainer(pl, strategy=strategy, **options).fit(
+        training.language_model(pl, configure=_two_groups), training.loader()
+    )
     return monitor.lrs
 
 
@@ -62,7 +53,7 @@ def _finetune(
     resume: str | None = None,
     sizes: dict[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
-    pl = load(package)
+    pl = training.load(package)
 
     class UnfreezeBlocks(pl.callbacks.BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
@@ -76,22 +67,22 @@ def _finetune(
         trainable = [p for p in module.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.03)
 
-    model = language_model(pl, configure=configure)
+    model = training.language_model(pl, configure=configure)
     # Until the blocks train, nothing does that is a matrix.
-    strategy = strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
+    strategy = training.strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
     callbacks = [UnfreezeBlocks(), pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)]
-    fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
-    fitter.fit(model, loader(), loader(), ckpt_path=resume)
+    fitter = training.trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
+    fitter.fit(model, training.loader(), training.loader(), ckpt_path=resume)
     groups = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in fitter.optimizers[0].param_groups]
     moved = not torch.equal(
-        full_weights(model).get("network.blocks.0.up.weight", torch.zeros(())),
-        language_model(pl).network.blocks[0].up.weight,
+        training.full_weights(model).get("network.blocks.0.up.weight", torch.zeros(())),
+        training.language_model(pl).network.blocks[0].up.weight,
     )
-    return model.losses, full_weights(model), groups, moved
+    return model.losses, training.full_weights(model), groups, moved
 
 
 def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
-    network = language_model(load(PACKAGES[0])).network
+    network = training.language_model(training.load()).network
     rest = [*network.embedding.parameters(), *network.head.parameters()]
     optimizers: list[Any] = [torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.03)]
     losses: list[float] = []
@@ -102,9 +93,9 @@ def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
                 network.blocks, matrices, lr=5e-3, weight_decay=0.03, muon_lr_factor=MEASURED_MUON_LR_FACTOR
             )
             optimizers.append(blocks)
-        for tokens, targets in plain_loader(epoch):
+        for tokens, targets in training.plain_loader(epoch):
             network.zero_grad()
-            loss = loss_of(network(tokens), targets)
+            loss = training.loss_of(network(tokens), targets)
             loss.backward()
             losses.append(loss.item())
             for optimizer in optimizers:
@@ -113,34 +104,36 @@ def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
 
 
 def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    several = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
+    several = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
     losses, weights, groups, moved = several
     single = gloo.run(_finetuned_plainly, world_size=1)[0]
     # The new group has the weight decay of the user's AdamW.
     assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)] and moved
     assert losses == pytest.approx(single[0], abs=1e-4)
-    assert max_difference(weights, single[1]) < 1e-4
-    zero2 = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "z"), sizes={"sharding": "zero2"}, world_size=2)[0]
-    assert max_difference(zero2[1], single[1]) < 1e-4
+    assert training.max_difference(weights, single[1]) < 1e-4
+    zero2 = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "z"), sizes={"sharding": "zero2"}, world_size=2)[0]
+    assert training.max_difference(zero2[1], single[1]) < 1e-4
     checkpoint = f"{tmp_path}/4/epoch=1.ckpt"
-    resumed = gloo.run(_finetune, PACKAGES[0], str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
+    resumed = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
     assert resumed[2] == groups
 
 
 def _with_callback(package: str, name: str) -> None:
-    pl = load(package)
-    trainer(pl, callbacks=[getattr(pl.callbacks, name)()]).fit(language_model(pl), loader())
+    pl = training.load(package)
+    training.trainer(pl, callbacks=[getattr(pl.callbacks, name)()]).fit(training.language_model(pl), training.loader())
 
 
 def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool) -> None:
     match = "EMAWeightAveraging does not work.*Instead, "
-    gloo.expect_error_on_all_ranks(_with_callback, PACKAGES[0], "EMAWeightAveraging", world_size=2, match=match)
+    gloo.expect_error_on_all_ranks(
+        _with_callback, training.PACKAGES[0], "EMAWeightAveraging", world_size=2, match=match
+    )
 
 
 def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
     import torch.distributed as dist
 
-    pl = load(package)
+    pl = training.load(package)
 
     class Failing(pl.Callback):
         def on_train_batch_end(self, fitter: Any, *_: Any) -> None:
@@ -148,14 +141,14 @@ def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
                 raise ArithmeticError("on purpose")
 
     callbacks = [Failing(), pl.callbacks.OnExceptionCheckpoint(directory)]
-    model = language_model(pl)
-    fitter = trainer(pl, callbacks=callbacks, enable_checkpointing=True)
-    fitter.fit(model, loader())
+    model = training.language_model(pl)
+    fitter = training.trainer(pl, callbacks=callbacks, enable_checkpointing=True)
+    fitter.fit(model, training.loader())
 
 
 def test_a_checkpoint_is_saved_when_all_ranks_fail(gloo: ProcessPool, tmp_path: Path) -> None:
     gloo.expect_error_on_all_ranks(
-        _fail, PACKAGES[0], str(tmp_path), (0, 1), world_size=2, exception=ArithmeticError, match="on purpose"
+        _fail, training.PACKAGES[0], str(tmp_path), (0, 1), world_size=2, exception=ArithmeticError, match="on purpose"
     )
     saved = torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=False)
     assert saved["global_step"] == 3
@@ -170,19 +163,19 @@ def _fail_alone(package: str, directory: str) -> None:
 
 def test_a_rank_that_fails_alone_says_that_it_cannot_save(gloo: ProcessPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        gloo.run_fresh(_fail_alone, PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
+        gloo.run_fresh(_fail_alone, training.PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
     assert "only 1 failed" in caught.value.failures[1].message
     assert not (tmp_path / "on_exception.ckpt").exists()
 
 
 def _quiet_ones(directory: str) -> tuple[int, list[str]]:
     """Steps, and columns of the log."""
-    assert lightning_muon.ParallelMuonStrategy is strategy_class("lightning.pytorch")
-    pl = load("lightning.pytorch")
-    model = language_model(pl)
+    assert lightning_muon.ParallelMuonStrategy is training.strategy_class("lightning.pytorch")
+    pl = training.load("lightning.pytorch")
+    model = training.language_model(pl)
     model.flops_per_batch = 1000
     monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
-    fitter = trainer(
+    fitter = training.trainer(
         pl,
         callbacks=[monitor, pl.callbacks.Timer(), pl.callbacks.ModelSummary(), pl.callbacks.RichProgressBar()],
         enable_model_summary=True,
@@ -190,7 +183,7 @@ def _quiet_ones(directory: str) -> tuple[int, list[str]]:
         logger=pl.loggers.CSVLogger(directory, name="", version=""),
         log_every_n_steps=1,
     )
-    fitter.fit(model, loader(), loader())
+    fitter.fit(model, training.loader(), training.loader())
     return fitter.global_step, (Path(directory) / "metrics.csv").read_text().splitlines()[0].split(",")
 
 
@@ -200,12 +193,12 @@ def test_summaries_bars_timers_and_throughput_run(gloo: ProcessPool, tmp_path: P
 
 
 def _find(package: str, directory: str) -> tuple[float, float, int]:
-    pl = load(package)
-    model = language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=module.lr))
+    pl = training.load(package)
+    model = training.language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=module.lr))
     model.lr = 1e-3
-    fitter = trainer(pl, max_epochs=1, default_root_dir=directory)
-    finder: Any = pl.tuner.Tuner(fitter).lr_find(model, loader(num_samples=240), num_training=20)
-    fitter.fit(model, loader(num_samples=240))
+    fitter = training.trainer(pl, max_epochs=1, default_root_dir=directory)
+    finder: Any = pl.tuner.Tuner(fitter).lr_find(model, training.loader(num_samples=240), num_training=20)
+    fitter.fit(model, training.loader(num_samples=240))
     return finder.suggestion(), fitter.optimizers[0].param_groups[0]["lr"], fitter.global_step
 
 
@@ -213,7 +206,7 @@ def _find(package: str, directory: str) -> tuple[float, float, int]:
 def test_the_rate_that_was_found_is_used_from_the_first_step(
     gloo: ProcessPool, tmp_path: Path, world_size: int
 ) -> None:
-    outcomes = gloo.run(_find, PACKAGES[0], str(tmp_path), world_size=world_size)
+    outcomes = gloo.run(_find, training.PACKAGES[0], str(tmp_path), world_size=world_size)
     assert len(set(outcomes)) == 1
     suggestion, used, steps = outcomes[0]
     assert used == suggestion

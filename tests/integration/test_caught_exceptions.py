@@ -10,19 +10,9 @@ import pytest
 
 from lightning_muon import DCTTopK, FlexDeMoConfig
 from lightning_muon.sharding import fsdp
+from tests.integration import training
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
-from tests.integration.training import (
-    PACKAGES,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    max_difference,
-    strategy_class,
-    trainer,
-)
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
@@ -30,10 +20,10 @@ from tests.support.processes import ProcessPool
 
 def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
     """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
-    pl = load(PACKAGES[0])
+    pl = training.load()
     results = []
     for fails in (True, False):
-        model = language_model(pl)
+        model = training.language_model(pl)
         faults: list[Any] = []
 
         def start(fitter: Any, *_: Any, model: Any = model, faults: list[Any] = faults) -> None:
@@ -44,19 +34,22 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 
         hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
         callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
-        options = {"strategy": strategy_class(PACKAGES[0])(sharding=sharding), "num_sanity_val_steps": 0}
-        first = trainer(pl, callbacks=[callback] if fails else [], max_steps=2 if fails else 1, **options)
+        options = {
+            "strategy": training.strategy_class()(sharding=sharding),
+            "num_sanity_val_steps": 0,
+        }
+        first = training.trainer(pl, callbacks=[callback] if fails else [], max_steps=2 if fails else 1, **options)
         batches = {}
         if where == "evaluation":
-            batches["val_dataloaders"] = loader(num_samples=8)
+            batches["val_dataloaders"] = training.loader(num_samples=8)
             first.val_check_interval = first.limit_train_batches = 1
         with pytest.raises(OutOfMemoryError) if fails else nullcontext():
-            first.fit(model, loader(), **batches)
+            first.fit(model, training.loader(), **batches)
         for fault in faults:
             fault.remove()
-        options["strategy"] = strategy_class(PACKAGES[0])(sharding=sharding)
-        trainer(pl, max_epochs=1, **options).fit(model, loader())
-        results.append(full_weights(model))
+        options["strategy"] = training.strategy_class()(sharding=sharding)
+        training.trainer(pl, max_epochs=1, **options).fit(model, training.loader())
+        results.append(training.full_weights(model))
     return results[0], results[1]
 
 
@@ -65,14 +58,14 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 )
 def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
     failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]
-    assert max_difference(failed, reference) == 0.0
+    assert training.max_difference(failed, reference) == 0.0
 
 
 def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
-    pl = load(PACKAGES[0])
+    pl = training.load()
     results = []
     for fails in (True, False):
-        model = language_model(pl)
+        model = training.language_model(pl)
         model.automatic_optimization = False
 
         def step(batch: Any, batch_idx: int, model: Any = model, fails: bool = fails) -> None:
@@ -82,7 +75,7 @@ def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
             optimizer.zero_grad()
             fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
             try:
-                loss = loss_of(model(batch[0]), batch[1])
+                loss = training.loss_of(model(batch[0]), batch[1])
                 if batch_idx == 1 and tells and model.global_rank:
                     time.sleep(7.0)  # The first rank has caught its exception long before.
                 model.manual_backward(loss) if tells else loss.backward()
@@ -94,15 +87,15 @@ def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
 
         model.training_step = step
         model.on_train_batch_end = lambda *_: None
-        trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, loader())
-        results.append(full_weights(model))
+        training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
+        results.append(training.full_weights(model))
     return results[0], results[1]
 
 
 @pytest.mark.parametrize(("where", "tells"), [("backward", False), ("backward", True), ("forward", True)])
 def test_manual_optimization_leaves_a_batch_out(gloo: ProcessPool, where: str, tells: bool) -> None:
     failed, reference = gloo.run(_skip_in_manual_optimization, where, tells, world_size=2)[0]
-    assert max_difference(failed, reference) == 0.0
+    assert training.max_difference(failed, reference) == 0.0
 
 
 def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True) -> tuple[Any, bool]:
@@ -113,7 +106,7 @@ def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True
 
     def backward(step: int, index: int, accumulate: int) -> None:
         tokens, targets = fabric_loop.own_rows(fabric, fabric_loop.micro_batch(step, index))
-        loss = (fabric_loop.summed_loss if sums else loss_of)(model(tokens), targets)
+        loss = (fabric_loop.summed_loss if sums else training.loss_of)(model(tokens), targets)
         if sums:
             fabric.strategy.report_tokens(targets.numel())
         fabric.backward(loss if sums else loss / accumulate)
@@ -144,7 +137,7 @@ def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True
 )
 def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
     results = gloo.run(_skip_with_fabric, where, options, world_size=2)
-    assert max_difference(results[0][0], fabric_loop.reference()) < 2e-5
+    assert training.max_difference(results[0][0], fabric_loop.reference()) < 2e-5
     assert all(is_watched for _, is_watched in results)
 
 
@@ -152,7 +145,7 @@ def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> Non
     config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
     options = {"optimizer": config, "replicate_size": 2}
     failed, reference = (gloo.run(_skip_with_fabric, "backward", options, fails=fails)[0][0] for fails in (True, False))
-    assert max_difference(failed, reference) == 0.0
+    assert training.max_difference(failed, reference) == 0.0
 
 
 def _one_rank_skips() -> None:
@@ -190,16 +183,16 @@ def _skip_with_accelerate(where: str) -> Any:
                 rows = slice(accelerator.process_index, None, accelerator.num_processes)
                 try:
                     with accelerator.accumulate(model):
-                        accelerator.backward(loss_of(model(batch[0][rows]), batch[1][rows]))
+                        accelerator.backward(training.loss_of(model(batch[0][rows]), batch[1][rows]))
                         optimizer.step()
                         optimizer.zero_grad()
                 except OutOfMemoryError:
                     assert fault is not None
                     fault.remove()
-        return full_weights(accelerator.unwrap_model(model))
+        return training.full_weights(accelerator.unwrap_model(model))
 
 
 @pytest.mark.parametrize("where", ["backward", "forward"])
 def test_a_program_of_accelerate_leaves_a_batch_out(gloo: ProcessPool, where: str) -> None:
     result = gloo.run(_skip_with_accelerate, where, world_size=2)[0]
-    assert max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5
+    assert training.max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5

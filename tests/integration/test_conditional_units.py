@@ -10,18 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.integration.training import (
-    PACKAGES,
-    VOCABULARY,
-    WIDTH,
-    Block,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
@@ -29,9 +18,9 @@ from tests.support.processes import ProcessPool
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.experts = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(training.VOCABULARY, training.WIDTH)
+        self.experts = nn.ModuleList(training.Block() for _ in range(2))
+        self.head = nn.Linear(training.WIDTH, training.VOCABULARY)
 
     def forward(self, tokens: Tensor, expert: int | None) -> Tensor:
         x = self.embedding(tokens)
@@ -40,15 +29,15 @@ class Experts(nn.Module):
 
 def _fit(used: Sequence[int | None], **options: Any) -> None:
     """``used``: the expert of each rank."""
-    pl = load(PACKAGES[0])
-    model = language_model(pl, network=Experts)
+    pl = training.load()
+    model = training.language_model(pl, network=Experts)
 
     def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        return loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1])
+        return training.loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1])
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    trainer(pl, strategy=strategy_class(PACKAGES[0])(**options), max_epochs=1).fit(model, loader())
+    training.trainer(pl, strategy=training.strategy_class()(**options), max_epochs=1).fit(model, training.loader())
 
 
 def test_units_that_only_some_ranks_run_fail_on_all(gloo: ProcessPool) -> None:
@@ -58,14 +47,14 @@ def test_units_that_only_some_ranks_run_fail_on_all(gloo: ProcessPool) -> None:
 
 
 def _validate(used: Sequence[int]) -> None:
-    pl = load(PACKAGES[0])
-    model = language_model(pl, network=Experts)
+    pl = training.load()
+    model = training.language_model(pl, network=Experts)
 
     def validation_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> None:
-        self.log("val", loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1]), sync_dist=True)
+        self.log("val", training.loss_of(self.network(batch[0], used[dist.get_rank()]), batch[1]), sync_dist=True)
 
     type(model).validation_step = validation_step
-    trainer(pl, strategy=strategy_class(PACKAGES[0])()).validate(model, loader(), verbose=False)
+    training.trainer(pl, strategy=training.strategy_class()()).validate(model, training.loader(), verbose=False)
 
 
 def test_an_evaluation_is_watched_too(gloo: ProcessPool) -> None:
@@ -76,8 +65,8 @@ def test_an_evaluation_is_watched_too(gloo: ProcessPool) -> None:
 
 
 def _corrupt_data() -> None:
-    pl = load(PACKAGES[0])
-    data = loader().dataset
+    pl = training.load()
+    data = training.loader().dataset
 
     class Corrupt(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -88,9 +77,9 @@ def _corrupt_data() -> None:
                 raise OSError("file 4 is corrupt")
             return data[index]
 
-    model = language_model(pl)
+    model = training.language_model(pl)
     batches = torch.utils.data.DataLoader(Corrupt(), batch_size=4)
-    trainer(pl, strategy=strategy_class(PACKAGES[0])(), use_distributed_sampler=False).fit(model, batches)
+    training.trainer(pl, strategy=training.strategy_class()(), use_distributed_sampler=False).fit(model, batches)
 
 
 def test_a_rank_that_fails_in_its_data_tells_the_others_why(gloo: ProcessPool) -> None:

@@ -10,24 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import MuonConfig
-from tests.integration.training import (
-    PACKAGES,
-    Network,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 _FLOAT32 = MuonConfig(compute_dtype="float32")
 
 
-def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any = Network) -> Any:
-    model = language_model(pl, network=nn.Identity)
+def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any = training.Network) -> Any:
+    model = training.language_model(pl, network=nn.Identity)
 
     def configure_model(self: Any) -> None:
         if isinstance(self.network, nn.Identity):
@@ -44,25 +34,25 @@ def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any =
 
 
 def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dict[str, Any]:
-    pl = load(package)
+    pl = training.load(package)
     torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
     model = _on_meta(pl, **options)
-    fitter = trainer(pl, strategy=strategy_class(package)(**sizes))
+    fitter = training.trainer(pl, strategy=training.strategy_class(package)(**sizes))
     captured: dict[str, Tensor] = {}
 
     class Capture(pl.Callback):
         def on_fit_start(self, _: Any, module: Any) -> None:
-            captured.update(full_weights(module))
+            captured.update(training.full_weights(module))
 
     fitter.callbacks.append(Capture())
-    fitter.fit(model, loader(), loader())
+    fitter.fit(model, training.loader(), training.loader())
     is_tied = model.network.head.weight is model.network.embedding.weight
     return {"losses": model.losses, "initial": captured, "tied": is_tied}
 
 
 @pytest.mark.parametrize(("sizes", "options"), [({}, {}), ({"replicate_size": 2}, {"tied": True})])
 def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPool, sizes: Any, options: Any) -> None:
-    outcomes = gloo.run(_train_from_meta, PACKAGES[0], sizes, **options)
+    outcomes = gloo.run(_train_from_meta, training.PACKAGES[0], sizes, **options)
     initial = outcomes[0]["initial"]
     assert all(torch.isfinite(tensor).all() for tensor in initial.values())
     # As nn.Linear initializes itself: uniform in +- 1 / sqrt(inputs).
@@ -76,7 +66,7 @@ def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPoo
 
 
 def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None:
-    outcomes = gloo.run(_train_from_meta, PACKAGES[0], {"data_parallel_size": 4}, shard=True)
+    outcomes = gloo.run(_train_from_meta, training.PACKAGES[0], {"data_parallel_size": 4}, shard=True)
     up = outcomes[0]["initial"]["network.blocks.0.up.weight"]
     assert torch.isfinite(up).all()
     assert torch.linalg.matrix_rank(up) == 16
@@ -85,8 +75,8 @@ def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None
 
 
 def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:
-    pl = load(package)
-    model = language_model(pl)
+    pl = training.load(package)
+    model = training.language_model(pl)
 
     def configure_model(self: Any) -> None:
         if not isinstance(self.network.blocks[0], FSDPModule):
@@ -95,23 +85,23 @@ def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], lis
 
     if shard:
         type(model).configure_model = configure_model
-    fitter = trainer(pl, strategy=strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3)
-    fitter.fit(model, loader())
+    fitter = training.trainer(pl, strategy=training.strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3)
+    fitter.fit(model, training.loader())
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    return model.losses, full_weights(model), units
+    return model.losses, training.full_weights(model), units
 
 
 def test_units_of_the_user_are_left_alone(gloo: ProcessPool) -> None:
-    losses, weights, units = gloo.run(_fit, PACKAGES[0], shard=True, world_size=2)[0]
-    single = gloo.run(_fit, PACKAGES[0], shard=False, world_size=1)[0]
+    losses, weights, units = gloo.run(_fit, training.PACKAGES[0], shard=True, world_size=2)[0]
+    single = gloo.run(_fit, training.PACKAGES[0], shard=False, world_size=1)[0]
     assert "network.blocks.0.up" in units
     assert losses == pytest.approx(single[0], abs=1e-4)
-    assert max_difference(weights, single[1]) < 1e-4
+    assert training.max_difference(weights, single[1]) < 1e-4
 
 
 def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float], dict[str, Any], list[str]]:
-    pl = load(package)
-    model = language_model(pl)
+    pl = training.load(package)
+    model = training.language_model(pl)
     if where == "network":
         model.network = torch.compile(model.network, backend="eager")
     elif where == "blocks":
@@ -119,20 +109,20 @@ def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float
             model.network.blocks[index] = torch.compile(block, backend="eager")
     elif where == "in place":
         model.network.compile(backend="eager")
-    strategy = strategy_class(package)(optimizer=_FLOAT32, save_distributed_checkpoint=False)
-    fitter = trainer(pl, strategy=strategy)
-    fitter.fit(model, loader(), loader())
+    strategy = training.strategy_class(package)(optimizer=_FLOAT32, save_distributed_checkpoint=False)
+    fitter = training.trainer(pl, strategy=strategy)
+    fitter.fit(model, training.loader(), training.loader())
     names = sorted(model.state_dict())
     if directory:
         fitter.save_checkpoint(f"{directory}/whole.ckpt")
-    return model.losses, full_weights(model), names
+    return model.losses, training.full_weights(model), names
 
 
 def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any) -> None:
-    plain = gloo.run(_compiled, PACKAGES[0], "", world_size=2)[0]
+    plain = gloo.run(_compiled, training.PACKAGES[0], "", world_size=2)[0]
     for where in ("network", "blocks", "in place"):
-        losses, weights, names = gloo.run(_compiled, PACKAGES[0], where, str(tmp_path), world_size=2)[0]
+        losses, weights, names = gloo.run(_compiled, training.PACKAGES[0], where, str(tmp_path), world_size=2)[0]
         assert losses == pytest.approx(plain[0], abs=1e-5)
-        assert max_difference(weights, plain[1]) < 1e-5
+        assert training.max_difference(weights, plain[1]) < 1e-5
         saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
         assert sorted(saved) == names, "those of the module itself, so that load_state_dict takes them"

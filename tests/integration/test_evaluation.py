@@ -10,34 +10,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.integration.training import (
-    EXACT,
-    PACKAGES,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
 def _evaluate(package: str, directory: str, sharded: bool) -> None:
-    pl = load(package)
-    model = language_model(pl)
+    pl = training.load(package)
+    model = training.language_model(pl)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, monitor="val", save_top_k=1)
-    strategy = strategy_class(package)(save_distributed_checkpoint=sharded)
-    fitter = trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, num_sanity_val_steps=2)
-    before = fitter.validate(model, loader(), verbose=False)[0]["val"]
-    fitter.fit(model, loader(), loader())
-    after = fitter.validate(model, loader(), verbose=False)[0]["val"]
-    best = fitter.test(model, loader(), ckpt_path="best", verbose=False)[0]["test"]
-    score, other = float(callback.best_model_score), language_model(pl, seed=5)
-    again = trainer(pl).validate(other, loader(), ckpt_path=callback.best_model_path, verbose=False)[0]["val"]
-    predictions = torch.cat(fitter.predict(model, loader(num_samples=8)))
+    strategy = training.strategy_class(package)(save_distributed_checkpoint=sharded)
+    fitter = training.trainer(
+        pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, num_sanity_val_steps=2
+    )
+    before = fitter.validate(model, training.loader(), verbose=False)[0]["val"]
+    fitter.fit(model, training.loader(), training.loader())
+    after = fitter.validate(model, training.loader(), verbose=False)[0]["val"]
+    best = fitter.test(model, training.loader(), ckpt_path="best", verbose=False)[0]["test"]
+    score, other = float(callback.best_model_score), training.language_model(pl, seed=5)
+    again = training.trainer(pl).validate(other, training.loader(), ckpt_path=callback.best_model_path, verbose=False)[
+        0
+    ]["val"]
+    predictions = torch.cat(fitter.predict(model, training.loader(num_samples=8)))
     fitter.fit_loop.max_epochs = 3
-    fitter.fit(model, loader(), loader())
+    fitter.fit(model, training.loader(), training.loader())
     assert before > after
     assert [best, again] == pytest.approx([score, score], abs=1e-6), "also in a new Trainer"
     assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
@@ -45,16 +40,16 @@ def _evaluate(package: str, directory: str, sharded: bool) -> None:
     assert fitter.global_step == 18
 
 
-@pytest.mark.parametrize(("package", "sharded"), zip(PACKAGES, (True, False), strict=True))
+@pytest.mark.parametrize(("package", "sharded"), zip(training.PACKAGES, (True, False), strict=True))
 def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path, package: str, sharded: bool) -> None:
     gloo.run(_evaluate, package, str(tmp_path), sharded, world_size=2)
 
 
 def _options(package: str, **kwargs: Any) -> tuple[int, float]:
-    pl = load(package)
-    model = language_model(pl)
-    fitter = trainer(pl, **kwargs)
-    fitter.fit(model, loader(), loader())
+    pl = training.load(package)
+    model = training.language_model(pl)
+    fitter = training.trainer(pl, **kwargs)
+    fitter.fit(model, training.loader(), training.loader())
     return fitter.global_step, model.losses[-1]
 
 
@@ -70,13 +65,13 @@ def _options(package: str, **kwargs: Any) -> tuple[int, float]:
     ],
 )
 def test_trainer_options_work(gloo: ProcessPool, options: dict[str, Any], steps: int) -> None:
-    outcomes = gloo.run(_options, PACKAGES[0], world_size=2, **options)
+    outcomes = gloo.run(_options, training.PACKAGES[0], world_size=2, **options)
     assert [outcome[0] for outcome in outcomes] == [steps, steps]
 
 
 def _unusual_steps(package: str) -> list[float]:
-    pl = load(package)
-    model = language_model(pl)
+    pl = training.load(package)
+    model = training.language_model(pl)
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         hidden = self.network.embedding(batch[0])
@@ -92,12 +87,14 @@ def _unusual_steps(package: str) -> list[float]:
 
     type(model).training_step = training_step
     type(model).validation_step = validation_step
-    trainer(pl, strategy=strategy_class(package)(optimizer=EXACT)).fit(model, loader(), loader())
-    weights = full_weights(model)
+    training.trainer(pl, strategy=training.strategy_class(package)(optimizer=training.EXACT)).fit(
+        model, training.loader(), training.loader()
+    )
+    weights = training.full_weights(model)
     return [*model.losses, sum(w.double().sum().item() for w in weights.values())]
 
 
 def test_steps_may_call_parts_of_the_model_and_the_model_again(gloo: ProcessPool) -> None:
-    pair = gloo.run(_unusual_steps, PACKAGES[0], world_size=2)[0]
-    single = gloo.run(_unusual_steps, PACKAGES[0], world_size=1)[0]
+    pair = gloo.run(_unusual_steps, training.PACKAGES[0], world_size=2)[0]
+    single = gloo.run(_unusual_steps, training.PACKAGES[0], world_size=1)[0]
     assert pair == pytest.approx(single, abs=2e-4)

@@ -17,20 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DCTTopK, Full, NoReplication
-from tests.integration.training import (
-    PACKAGES,
-    Network,
-    dataset,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    max_difference,
-    plain_loader,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 # So small that matrices of the test are compressed, but biases and norms travel dense.
@@ -41,7 +28,7 @@ _MEAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-class _Net(Network):
+class _Net(training.Network):
     """With a frozen and an unused layer, and a 0-d weight."""
 
     def __init__(self) -> None:
@@ -66,13 +53,13 @@ def _fit(
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, whole weights (rank 0; if nodes drift each rank's shard), and residuals of all nodes."""
-    pl = load(PACKAGES[0])
+    pl = training.load()
     configure = _adamw_scheduled if scheduled else None
-    model = language_model(pl, configure=configure, network=_Net, seed=dist.get_rank() if resume else 0)
+    model = training.language_model(pl, configure=configure, network=_Net, seed=dist.get_rank() if resume else 0)
     if directory:
         callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
         options |= {"callbacks": [callback], "enable_checkpointing": True}
-    chosen = strategy_class(PACKAGES[0])(
+    chosen = training.strategy_class()(
         replicate_size=nodes,
         optimizer=FlexDeMoConfig(**(_SPARSE | (config or {}))),
         save_distributed_checkpoint=not single_file,
@@ -83,8 +70,10 @@ def _fit(
         shards.update({name: _local(parameter.detach()).clone() for name, parameter in module.named_parameters()})
 
     type(model).on_train_end = on_train_end
-    fitter = trainer(pl, strategy=chosen, **({"max_epochs": 2} | options))
-    fitter.fit(model, loader(), loader() if options.get("limit_val_batches") else None, ckpt_path=resume)
+    fitter = training.trainer(pl, strategy=chosen, **({"max_epochs": 2} | options))
+    fitter.fit(
+        model, training.loader(), training.loader() if options.get("limit_val_batches") else None, ckpt_path=resume
+    )
     optimizer = fitter.optimizers[0]
     names = {parameter: name for name, parameter in model.named_parameters()}
     residuals = {
@@ -95,7 +84,7 @@ def _fit(
     if drifting:
         return model.losses, shards, residuals
     _require_equal_nodes(model)
-    return model.losses, full_weights(model), residuals
+    return model.losses, training.full_weights(model), residuals
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -138,24 +127,24 @@ def _loop(shape: tuple[int, int], config: dict[str, Any], accumulate: int, *, sc
     optimizer = FlexDeMo(parameters, **options)
     optimizer.attach(net)
     rates = [group["lr"] for group in optimizer.param_groups]
-    sampler = DistributedSampler(dataset(), shuffle=True, seed=0)
+    sampler = DistributedSampler(training.dataset(), shuffle=True, seed=0)
     step = 0
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        batches = list(DataLoader(dataset(), batch_size=8 // dist.get_world_size(), sampler=sampler))
+        batches = list(DataLoader(training.dataset(), batch_size=8 // dist.get_world_size(), sampler=sampler))
         for first in range(0, len(batches), accumulate):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate / (1 + step) if scheduled else rate
             window = batches[first : first + accumulate]
             for index, (tokens, targets) in enumerate(window):
                 net.network.set_requires_gradient_sync(index == len(window) - 1)
-                (loss_of(net.network(tokens), targets) / accumulate).backward()
+                (training.loss_of(net.network(tokens), targets) / accumulate).backward()
             dist.all_reduce(scale.grad, group=mesh.get_group("shard"))
             scale.grad /= shape[1]
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-    return full_weights(net)
+    return training.full_weights(net)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +163,7 @@ def test_weights_are_those_of_a_plain_loop(
     accumulate = options.get("accumulate_grad_batches", 1)
     plain = gloo.run(_loop, shape, config, accumulate, scheduled="scheduled" in options, world_size=size)[0]
     # FSDP2 units differ, and with them the order of sums; sign and top-k may turn a difference over.
-    assert max_difference(weights, plain) < 1e-5
+    assert training.max_difference(weights, plain) < 1e-5
 
 
 _EVERYTHING = {
@@ -243,41 +232,45 @@ def test_independent_nodes_resume_with_equal_bits(gloo: ProcessPool, tmp_path: P
 
 def _saved_weights(checkpoint: str) -> dict[str, Tensor]:
     """What a run with ParallelMuon finds in a checkpoint."""
-    pl = load(PACKAGES[0])
-    model = language_model(pl, network=_Net, seed=9)
-    fitter = trainer(pl)
-    fitter.validate(model, loader(), ckpt_path=checkpoint, verbose=False)
-    return full_weights(model)
+    pl = training.load()
+    model = training.language_model(pl, network=_Net, seed=9)
+    fitter = training.trainer(pl)
+    fitter.validate(model, training.loader(), ckpt_path=checkpoint, verbose=False)
+    return training.full_weights(model)
 
 
 def _summed(nodes: int) -> dict[str, Tensor]:
     """Each rank sums over other numbers of tokens."""
-    pl = load(PACKAGES[1])
-    model = language_model(pl, configure=None)
+    pl = training.load(training.PACKAGES[1])
+    model = training.language_model(pl, configure=None)
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
         num_tokens = 1 + dist.get_rank()
         self.trainer.strategy.report_tokens(num_tokens)
-        return num_tokens * loss_of(self(batch[0]), batch[1])
+        return num_tokens * training.loss_of(self(batch[0]), batch[1])
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
     config = FlexDeMoConfig(lr=0.05, sign=False, **_MEAN)
-    chosen = strategy_class(PACKAGES[1])(replicate_size=nodes, optimizer=config, loss_scaling="tokens")
-    trainer(pl, strategy=chosen, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1e9).fit(model, loader())
-    return full_weights(model)
+    chosen = training.strategy_class(training.PACKAGES[1])(
+        replicate_size=nodes, optimizer=config, loss_scaling="tokens"
+    )
+    training.trainer(pl, strategy=chosen, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1e9).fit(
+        model, training.loader()
+    )
+    return training.full_weights(model)
 
 
 def test_gradients_by_tokens_ignore_the_number_of_nodes(gloo: ProcessPool) -> None:
     one = gloo.run(_summed, 1)[0]
     # The same numbers are added up in another order.
-    assert max_difference(gloo.run(_summed, 2)[0], one) < 1e-5
+    assert training.max_difference(gloo.run(_summed, 2)[0], one) < 1e-5
 
 
 def _with_adagrad() -> None:
-    pl = load(PACKAGES[1])
-    model = language_model(pl, configure=lambda module: torch.optim.Adagrad(module.parameters()))
-    trainer(pl, strategy="flexdemo").fit(model, loader())
+    pl = training.load(training.PACKAGES[1])
+    model = training.language_model(pl, configure=lambda module: torch.optim.Adagrad(module.parameters()))
+    training.trainer(pl, strategy="flexdemo").fit(model, training.loader())
 
 
 def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool) -> None:
@@ -304,7 +297,7 @@ class _Pair(nn.Module):
 
 
 def _gan(overlap: Any, toggle: bool) -> dict[str, Tensor]:
-    pl = load(PACKAGES[0])
+    pl = training.load()
 
     class Gan(pl.LightningModule):
         def __init__(self) -> None:
@@ -329,9 +322,9 @@ def _gan(overlap: Any, toggle: bool) -> dict[str, Tensor]:
 
     config = FlexDeMoConfig(base="adamw", overlap=overlap, dense_below=0, **_MEAN)
     model = Gan()
-    chosen = strategy_class(PACKAGES[0])(replicate_size=2, optimizer=config)
-    trainer(pl, strategy=chosen).fit(model, loader())
-    return full_weights(model)
+    chosen = training.strategy_class()(replicate_size=2, optimizer=config)
+    training.trainer(pl, strategy=chosen).fit(model, training.loader())
+    return training.full_weights(model)
 
 
 def _plain_gan() -> dict[str, Tensor]:
@@ -339,7 +332,7 @@ def _plain_gan() -> dict[str, Tensor]:
     pair = _Pair()
     optimizers = pair.optimizers()
     for epoch in range(2):
-        for tokens, _ in plain_loader(epoch):
+        for tokens, _ in training.plain_loader(epoch):
             for optimizer, loss in zip(optimizers, (pair.generator_loss, pair.critic_loss), strict=True):
                 optimizer.zero_grad()
                 loss(tokens).backward()
@@ -353,25 +346,25 @@ def test_each_of_several_optimizers_exchanges_its_own(
 ) -> None:
     weights = gloo.run(_gan, overlap, toggle, world_size=world_size)[0]
     # The same numbers are added up in another order, and AdamW divides by them.
-    assert max_difference(weights, _plain_gan()) < 1e-4
+    assert training.max_difference(weights, _plain_gan()) < 1e-4
 
 
 def _from_meta() -> dict[str, Tensor]:
-    pl = load(PACKAGES[0])
-    model = language_model(pl, configure=None, network=nn.Identity)
+    pl = training.load()
+    model = training.language_model(pl, configure=None, network=nn.Identity)
 
     def configure_model(self: Any) -> None:
         if isinstance(self.network, nn.Identity):
             with torch.device("meta"):
-                self.network = Network()
+                self.network = training.Network()
 
     type(model).configure_model = configure_model
     torch.manual_seed(7 * dist.get_rank() + 1)
     config = FlexDeMoConfig(**_SPARSE)
-    chosen = strategy_class(PACKAGES[0])(replicate_size=2, optimizer=config)
-    trainer(pl, strategy=chosen, max_epochs=1).fit(model, loader())
+    chosen = training.strategy_class()(replicate_size=2, optimizer=config)
+    training.trainer(pl, strategy=chosen, max_epochs=1).fit(model, training.loader())
     _require_equal_nodes(model)
-    return full_weights(model)
+    return training.full_weights(model)
 
 
 def test_nodes_start_equal_from_the_meta_device(gloo: ProcessPool) -> None:

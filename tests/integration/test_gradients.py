@@ -13,34 +13,21 @@ from torch import Tensor, nn
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.training import (
-    EXACT,
-    LENGTH,
-    PACKAGES,
-    Network,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    plain_loader,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
 def _sum_of_losses(network: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Each row counts for as many tokens as its first word says, some for none."""
     tokens, targets = batch
-    counted = torch.arange(LENGTH) < (tokens[:, :1] % LENGTH)
+    counted = torch.arange(training.LENGTH) < (tokens[:, :1] % training.LENGTH)
     losses = F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * counted.flatten()).sum(), int(counted.sum())
 
 
 def _by_tokens(sharding: str, accumulate: int, **options: Any) -> dict[str, Any]:
-    pl = load(PACKAGES[0])
-    model = language_model(pl, configure=None)
+    pl = training.load()
+    model = training.language_model(pl, configure=None)
 
     def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         loss, count = _sum_of_losses(self.network, batch)
@@ -51,19 +38,19 @@ def _by_tokens(sharding: str, accumulate: int, **options: Any) -> dict[str, Any]
     # In the middle of an accumulated batch, through the same code.
     type(model).validation_step = training_step
     del type(model).on_train_batch_end
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, loss_scaling="tokens", optimizer=EXACT, **options)
-    fitter = trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=3)
-    fitter.fit(model, loader(), loader())
-    return full_weights(model)
+    strategy = training.strategy_class()(sharding=sharding, loss_scaling="tokens", optimizer=training.EXACT, **options)
+    fitter = training.trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=3)
+    fitter.fit(model, training.loader(), training.loader())
+    return training.full_weights(model)
 
 
 def _whole_batch(accumulate: int) -> dict[str, Tensor]:
     """One process; gradients are divided by the tokens of the window, the last one of an epoch being shorter."""
     torch.manual_seed(0)
-    network = Network()
-    optimizer = ParallelMuon.from_config(network, EXACT)
+    network = training.Network()
+    optimizer = ParallelMuon.from_config(network, training.EXACT)
     for epoch in range(2):
-        batches = list(plain_loader(epoch))
+        batches = list(training.plain_loader(epoch))
         for start in range(0, len(batches), accumulate):
             window = batches[start : start + accumulate]
             losses, counts = zip(*(_sum_of_losses(network, batch) for batch in window), strict=True)
@@ -82,14 +69,14 @@ def test_gradients_are_divided_by_the_tokens_of_all_ranks(
     gloo: ProcessPool, sharding: str, world_size: int, options: dict[str, Any], accumulate: int
 ) -> None:
     weights = gloo.run(_by_tokens, sharding, accumulate, world_size=world_size, **options)[0]
-    assert max_difference(weights, _whole_batch(accumulate)) < 1e-6
+    assert training.max_difference(weights, _whole_batch(accumulate)) < 1e-6
 
 
 def _report_needlessly() -> None:
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
+    pl = training.load()
+    model = training.language_model(pl)
     type(model).on_before_backward = lambda self, loss: self.trainer.strategy.report_tokens(3)
-    trainer(pl).fit(model, loader())
+    training.trainer(pl).fit(model, training.loader())
 
 
 def test_a_report_of_tokens_that_nobody_uses_is_an_error(gloo: ProcessPool) -> None:
@@ -99,12 +86,12 @@ def test_a_report_of_tokens_that_nobody_uses_is_an_error(gloo: ProcessPool) -> N
 
 def _norms(sharding: str) -> list[float]:
     """What was logged after each step."""
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
+    pl = training.load()
+    model = training.language_model(pl)
     logged: list[float] = []
     type(model).on_train_batch_end = lambda self, *_: logged.append(float(self.trainer.callback_metrics["grad_norm"]))
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT)
-    trainer(pl, strategy=strategy, max_epochs=1, gradient_clip_val=0.2).fit(model, loader())
+    strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT)
+    training.trainer(pl, strategy=strategy, max_epochs=1, gradient_clip_val=0.2).fit(model, training.loader())
     return logged
 
 
@@ -117,22 +104,22 @@ def test_the_norm_before_clipping_is_logged(gloo: ProcessPool, sharding: str) ->
 
 
 def _clipped_weights(sharding: str) -> dict[str, Tensor]:
-    pl = load(PACKAGES[0])
-    model = language_model(pl)
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=EXACT, clip_groups="elementwise")
-    trainer(pl, strategy=strategy, gradient_clip_val=1e-3, max_epochs=1).fit(model, loader())
-    return full_weights(model)
+    pl = training.load()
+    model = training.language_model(pl)
+    strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT, clip_groups="elementwise")
+    training.trainer(pl, strategy=strategy, gradient_clip_val=1e-3, max_epochs=1).fit(model, training.loader())
+    return training.full_weights(model)
 
 
 def _clip_elementwise_alone() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    network = Network()
+    network = training.Network()
     groups = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
     optimizer = ParallelMuon(network, compute_dtype="float32", muon_lr_factor=MEASURED_MUON_LR_FACTOR, **groups)
     matrices = [route.algorithm == "muon" for route in optimizer.routes]
     rest = [p for p, is_matrix in zip(network.parameters(), matrices, strict=True) if not is_matrix]
     assert 0 < len(rest) < len(matrices)
-    for tokens, targets in plain_loader(0):
+    for tokens, targets in training.plain_loader(0):
         optimizer.zero_grad()
         F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).backward()
         nn.utils.clip_grad_norm_(rest, 1e-3)
@@ -143,17 +130,17 @@ def _clip_elementwise_alone() -> dict[str, Tensor]:
 @pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
 def test_the_gradients_of_matrices_can_be_left_as_they_are(gloo: ProcessPool, sharding: str) -> None:
     weights = gloo.run(_clipped_weights, sharding, world_size=2)[0]
-    assert max_difference(weights, _clip_elementwise_alone()) < 5e-5
+    assert training.max_difference(weights, _clip_elementwise_alone()) < 5e-5
 
 
 def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs: Any) -> tuple[list[bool], float]:
     """Whether each step has changed the weights, and the logged counter; rank 1 has a NaN in some steps."""
-    pl = load(PACKAGES[0])
+    pl = training.load()
     make = {
         "muon": lambda module: ParallelMuon(module.parameters(), lr=1e-2),
         "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
     }[configure]
-    model = language_model(pl, configure=make)
+    model = training.language_model(pl, configure=make)
     changed: list[bool] = []
     weights: list[Tensor] = []
 
@@ -173,9 +160,9 @@ def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs:
 
     type(model).training_step = training_step
     del type(model).on_train_batch_end
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding)
-    fitter = trainer(pl, strategy=strategy, max_epochs=1, callbacks=[Poison()], **kwargs)
-    fitter.fit(model, loader())
+    strategy = training.strategy_class()(sharding=sharding)
+    fitter = training.trainer(pl, strategy=strategy, max_epochs=1, callbacks=[Poison()], **kwargs)
+    fitter.fit(model, training.loader())
     return changed, float(fitter.callback_metrics.get("skipped_steps", 0.0))
 
 

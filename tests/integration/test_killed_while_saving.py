@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.integration.training import (
-    PACKAGES,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
@@ -31,19 +22,19 @@ _NUM_EPOCHS, _NUM_STEPS = 3, 2
 
 def _fit(directory: str, *, resume: str | None = None) -> tuple[list[float], Any]:
     """Overwrite ``last.ckpt`` after each epoch; losses and weights."""
-    pl = load(PACKAGES[0])
-    model = language_model(pl, seed=1 if resume else 0)
+    pl = training.load()
+    model = training.language_model(pl, seed=1 if resume else 0)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="last", enable_version_counter=False)
-    fitter = trainer(
+    fitter = training.trainer(
         pl,
-        strategy=strategy_class(PACKAGES[0])(),
+        strategy=training.strategy_class()(),
         callbacks=[callback],
         enable_checkpointing=True,
         max_epochs=_NUM_EPOCHS,
         limit_train_batches=_NUM_STEPS,
     )
-    fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
-    return model.losses, full_weights(model)
+    fitter.fit(model, training.loader(), ckpt_path=resume, weights_only=False)
+    return model.losses, training.full_weights(model)
 
 
 def _fit_killed(directory: str, rank: int, event: str, name: str, *, count: int) -> None:
@@ -82,5 +73,5 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(gloo: ProcessPool,
         resumed = gloo.run(_fit, str(directory), resume="last", world_size=2)
         assert resumed[0][0] == losses[num_epochs * _NUM_STEPS :], place
         assert resumed[1][0] == resumed[0][0], "all ranks load the same epoch"
-        assert max_difference(resumed[0][1], weights) == 0.0, place
+        assert training.max_difference(resumed[0][1], weights) == 0.0, place
         assert [path.name for path in directory.iterdir()] == ["last.ckpt"], place

@@ -10,21 +10,7 @@ import torch
 from torch import nn
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.training import (
-    EXACT,
-    PACKAGES,
-    Network,
-    adamw,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    loss_of,
-    max_difference,
-    plain_loader,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 
@@ -35,11 +21,15 @@ TOLERANCE = 5e-5
 def _fit(
     sizes: dict[str, Any], *, tied: bool = False, **kwargs: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    pl = load(PACKAGES[0])
-    model = language_model(pl, network=lambda: Network(tied=tied))
-    fitter = trainer(pl, strategy=strategy_class(PACKAGES[0])(optimizer=EXACT, **sizes), **kwargs)
-    fitter.fit(model, loader())
-    return model.losses, full_weights(model), fitter.validate(model, loader(), verbose=False)[0]["val"]
+    pl = training.load()
+    model = training.language_model(pl, network=lambda: training.Network(tied=tied))
+    fitter = training.trainer(pl, strategy=training.strategy_class()(optimizer=training.EXACT, **sizes), **kwargs)
+    fitter.fit(model, training.loader())
+    return (
+        model.losses,
+        training.full_weights(model),
+        fitter.validate(model, training.loader(), verbose=False)[0]["val"],
+    )
 
 
 def _muon(network: nn.Module) -> MuonAndAdamW:
@@ -58,12 +48,12 @@ def _plain_loop(
 ) -> tuple[list[float], dict[str, torch.Tensor], float]:
     """The loop that a user would write, with the names of a Trainer; losses, weights, mean loss of the last weights."""
     torch.manual_seed(0)
-    network = Network(tied=tied)
+    network = training.Network(tied=tied)
     optimizer, losses = make_optimizer(network), []
     for epoch in range(2):
-        batches = list(plain_loader(epoch))
+        batches = list(training.plain_loader(epoch))
         for index, (tokens, targets) in enumerate(batches, start=1):
-            loss = loss_of(network(tokens), targets)
+            loss = training.loss_of(network(tokens), targets)
             (loss / accumulate_grad_batches).backward()
             losses.append(loss.item())
             if index % accumulate_grad_batches == 0 or index == len(batches):
@@ -73,7 +63,9 @@ def _plain_loop(
                 optimizer.step()
                 network.zero_grad()
     with torch.no_grad():
-        score = torch.stack([loss_of(network(tokens), targets) for tokens, targets in plain_loader(0)]).mean()
+        score = torch.stack(
+            [training.loss_of(network(tokens), targets) for tokens, targets in training.plain_loader(0)]
+        ).mean()
     return losses, {f"network.{name}": value for name, value in network.state_dict().items()}, float(score)
 
 
@@ -101,22 +93,22 @@ def test_every_sharding_follows_the_plain_loop(
     expected_losses, expected_weights, expected_score = _plain_loop(**options)
     if "gradient_clip_val" in options:
         unclipped = _plain_loop(**options | {"gradient_clip_val": None})[1]
-        assert max_difference(expected_weights, unclipped) > 5 * TOLERANCE, "this clipping changes something"
+        assert training.max_difference(expected_weights, unclipped) > 5 * TOLERANCE, "this clipping changes something"
     losses, weights, score = gloo.run(_fit, sizes, world_size=world_size, **options)[0]
     assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
-    assert max_difference(weights, expected_weights) < TOLERANCE
+    assert training.max_difference(weights, expected_weights) < TOLERANCE
     assert score == pytest.approx(expected_score, abs=TOLERANCE)
 
 
 def _kept(package: str) -> tuple[list[float], dict[str, Any]]:
-    pl = load(package)
-    model = language_model(pl, configure=adamw)
-    trainer(pl, strategy=strategy_class(package)(optimizer="keep")).fit(model, loader())
-    return model.losses, full_weights(model)
+    pl = training.load(package)
+    model = training.language_model(pl, configure=training.adamw)
+    training.trainer(pl, strategy=training.strategy_class(package)(optimizer="keep")).fit(model, training.loader())
+    return model.losses, training.full_weights(model)
 
 
 def test_a_kept_adamw_follows_adamw(gloo: ProcessPool) -> None:
-    losses, weights = gloo.run(_kept, PACKAGES[0], world_size=2)[0]
-    expected_losses, expected_weights, _ = _plain_loop(adamw)
+    losses, weights = gloo.run(_kept, training.PACKAGES[0], world_size=2)[0]
+    expected_losses, expected_weights, _ = _plain_loop(training.adamw)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
-    assert max_difference(weights, expected_weights) < 1e-5
+    assert training.max_difference(weights, expected_weights) < 1e-5

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 
 from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.training import (
-    PACKAGES,
-    Network,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
@@ -100,19 +90,19 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool
 
 
 def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
-    pl = load(package)
+    pl = training.load(package)
     model = _gan(pl, **options)
     start = model.generator.layers[2].weight.detach().clone()
-    strategy = strategy_class(package)(optimizer=MuonConfig(compute_dtype="float32"))
-    fitter = trainer(pl, strategy=strategy)
-    fitter.fit(model, loader())
-    weights = full_weights(model)
+    strategy = training.strategy_class(package)(optimizer=MuonConfig(compute_dtype="float32"))
+    fitter = training.trainer(pl, strategy=strategy)
+    fitter.fit(model, training.loader())
+    weights = training.full_weights(model)
     moved = (weights["generator.layers.2.weight"] - start).abs().max().item() if weights else 0.0
     return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
 
 
 def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    pl = load(package)
+    pl = training.load(package)
     model = _gan(pl, **options)
 
     def configure(self: Any) -> Any:
@@ -125,46 +115,46 @@ def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]
 
     type(model).configure_optimizers = configure
     # The sampler of the strategy, which shuffles.
-    trainer(pl, strategy="ddp_find_unused_parameters_true").fit(model, loader())
+    training.trainer(pl, strategy="ddp_find_unused_parameters_true").fit(model, training.loader())
     return model.losses, dict(model.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"shared": True}, {"toggle": False}, {"accumulate": True, "shared": True}])
 def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, options: dict[str, bool]) -> None:
-    losses, weights, kinds, moved = gloo.run(_train_gan, PACKAGES[0], world_size=4, **options)[0]
-    plain = gloo.run(_plain_gan, PACKAGES[0], world_size=1, **options)[0]
+    losses, weights, kinds, moved = gloo.run(_train_gan, training.PACKAGES[0], world_size=4, **options)[0]
+    plain = gloo.run(_plain_gan, training.PACKAGES[0], world_size=1, **options)[0]
     assert kinds == ["ParallelMuon", "ParallelMuon"]
     assert moved > 1e-2
     assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain[0] for x in pair], abs=2e-4)
-    assert max_difference(weights, plain[1]) < 2e-4
+    assert training.max_difference(weights, plain[1]) < 2e-4
 
 
 def _parameter_on_the_module(package: str) -> None:
-    pl = load(package)
-    model = language_model(pl, network=Network)
+    pl = training.load(package)
+    model = training.language_model(pl, network=training.Network)
     model.automatic_optimization = False
     model.scale = nn.Parameter(torch.ones(3, device="meta"))
-    trainer(pl).fit(model, loader())
+    training.trainer(pl).fit(model, training.loader())
 
 
 def test_a_meta_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
-        _parameter_on_the_module, PACKAGES[0], world_size=2, match="scale is on the meta device"
+        _parameter_on_the_module, training.PACKAGES[0], world_size=2, match="scale is on the meta device"
     )
 
 
 def _call_a_layer_of_a_child(package: str) -> str:
-    pl = load(package)
-    model = language_model(pl)
+    pl = training.load(package)
+    model = training.language_model(pl)
     model.automatic_optimization = False
     type(model).training_step = lambda self, batch, batch_idx: self.network.head(torch.ones(1, 16))
     try:
-        trainer(pl).fit(model, loader())
+        training.trainer(pl).fit(model, training.loader())
     except RuntimeError as error:
         return "\n".join(error.__notes__)
     return ""
 
 
 def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
-    for note in gloo.run(_call_a_layer_of_a_child, PACKAGES[0], world_size=2):
+    for note in gloo.run(_call_a_layer_of_a_child, training.PACKAGES[0], world_size=2):
         assert "child of the LightningModule itself" in note

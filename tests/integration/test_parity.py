@@ -19,17 +19,8 @@ import lightning_muon.accelerate
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.engine.options import Options
 from lightning_muon.optim.matrix_step import MatrixStep
-from tests.integration.integrations.transformers.runs import (
-    GLOBAL_BATCH,
-    LR,
-    WEIGHT_DECAY,
-    Samples,
-    causal_lm,
-    samples,
-    whole_weights,
-    written_out,
-)
-from tests.integration.training import EXACT, PACKAGES, load, max_difference, strategy_class
+from tests.integration.integrations.transformers import runs
+from tests.integration.training import EXACT, load, max_difference, strategy_class
 from tests.integration.training import trainer as lightning_trainer
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
@@ -46,15 +37,15 @@ class Case:
     max_norm: float = 0.3
 
 
-def _data(case: Case) -> Samples:
+def _data(case: Case) -> runs.Samples:
     # Means over equally many tokens on each rank, so that their mean is that of all.
-    return samples(case.num_steps * GLOBAL_BATCH, even=True)
+    return runs.samples(case.num_steps * runs.GLOBAL_BATCH, even=True)
 
 
 def _batches(case: Case) -> list[Batch]:
     """Those of this rank, one for each step."""
-    share = GLOBAL_BATCH // dist.get_world_size()
-    firsts = range(dist.get_rank() * share, case.num_steps * GLOBAL_BATCH, GLOBAL_BATCH)
+    share = runs.GLOBAL_BATCH // dist.get_world_size()
+    firsts = range(dist.get_rank() * share, case.num_steps * runs.GLOBAL_BATCH, runs.GLOBAL_BATCH)
     data = _data(case)
     return [{key: torch.stack([each[key] for each in data[i : i + share]]) for key in data[0]} for i in firsts]
 
@@ -65,16 +56,16 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
         {"params": [parameter for name, parameter in named if "norm" not in name]},
         {"params": [parameter for name, parameter in named if "norm" in name], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(groups, lr=runs.LR, weight_decay=runs.WEIGHT_DECAY)
 
 
 def _lightning(case: Case) -> nn.Module:
-    pl = load(PACKAGES[0])
+    pl = load()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = causal_lm()
+            self.net = runs.causal_lm()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             return self.net(**batch).loss
@@ -83,7 +74,7 @@ def _lightning(case: Case) -> nn.Module:
             return _adamw(self)
 
     module = Module()
-    strategy = strategy_class(PACKAGES[0])(optimizer=case.optimizer)
+    strategy = strategy_class()(optimizer=case.optimizer)
     fitter = lightning_trainer(
         pl, strategy=strategy, max_epochs=1, gradient_clip_val=case.max_norm, use_distributed_sampler=False
     )
@@ -92,13 +83,13 @@ def _lightning(case: Case) -> nn.Module:
 
 
 def _fabric(case: Case) -> nn.Module:
-    load(PACKAGES[0])
+    load()
     from lightning.fabric import Fabric
 
     strategy = strategy_class("lightning.fabric")(optimizer=case.optimizer)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
-    network = causal_lm()
+    network = runs.causal_lm()
     model, optimizer = fabric.setup(network, _adamw(network))
     for batch in _batches(case):
         fabric.backward(model(**batch).loss)
@@ -110,7 +101,7 @@ def _fabric(case: Case) -> nn.Module:
 
 def _accelerate(case: Case) -> nn.Module:
     accelerator = lightning_muon.accelerate.Accelerator(options=Options(optimizer=case.optimizer))
-    network = causal_lm()
+    network = runs.causal_lm()
     model, optimizer = accelerator.prepare(network, _adamw(network))
     for batch in _batches(case):
         accelerator.backward(model(**batch).loss)
@@ -121,17 +112,17 @@ def _accelerate(case: Case) -> nn.Module:
 
 
 def _weights_of_all() -> dict[str, dict[str, Tensor]]:
-    found = {run.__name__: whole_weights(run(Case())) for run in (_lightning, _fabric)}
+    found = {run.__name__: runs.whole_weights(run(Case())) for run in (_lightning, _fabric)}
     with fsdp2_on_cpu():
-        return found | {"_accelerate": whole_weights(_accelerate(Case()))}
+        return found | {"_accelerate": runs.whole_weights(_accelerate(Case()))}
 
 
 def test_all_frameworks_give_the_same_weights(gloo: ProcessPool) -> None:
     case = Case()
-    expected = written_out(
+    expected = runs.written_out(
         num_steps=case.num_steps, schedule=lambda step: 1.0, max_norm=case.max_norm, data=_data(case)
     )
-    start = whole_weights(causal_lm())
+    start = runs.whole_weights(runs.causal_lm())
     assert min((expected[name] - start[name]).abs().max() for name in start) > 0.01
     for name, weights in gloo.run(_weights_of_all, timeout=150)[0].items():
         # Sums in another order, of steps that are as many times as long as AdamW's.
@@ -146,9 +137,9 @@ def _early_gathers_that_count(run: Callable[[Case], nn.Module], max_norm: float)
     with fsdp2_on_cpu() if run is _accelerate else nullcontext():
         config = replace(EXACT, chunk_bytes=1)
         case = Case(num_steps=4, max_norm=max_norm)
-        expected = whole_weights(run(replace(case, optimizer=replace(config, overlap="off"))))
+        expected = runs.whole_weights(run(replace(case, optimizer=replace(config, overlap="off"))))
         with mock.patch.object(MatrixStep, "run", autospec=True, side_effect=MatrixStep.run) as step:
-            found = whole_weights(run(replace(case, optimizer=replace(config, overlap="backward"))))
+            found = runs.whole_weights(run(replace(case, optimizer=replace(config, overlap="backward"))))
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     return [len(call.args[1].valid) for call in step.call_args_list]
 

@@ -8,23 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integration.training import (
-    PACKAGES,
-    Block,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
 def _dtypes(package: str, precision: str, manual: bool = False) -> dict[str, Any]:
-    pl = load(package)
+    pl = training.load(package)
     seen: dict[str, Any] = {}
 
-    class Spying(Block):
+    class Spying(training.Block):
         def forward(self, x: Tensor) -> Tensor:
             seen["weight"], seen["input"] = self.up.weight.dtype, x.dtype
             return super().forward(x)
@@ -55,7 +47,7 @@ def _dtypes(package: str, precision: str, manual: bool = False) -> dict[str, Any
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     model = Regression()
-    trainer(pl, precision=precision, max_epochs=1).fit(model, loader())
+    training.trainer(pl, precision=precision, max_epochs=1).fit(model, training.loader())
     seen["parameter"] = next(model.parameters()).dtype
     seen["gradient"] = model.reduced
     return seen
@@ -75,15 +67,15 @@ _FLOAT, _BFLOAT = torch.float32, torch.bfloat16
     ],
 )  # fmt: skip
 def test_a_precision_computes_in_what_it_says(gloo: ProcessPool, precision: str, expected: Any) -> None:
-    for seen in gloo.run(_dtypes, PACKAGES[0], precision, world_size=2):
+    for seen in gloo.run(_dtypes, training.PACKAGES[0], precision, world_size=2):
         assert {key: seen[key] for key in expected} == expected
     if precision == "bf16-mixed":
-        for seen in gloo.run(_dtypes, PACKAGES[0], precision, True, world_size=2):
+        for seen in gloo.run(_dtypes, training.PACKAGES[0], precision, True, world_size=2):
             assert (seen["weight"], seen["loss"], seen["parameter"]) == (_BFLOAT, _FLOAT, _FLOAT)
 
 
 def _regression_targets(package: str) -> list[float]:
-    pl = load(package)
+    pl = training.load(package)
     seen: list[float] = []
 
     class Targets(pl.LightningModule):
@@ -96,12 +88,14 @@ def _regression_targets(package: str) -> list[float]:
             return nn.functional.mse_loss(self.last(self.layer(batch[0])), batch[1])
 
     data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.full((4, 1), 1000.125))
-    trainer(pl, precision="bf16-mixed", max_steps=1).fit(Targets(), torch.utils.data.DataLoader(data, batch_size=2))
+    training.trainer(pl, precision="bf16-mixed", max_steps=1).fit(
+        Targets(), torch.utils.data.DataLoader(data, batch_size=2)
+    )
     return seen
 
 
 def test_mixed_precision_does_not_round_the_batch(gloo: ProcessPool) -> None:
-    assert gloo.run(_regression_targets, PACKAGES[0], world_size=2)[0] == [1000.125]
+    assert gloo.run(_regression_targets, training.PACKAGES[0], world_size=2)[0] == [1000.125]
 
 
 class _Convolutions(nn.Module):
@@ -116,18 +110,18 @@ class _Convolutions(nn.Module):
 
 
 def _batch_norm(package: str, directory: str) -> tuple[Tensor, Tensor, float]:
-    pl = load(package)
-    model = language_model(pl, network=_Convolutions)
-    fitter = trainer(pl, precision="bf16-mixed")
-    fitter.fit(model, loader(), loader())
+    pl = training.load(package)
+    model = training.language_model(pl, network=_Convolutions)
+    fitter = training.trainer(pl, precision="bf16-mixed")
+    fitter.fit(model, training.loader(), training.loader())
     fitter.save_checkpoint(f"{directory}/norm.ckpt")
-    val = fitter.validate(model, loader(), verbose=False)[0]["val"]
-    weights = full_weights(model)
+    val = fitter.validate(model, training.loader(), verbose=False)[0]["val"]
+    weights = training.full_weights(model)
     return model.network.norm.running_mean, weights.get("network.norm.running_mean", torch.zeros(8)), val
 
 
 def test_batch_norms_keep_float32_and_end_as_on_rank_0(gloo: ProcessPool, tmp_path: Any) -> None:
-    outcomes = gloo.run(_batch_norm, PACKAGES[0], str(tmp_path), world_size=2)
+    outcomes = gloo.run(_batch_norm, training.PACKAGES[0], str(tmp_path), world_size=2)
     assert outcomes[0][0].dtype == torch.float32
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][0].abs().max() > 0

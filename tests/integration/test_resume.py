@@ -10,24 +10,12 @@ import torch
 from torch import nn
 
 from lightning_muon import ParallelMuon
-from tests.integration.training import (
-    EXACT,
-    PACKAGES,
-    Network,
-    adamw,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
 def _scheduled(module: nn.Module) -> Any:
-    optimizer = adamw(module)
+    optimizer = training.adamw(module)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=24)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -40,7 +28,7 @@ def _two_groups(module: nn.Module) -> Any:
 _CONFIGURE: dict[str, Any] = {
     "groups": _two_groups,
     "elementwise": lambda module: ParallelMuon([{"params": module.parameters(), "algorithm": "adamw"}], lr=1e-2),
-    "adamw": adamw,
+    "adamw": training.adamw,
     "scheduled": _scheduled,
     "muon": lambda module: ParallelMuon(module.parameters(), lr=1e-2),
     "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=1e-1, momentum=0.9),
@@ -51,28 +39,28 @@ _CONFIGURE: dict[str, Any] = {
 def _run(
     directory: str,
     *,
-    package: str = PACKAGES[0],
+    package: str = training.PACKAGES[0],
     resume: str | None = None,
     configure: str = "scheduled",
     **options: Any,
 ) -> tuple[list[float], dict[str, Any], list[str]]:
     """Train for up to two epochs; with a directory, keep a checkpoint of each epoch."""
-    pl = load(package)
+    pl = training.load(package)
     tied, sharded = options.pop("tied", False), options.pop("sharded", True)
     sizes, compiled = options.pop("sizes", {}), options.pop("compiled", False)
 
     def network() -> nn.Module:
-        plain = Network(tied=tied)
+        plain = training.Network(tied=tied)
         return torch.compile(plain, backend="eager") if compiled else plain  # type: ignore[return-value]
 
-    model = language_model(pl, configure=_CONFIGURE[configure], network=network, seed=1 if resume else 0)
+    model = training.language_model(pl, configure=_CONFIGURE[configure], network=network, seed=1 if resume else 0)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
-    strategy = strategy_class(package)(**sizes, save_distributed_checkpoint=sharded)
-    fitter = trainer(
+    strategy = training.strategy_class(package)(**sizes, save_distributed_checkpoint=sharded)
+    fitter = training.trainer(
         pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **({"max_epochs": 2} | options)
     )
-    fitter.fit(model, loader(), ckpt_path=resume, weights_only=False)
-    return model.losses, full_weights(model), sorted(path.name for path in Path(directory).iterdir())
+    fitter.fit(model, training.loader(), ckpt_path=resume, weights_only=False)
+    return model.losses, training.full_weights(model), sorted(path.name for path in Path(directory).iterdir())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +69,7 @@ def _run(
         (4, {"sizes": {"replicate_size": 2}, "sharded": False}),
         (3, {"configure": "muon", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         (2, {"configure": "sgd", "precision": "bf16-mixed"}),
-        (2, {"precision": "bf16-true", "configure": "default", "package": PACKAGES[1]}),
+        (2, {"precision": "bf16-true", "configure": "default", "package": training.PACKAGES[1]}),
         (2, {"tied": True, "compiled": True, "sharded": False}),
     ],
 )
@@ -114,7 +102,7 @@ def test_a_run_is_resumed_with_the_same_or_another_sharding(
     gloo: ProcessPool, tmp_path: Path, saved: tuple[str, int], sharded: bool, readers: list[tuple[str, int]]
 ) -> None:
     def run(folder: str, kind: tuple[str, int], resume: str | None = None) -> tuple[list[float], dict[str, Any]]:
-        sizes = {"sharding": kind[0], "optimizer": EXACT}
+        sizes = {"sharding": kind[0], "optimizer": training.EXACT}
         options = {"sizes": sizes, "sharded": sharded, "resume": resume, "configure": "adamw"}
         options |= {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
         return gloo.run(_run, str(tmp_path / folder), world_size=kind[1], **options)[0][:2]
@@ -127,7 +115,7 @@ def test_a_run_is_resumed_with_the_same_or_another_sharding(
             assert all(torch.equal(resumed[name], weights[name]) for name in weights)
         else:
             assert resumed_losses == pytest.approx(losses[len(losses) // 2 :], abs=2e-5)
-            assert max_difference(resumed, weights) < 5e-5
+            assert training.max_difference(resumed, weights) < 5e-5
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
-from lightning_muon.integrations.registry import strategy_class as strategy_class
+from lightning_muon.integrations import registry
 from tests.support.programs import program_environment
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -69,7 +69,7 @@ def dataset(num_samples: int = 48) -> TensorDataset:
     return TensorDataset(tokens, (3 * tokens + 1) % VOCABULARY)
 
 
-def load(package: str) -> Any:
+def load(package: str = PACKAGES[0]) -> Any:
     """One of the two packages of Lightning, in a worker of the pool, which launches no further processes."""
     os.environ["TORCHELASTIC_RUN_ID"] = "pool"
     return importlib.import_module(package)
@@ -139,6 +139,10 @@ def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) ->
     sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
     return DataLoader(dataset(num_samples), batch_size=global_batch, sampler=sampler)
+
+
+def strategy_class(package: str = PACKAGES[0]) -> Any:
+    return registry.strategy_class(package)
 
 
 def full_weights(module: nn.Module) -> dict[str, Tensor]:

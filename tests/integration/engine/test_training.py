@@ -11,21 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
-from tests.integration.integrations.fabric.loop import (
-    adamw,
-    end,
-    micro_batch,
-    network,
-    own_rows,
-    reference,
-    set_up,
-)
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import full_weights, loss_of, max_difference
 from tests.support.processes import ProcessPool
 
 
 def _with_closure() -> dict[str, Tensor]:
-    fabric, model, optimizer = set_up()
+    fabric, model, optimizer = loop.set_up()
     losses = []
     for step in range(4):
 
@@ -33,7 +25,7 @@ def _with_closure() -> dict[str, Tensor]:
             optimizer.zero_grad()
             loss = torch.zeros(())
             for index in range(2):
-                tokens, targets = own_rows(fabric, micro_batch(step, index))
+                tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, index))
                 with fabric.no_backward_sync(model, enabled=index == 0):
                     loss = loss_of(model(tokens), targets) / 2
                     fabric.backward(loss)
@@ -41,16 +33,16 @@ def _with_closure() -> dict[str, Tensor]:
 
         losses.append(optimizer.step(closure))
     assert all(isinstance(loss, Tensor) and loss.isfinite() for loss in losses)
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 def test_a_closure_computes_the_gradients_of_its_step(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_with_closure, world_size=2)[0], reference()) <= 1e-6
+    assert max_difference(gloo.run(_with_closure, world_size=2)[0], loop.reference()) <= 1e-6
 
 
 def _clip_a_nan() -> None:
-    fabric, model, optimizer = set_up()
-    tokens, targets = own_rows(fabric, micro_batch(0, 0))
+    fabric, model, optimizer = loop.set_up()
+    tokens, targets = loop.own_rows(fabric, loop.micro_batch(0, 0))
     fabric.backward(loss_of(model(tokens), targets) * (float("nan") if dist.get_rank() else 1.0))
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
@@ -61,8 +53,8 @@ def test_a_nan_raises_on_all_ranks_where_clipping_is_asked_to(gloo: ProcessPool)
 
 
 def _never_reduced(what: str) -> None:
-    fabric, model, optimizer = set_up()
-    tokens, targets = own_rows(fabric, micro_batch(0, 0))
+    fabric, model, optimizer = loop.set_up()
+    tokens, targets = loop.own_rows(fabric, loop.micro_batch(0, 0))
     if what == "backward":
         loss_of(model(tokens), targets).backward()
     with fabric.no_backward_sync(model):
@@ -88,14 +80,14 @@ def _forward_before_step(kind: str) -> dict[str, Tensor]:
     with contextlib.ExitStack() as stack:
         if kind == "accelerate":
             runner: Any = stack.enter_context(accelerator_on_cpu(accumulate=1))
-            module: Any = network()
-            model, optimizer = runner.prepare(module, adamw(module))
+            module: Any = loop.network()
+            model, optimizer = runner.prepare(module, loop.adamw(module))
         else:
-            runner, model, optimizer = set_up()
+            runner, model, optimizer = loop.set_up()
             module = model.module
             stack.callback(runner.strategy.teardown)
         for step in range(4):
-            tokens, targets = (whole[dist.get_rank() :: 2] for whole in micro_batch(step, 0))
+            tokens, targets = (whole[dist.get_rank() :: 2] for whole in loop.micro_batch(step, 0))
             runner.backward(loss_of(model(tokens), targets))
             assert loss_of(model(tokens), targets).isfinite()
             optimizer.step()
@@ -105,23 +97,23 @@ def _forward_before_step(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["fabric", "accelerate"])
 def test_a_forward_before_the_step_leaves_no_old_weights(gloo: ProcessPool, kind: str) -> None:
-    expected = reference(accumulate=1)
+    expected = loop.reference(accumulate=1)
     assert max_difference(gloo.run(_forward_before_step, kind, world_size=2)[0], expected) <= 1e-6
 
 
 def _thrown_away(**options: Any) -> dict[str, Tensor]:
     """A micro-batch without reduction that ``zero_grad`` throws away, before each step."""
-    fabric, model, optimizer = set_up(**options)
+    fabric, model, optimizer = loop.set_up(**options)
     for step in range(4):
         for index in range(2):
-            tokens, targets = own_rows(fabric, micro_batch(step, 1 - index))
+            tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, 1 - index))
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(loss_of(model(tokens), targets) * (1.0 if index else 1000.0))
             if index == 0:
                 optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +121,4 @@ def _thrown_away(**options: Any) -> dict[str, Tensor]:
 )
 def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
     found = gloo.run(_thrown_away, world_size=2, **options)[0]
-    assert max_difference(found, reference(accumulate=1)) <= 1e-6
+    assert max_difference(found, loop.reference(accumulate=1)) <= 1e-6

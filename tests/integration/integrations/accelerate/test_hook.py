@@ -16,15 +16,7 @@ from torch import Tensor
 from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.integrations.accelerate.accelerator import Accelerator
-from tests.integration.integrations.transformers.runs import (
-    LR,
-    WEIGHT_DECAY,
-    accelerator_of,
-    causal_lm,
-    trainer,
-    whole_weights,
-    written_out,
-)
+from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
 
@@ -38,22 +30,22 @@ def _trained(directory: str, parallel: str, *, resume: str = "", **options: Any)
         mock.patch.object(accelerate, "Accelerator", accelerate.Accelerator),
         mock.patch.object(accelerate.accelerator, "Accelerator", accelerate.Accelerator),
         mock.patch.object(transformers.trainer, "Accelerator", accelerate.Accelerator),
-        accelerator_of(parallel),
+        runs.accelerator_of(parallel),
         mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": f"{directory}/options.yaml"}),
     ):
         replace_accelerator()
-        run = trainer(
+        run = runs.trainer(
             f"{directory}/out",
-            causal_lm(seed=int(os.environ["RANK"]) if parallel != "none" and not resume else 0),
+            runs.causal_lm(seed=int(os.environ["RANK"]) if parallel != "none" and not resume else 0),
             optimizer_cls_and_kwargs=None,
-            learning_rate=LR,
-            weight_decay=WEIGHT_DECAY,
+            learning_rate=runs.LR,
+            weight_decay=runs.WEIGHT_DECAY,
             accumulate=2,
             **options,
         )
         assert isinstance(run.accelerator, Accelerator)
         run.train(resume_from_checkpoint=resume or None)
-        result = type(run.optimizer.optimizer).__name__, whole_weights(run.model)
+        result = type(run.optimizer.optimizer).__name__, runs.whole_weights(run.model)
         run.accelerator.free_memory()
         return result
 
@@ -65,8 +57,8 @@ def test_an_unchanged_trainer_trains_with_parallel_muon(
     (tmp_path / "options.yaml").write_text(_EXACT + ("sharding: ddp\n" if parallel == "ddp" else ""))
     found = gloo.run(_trained, str(tmp_path), parallel, max_grad_norm=0.1, world_size=world_size)[0]
     assert found[0] == ParallelMuon.__name__
-    expected = written_out(max_norm=0.1)
-    assert max_difference(expected, written_out()) > 1e-4
+    expected = runs.written_out(max_norm=0.1)
+    assert max_difference(expected, runs.written_out()) > 1e-4
     assert max_difference(found[1], expected) <= 1e-6
 
 

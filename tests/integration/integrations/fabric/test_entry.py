@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.integration.integrations.fabric.loop import (
-    HYPER,
-    adamw,
-    end,
-    launch,
-    micro_batch,
-    own_rows,
-    reference,
-    run_steps,
-    weights,
-)
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import Network, loss_of, max_difference
 from tests.support.processes import ProcessPool
 
@@ -41,36 +31,36 @@ def _model() -> Any:
 
 def _train() -> tuple[dict[str, Tensor], Tensor, list[bool]]:
     """Train through a marked method, with evaluations in between."""
-    fabric = launch(reshard_after_forward=False)  # Weights stay whole for a backward pass that may come.
+    fabric = loop.launch(reshard_after_forward=False)  # Weights stay whole for a backward pass that may come.
     model = _model()
-    model, optimizer = fabric.setup(model, adamw(model))
+    model, optimizer = fabric.setup(model, loop.adamw(model))
     model.mark_forward_method("loss")
     model.mark_forward_method("predict")
     found = torch.empty(0)
     are_shards = []
     for step in range(4):
         with torch.inference_mode() if step % 2 else torch.no_grad():
-            found = model.predict(micro_batch(step, 0)[0]).clone()
+            found = model.predict(loop.micro_batch(step, 0)[0]).clone()
         are_shards.append(all(isinstance(parameter, DTensor) for parameter in model.parameters()))
         optimizer.zero_grad()
         for index in range(2):
-            tokens, targets = own_rows(fabric, micro_batch(step, index))
+            tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, index))
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(model.loss(tokens, targets=targets) / 2)
         optimizer.step()
-    result = weights(model)
+    result = loop.weights(model)
     fabric.strategy.teardown()
     return result, found, are_shards
 
 
 def test_marked_methods_train_and_evaluate(gloo: ProcessPool) -> None:
     found, predicted, are_shards = gloo.run(_train, world_size=2)[0]
-    assert max_difference(found, reference()) <= 1e-6
+    assert max_difference(found, loop.reference()) <= 1e-6
     assert are_shards == [True] * 4
     alone = _model()
-    alone.load_state_dict(reference(steps=3))
+    alone.load_state_dict(loop.reference(steps=3))
     with torch.no_grad():
-        assert torch.equal(predicted, alone.predict(micro_batch(3, 0)[0]))
+        assert torch.equal(predicted, alone.predict(loop.micro_batch(3, 0)[0]))
 
 
 def _make_lightning_module() -> Any:
@@ -87,40 +77,40 @@ def _make_lightning_module() -> Any:
             return loss_of(self.network(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), **HYPER)
+            return torch.optim.AdamW(self.parameters(), **loop.HYPER)
 
     return Module()
 
 
 def _lightning_module() -> dict[str, Tensor]:
-    fabric = launch()
+    fabric = loop.launch()
     module = _make_lightning_module()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     for step in range(4):
         optimizer.zero_grad()
         for index in range(2):
             with fabric.no_backward_sync(model, enabled=index == 0):
-                fabric.backward(model.training_step(own_rows(fabric, micro_batch(step, index))) / 2)
+                fabric.backward(model.training_step(loop.own_rows(fabric, loop.micro_batch(step, index))) / 2)
         optimizer.step()
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 def test_steps_of_a_lightning_module_work_in_fabric(gloo: ProcessPool) -> None:
-    expected = {f"network.{name}": value for name, value in reference().items()}
+    expected = {f"network.{name}": value for name, value in loop.reference().items()}
     assert max_difference(gloo.run(_lightning_module, world_size=2)[0], expected) <= 1e-6
 
 
 def _compiled() -> dict[str, Tensor]:
-    fabric = launch()
+    fabric = loop.launch()
     plain = _model()
-    optimizer: Any = adamw(plain)
+    optimizer: Any = loop.adamw(plain)
     model, optimizer = fabric.setup(torch.compile(plain, backend="eager"), optimizer)
-    run_steps(fabric, model, optimizer)
-    result = weights(model._orig_mod if hasattr(model, "_orig_mod") else model)
+    loop.run_steps(fabric, model, optimizer)
+    result = loop.weights(model._orig_mod if hasattr(model, "_orig_mod") else model)
     fabric.strategy.teardown()
     return result
 
 
 @pytest.mark.timeout(120)
 def test_a_compiled_module_stays_compiled(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_compiled, world_size=2, timeout=100)[0], reference()) <= 1e-6
+    assert max_difference(gloo.run(_compiled, world_size=2, timeout=100)[0], loop.reference()) <= 1e-6

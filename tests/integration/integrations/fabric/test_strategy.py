@@ -13,21 +13,7 @@ from torch import Tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.integrations.fabric.loop import (
-    FABRICS,
-    HYPER,
-    MATRICES,
-    adamw,
-    end,
-    launch,
-    micro_batch,
-    network,
-    own_rows,
-    reference,
-    run_steps,
-    set_up,
-    weights,
-)
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import Network, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
@@ -37,33 +23,33 @@ _TOLERANCE = 1e-6
 
 
 def _train(
-    package: str = FABRICS[0],
+    package: str = loop.FABRICS[0],
     *,
     apart: bool = False,
     own: bool = False,
     clip: dict[str, float] | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    fabric = launch(package, **options)
-    model: Any = network(seed=dist.get_rank())
+    fabric = loop.launch(package, **options)
+    model: Any = loop.network(seed=dist.get_rank())
     optimizer: Any
     if apart:
         model = fabric.setup_module(model)
         options = {"compute_dtype": "float32", "wire_dtype": "float32", "muon_lr_factor": MEASURED_MUON_LR_FACTOR}
-        optimizer = fabric.setup_optimizers(ParallelMuon(model, **options, **HYPER) if own else adamw(model))
+        optimizer = fabric.setup_optimizers(ParallelMuon(model, **options, **loop.HYPER) if own else loop.adamw(model))
     else:
-        model, optimizer = fabric.setup(model, adamw(model))
-    run_steps(
+        model, optimizer = fabric.setup(model, loop.adamw(model))
+    loop.run_steps(
         fabric, model, optimizer, clip=(lambda: fabric.clip_gradients(model, optimizer, **clip)) if clip else None
     )
     assert isinstance(optimizer, ParallelMuon)
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (2, {"package": FABRICS[1], "apart": True}),
+        (2, {"package": loop.FABRICS[1], "apart": True}),
         (2, {"apart": True, "own": True}),
         (4, {"replicate_size": 2, "clip": {"max_norm": 0.1}}),
         (4, {"sharding": "zero2", "replicate_size": 2, "clip": {"max_norm": 0.1}}),
@@ -74,17 +60,17 @@ def _train(
 )
 def test_weights_are_those_of_one_process(gloo: ProcessPool, world_size: int, options: dict[str, Any]) -> None:
     clip = options.get("clip", {})
-    expected = reference(max_norm=clip.get("max_norm"), max_value=clip.get("clip_val"))
-    assert not clip or max_difference(expected, reference()) > 1e-3
+    expected = loop.reference(max_norm=clip.get("max_norm"), max_value=clip.get("clip_val"))
+    assert not clip or max_difference(expected, loop.reference()) > 1e-3
     found = gloo.run(_train, world_size=world_size, **options)
     assert max_difference(found[0], expected) <= _TOLERANCE
 
 
 def _scheduled(*, when: str) -> dict[str, Tensor]:
     """A scheduler that the strategy is not told of, of the user's optimizer or of what Fabric has returned."""
-    fabric = launch()
-    model: Any = network()
-    given = optimizer = adamw(model)
+    fabric = loop.launch()
+    model: Any = loop.network()
+    given = optimizer = loop.adamw(model)
     make = torch.optim.lr_scheduler.LambdaLR
     scheduler: Any = None if when == "after" else make(given, lambda step: 1.0 / (1 + step))
     if when == "given":
@@ -95,26 +81,26 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         # Schedulers warn if nobody steps their optimizer.
         warnings.filterwarnings("error", message=r".*`(optimizer|lr_scheduler)\.step")
-        run_steps(fabric, model, optimizer, scheduler=scheduler)
+        loop.run_steps(fabric, model, optimizer, scheduler=scheduler)
     assert given.param_groups is optimizer.param_groups
     with pytest.raises(RuntimeError, match="a ParallelMuon has taken its place"):
         given.step()
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
-    expected = reference(rate=lambda step: 1.0 / (1 + step))
+    expected = loop.reference(rate=lambda step: 1.0 / (1 + step))
     for when in ("before", "given", "after"):
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
 
 
 def _two_optimizers(*, apart: bool) -> dict[str, Tensor]:
     """Matrices and the rest have optimizers of their own, and a kept one works beside ours."""
-    fabric = launch()
-    model: Any = network()
+    fabric = loop.launch()
+    model: Any = loop.network()
     named = dict(model.named_parameters())
-    muon = torch.optim.AdamW([named[name] for name in MATRICES], **HYPER)
-    rest = torch.optim.AdamW([value for name, value in named.items() if name not in MATRICES], **HYPER)
+    muon = torch.optim.AdamW([named[name] for name in loop.MATRICES], **loop.HYPER)
+    rest = torch.optim.AdamW([value for name, value in named.items() if name not in loop.MATRICES], **loop.HYPER)
     if apart:
         model = fabric.setup_module(model)
         muon, rest = fabric.setup_optimizers(muon, rest)
@@ -125,63 +111,65 @@ def _two_optimizers(*, apart: bool) -> dict[str, Tensor]:
         for optimizer in (muon, rest):
             optimizer.zero_grad()
         for index in range(2):
-            tokens, targets = own_rows(fabric, micro_batch(step, index))
+            tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, index))
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(loss_of(model(tokens), targets) / 2)
         muon.step()
         rest.step()
-    return end(fabric, model)
+    return loop.end(fabric, model)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_module_may_have_several_optimizers(gloo: ProcessPool, apart: bool) -> None:
-    assert max_difference(gloo.run(_two_optimizers, apart=apart, world_size=2)[0], reference()) <= _TOLERANCE
+    assert max_difference(gloo.run(_two_optimizers, apart=apart, world_size=2)[0], loop.reference()) <= _TOLERANCE
 
 
 def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
-    fabric = launch(sharding=sharding)
-    pairs: list[Any] = [fabric.setup(module, adamw(module)) for module in (network(0), network(1))]
+    fabric = loop.launch(sharding=sharding)
+    pairs: list[Any] = [fabric.setup(module, loop.adamw(module)) for module in (loop.network(0), loop.network(1))]
     (first, _), (second, _) = pairs
     for step in range(3):
-        tokens, targets = own_rows(fabric, micro_batch(step, 0))
+        tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, 0))
         fabric.backward(loss_of(first(tokens) + second(tokens), targets))
         for _, optimizer in pairs:
             optimizer.step()
             optimizer.zero_grad()
         # Only one of them runs.
-        tokens, targets = own_rows(fabric, micro_batch(step, 1))
+        tokens, targets = loop.own_rows(fabric, loop.micro_batch(step, 1))
         fabric.backward(loss_of(first(tokens), targets))
         pairs[0][1].step()
         pairs[0][1].zero_grad()
-    result = [weights(model) for model, _ in pairs]
+    result = [loop.weights(model) for model, _ in pairs]
     fabric.strategy.teardown()
     return result
 
 
 def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
-    fabric = launch(**options)
-    module: Any = network()
-    first, _ = fabric.setup(module, adamw(module))
-    model, optimizer = fabric.setup(module, adamw(module))
+    fabric = loop.launch(**options)
+    module: Any = loop.network()
+    first, _ = fabric.setup(module, loop.adamw(module))
+    model, optimizer = fabric.setup(module, loop.adamw(module))
     model = first if calls_first else model
-    run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=0.1))
-    return end(fabric, model)
+    loop.run_steps(fabric, model, optimizer, clip=lambda: fabric.clip_gradients(model, optimizer, max_norm=0.1))
+    return loop.end(fabric, model)
 
 
 @pytest.mark.parametrize(("sharding", "calls_first"), [("fsdp", True), ("zero2", False)])
 def test_a_module_may_be_set_up_again(gloo: ProcessPool, sharding: str, calls_first: bool) -> None:
     found = gloo.run(_set_up_twice, calls_first=calls_first, sharding=sharding, world_size=2)[0]
-    assert max_difference(found, reference(max_norm=0.1)) <= _TOLERANCE
+    assert max_difference(found, loop.reference(max_norm=0.1)) <= _TOLERANCE
 
 
 def _two_modules_alone() -> list[dict[str, Tensor]]:
-    modules = [network(0), network(1)]
-    optimizers = [MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER) for module in modules]
+    modules = [loop.network(0), loop.network(1)]
+    optimizers = [
+        MuonAndAdamW(module, loop.MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **loop.HYPER) for module in modules
+    ]
     for step in range(3):
         for index, used in ((0, 2), (1, 1)):
             for module in modules:
                 module.zero_grad()
-            tokens, targets = micro_batch(step, index)
+            tokens, targets = loop.micro_batch(step, index)
             logits = sum(module(tokens) for module in modules[:used])
             loss_of(logits, targets).backward()  # type: ignore[arg-type]
             for optimizer in optimizers[:used]:
@@ -197,19 +185,19 @@ def test_modules_with_optimizers_of_their_own_share_a_loss(gloo: ProcessPool, sh
 
 
 def _not_set_up(what: str) -> None:
-    fabric = launch()
-    model: Any = network()
-    foreign = adamw(Network())
+    fabric = loop.launch()
+    model: Any = loop.network()
+    foreign = loop.adamw(Network())
     if what == "ranks" and fabric.global_rank == 1:
         fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if what == "setup":
         model = fabric.setup_module(model)
         fabric.setup_optimizers(foreign)
-    model, optimizer = fabric.setup(model, adamw(model))
+    model, optimizer = fabric.setup(model, loop.adamw(model))
     if what == "shared":
-        fabric.setup(torch.nn.Sequential(model.module), adamw(model))
+        fabric.setup(torch.nn.Sequential(model.module), loop.adamw(model))
     if what == "first":
-        fabric.setup(model.module, adamw(model))
+        fabric.setup(model.module, loop.adamw(model))
         optimizer.step()
     if what == "step":
         fabric.strategy.optimizer_step(foreign)
@@ -238,11 +226,11 @@ def test_what_cannot_work_is_an_error_on_all_ranks(
 
 
 def _precision(precision: str) -> tuple[dict[str, Tensor], list[torch.dtype]]:
-    fabric, model, optimizer = set_up(precision=precision)
-    run_steps(fabric, model, optimizer)
-    tokens, _ = own_rows(fabric, micro_batch(0, 0))
+    fabric, model, optimizer = loop.set_up(precision=precision)
+    loop.run_steps(fabric, model, optimizer)
+    tokens, _ = loop.own_rows(fabric, loop.micro_batch(0, 0))
     dtypes = [next(model.parameters()).dtype, model(tokens).dtype]
-    result = weights(model)
+    result = loop.weights(model)
     fabric.strategy.teardown()
     return result, dtypes
 
@@ -252,7 +240,7 @@ def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
         found, dtypes = gloo.run(_precision, precision, world_size=2)[0]
         assert dtypes == [dtype, torch.float32]
         # bfloat16 has 8 bits; where a gradient is near zero, AdamW then steps in another direction.
-        initial, exact = network().state_dict(), reference()
+        initial, exact = loop.network().state_dict(), loop.reference()
         distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
         way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
         assert 1e-4 < distance / way < 0.3, precision
@@ -260,25 +248,25 @@ def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
 
 def _train_from_meta(sharding: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights after ``setup``, and after a training that starts from the weights in ``file``."""
-    fabric = launch(sharding=sharding)
+    fabric = loop.launch(sharding=sharding)
     with fabric.init_module(empty_init=True):
-        model: Any = network(seed=dist.get_rank())
+        model: Any = loop.network(seed=dist.get_rank())
     assert all(parameter.is_meta for parameter in model.parameters())
-    model, optimizer = fabric.setup(model, adamw(model))
-    initial = weights(model)
+    model, optimizer = fabric.setup(model, loop.adamw(model))
+    initial = loop.weights(model)
     fabric.load_raw(file, model)
-    run_steps(fabric, model, optimizer)
-    result = weights(model)
+    loop.run_steps(fabric, model, optimizer)
+    result = loop.weights(model)
     fabric.strategy.teardown()
     return initial, result
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
 def test_empty_modules_are_initialized_and_load_weights(gloo: ProcessPool, sharding: str, tmp_path: Path) -> None:
-    plain = network().state_dict()
+    plain = loop.network().state_dict()
     torch.save(plain, tmp_path / "raw.pt")
     initial, trained = gloo.run(_train_from_meta, sharding, str(tmp_path / "raw.pt"), world_size=2)[0]
     for name, weight in plain.items():
         # Of the size that reset_parameters gives them.
         assert 0.5 < (initial[name].norm() + 0.1) / (weight.norm() + 0.1) < 2.0, name
-    assert max_difference(trained, reference()) <= 1e-6
+    assert max_difference(trained, loop.reference()) <= 1e-6
