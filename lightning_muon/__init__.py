@@ -117,12 +117,7 @@ def __getattr__(name: str) -> Any:
         name = "ExchangeStep"
     for home, names in _HOMES.items():
         if name in names.split():
-            try:
-                return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-            except ModuleNotFoundError as error:
-                if error.name not in ("lightning", "lightning_fabric"):
-                    raise
-                raise ModuleNotFoundError(f'{name} needs Lightning: pip install "lightning-muon[lightning]"') from error
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
-from lightning_muon.config import (
-    MuonConfig,
-    check_hyperparameters,
-    option_docs,
-    takes_options,
-    unknown_option,
-)
+from lightning_muon.config import MuonConfig, check_hyperparameters, option_docs, takes_options, unknown_option
 from lightning_muon.engine.options import Options
 
 
@@ -83,8 +77,15 @@ def test_a_wrong_keyword_names_the_nearest_one() -> None:
         Base(1, depth=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'"):
         Base()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^MuonConfig: .*'momentun'; did you mean 'momentum'"):
-        MuonConfig(momentun=0.9)  # type: ignore[call-arg]
+    kind: Any
+    for kind in (MuonConfig, ParallelMuon, FlexDeMo):
+        with pytest.raises(TypeError, match=f"^{kind.__name__}: .*'ns_stepss'; did you mean 'ns_steps'"):
+            kind(ns_stepss=3)
+    for kind in (Options, ParallelMuonStrategy, ParallelMuonFabricStrategy):
+        with pytest.raises(TypeError, match=r": there is no option 'replicat_size'; did you mean 'replicate_size'\?"):
+            kind(replicat_size=2)
+        with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs under optimizer:"):
+            kind(momentum=0.9)
 
 
 _SIGNATURES = [

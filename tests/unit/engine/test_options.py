@@ -1,4 +1,3 @@
-import importlib
 import json
 import re
 from dataclasses import asdict
@@ -7,17 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
-from lightning_muon import (
-    DCTTopK,
-    FlexDeMo,
-    FlexDeMoConfig,
-    MuonConfig,
-    Options,
-    ParallelMuon,
-    ParallelMuonStrategy,
-)
+from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
 
 
 @pytest.mark.parametrize(
@@ -114,18 +104,6 @@ def test_keys_of_a_config_need_no_class_path() -> None:
     config = MuonConfig(lr=0.25)
     assert Options.from_mapping({"optimizer": config}).optimizer is config
     assert Options.from_mapping({"optimizer": "keep"}).optimizer == "keep"
-
-
-def test_a_wrong_keyword_names_the_nearest_one() -> None:
-    fabric = importlib.import_module("lightning_muon.integrations.fabric")
-    for call in (Options, ParallelMuonStrategy, fabric.ParallelMuonFabricStrategy):
-        with pytest.raises(TypeError, match=r": there is no option 'replicat_size'; did you mean 'replicate_size'\?"):
-            call(replicat_size=2)
-        with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs under optimizer:"):
-            call(momentum=0.9)
-    for optimizer in (ParallelMuon, FlexDeMo):
-        with pytest.raises(TypeError, match=f"^{optimizer.__name__}: .*'ns_stepss'; did you mean 'ns_steps'"):
-            optimizer(nn.Linear(2, 3), ns_stepss=3)
 
 
 @pytest.mark.parametrize(
