@@ -46,14 +46,13 @@ def test_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, 
 
 
 def _finetune(
-    package: str,
     directory: str,
     *,
     unfreeze_at: int = 1,
     resume: str | None = None,
     sizes: dict[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
-    pl = training.load(package)
+    pl = training.load()
 
     class UnfreezeBlocks(pl.callbacks.BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
@@ -69,7 +68,7 @@ def _finetune(
 
     model = training.language_model(pl, configure=configure)
     # Until the blocks train, nothing does that is a matrix.
-    strategy = training.strategy_class(package)(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
+    strategy = training.strategy_class()(**(sizes or {}), optimizer=MuonConfig(compute_dtype="float32"))
     callbacks = [UnfreezeBlocks(), pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)]
     fitter = training.trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
     fitter.fit(model, training.loader(), training.loader(), ckpt_path=resume)
@@ -104,30 +103,28 @@ def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
 
 
 def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    several = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
+    several = gloo.run(_finetune, str(tmp_path / "4"), sizes={"replicate_size": 2})[0]
     losses, weights, groups, moved = several
     single = gloo.run(_finetuned_plainly, world_size=1)[0]
     # The new group has the weight decay of the user's AdamW.
     assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)] and moved
     assert losses == pytest.approx(single[0], abs=1e-4)
     assert training.max_difference(weights, single[1]) < 1e-4
-    zero2 = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "z"), sizes={"sharding": "zero2"}, world_size=2)[0]
+    zero2 = gloo.run(_finetune, str(tmp_path / "z"), sizes={"sharding": "zero2"}, world_size=2)[0]
     assert training.max_difference(zero2[1], single[1]) < 1e-4
     checkpoint = f"{tmp_path}/4/epoch=1.ckpt"
-    resumed = gloo.run(_finetune, training.PACKAGES[0], str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
+    resumed = gloo.run(_finetune, str(tmp_path / "b"), resume=checkpoint, world_size=2)[0]
     assert resumed[2] == groups
 
 
-def _with_callback(package: str, name: str) -> None:
-    pl = training.load(package)
+def _with_callback(name: str) -> None:
+    pl = training.load()
     training.trainer(pl, callbacks=[getattr(pl.callbacks, name)()]).fit(training.language_model(pl), training.loader())
 
 
 def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool) -> None:
     match = "EMAWeightAveraging does not work.*Instead, "
-    gloo.expect_error_on_all_ranks(
-        _with_callback, training.PACKAGES[0], "EMAWeightAveraging", world_size=2, match=match
-    )
+    gloo.expect_error_on_all_ranks(_with_callback, "EMAWeightAveraging", world_size=2, match=match)
 
 
 def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
@@ -192,8 +189,8 @@ def test_summaries_bars_timers_and_throughput_run(gloo: ProcessPool, tmp_path: P
     assert steps == 12 and "train/device/samples_per_sec" in columns
 
 
-def _find(package: str, directory: str) -> tuple[float, float, int]:
-    pl = training.load(package)
+def _find(directory: str) -> tuple[float, float, int]:
+    pl = training.load()
     model = training.language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=module.lr))
     model.lr = 1e-3
     fitter = training.trainer(pl, max_epochs=1, default_root_dir=directory)
@@ -206,7 +203,7 @@ def _find(package: str, directory: str) -> tuple[float, float, int]:
 def test_the_rate_that_was_found_is_used_from_the_first_step(
     gloo: ProcessPool, tmp_path: Path, world_size: int
 ) -> None:
-    outcomes = gloo.run(_find, training.PACKAGES[0], str(tmp_path), world_size=world_size)
+    outcomes = gloo.run(_find, str(tmp_path), world_size=world_size)
     assert len(set(outcomes)) == 1
     suggestion, used, steps = outcomes[0]
     assert used == suggestion

@@ -33,11 +33,11 @@ def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any =
     return model
 
 
-def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dict[str, Any]:
-    pl = training.load(package)
+def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
+    pl = training.load()
     torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
     model = _on_meta(pl, **options)
-    fitter = training.trainer(pl, strategy=training.strategy_class(package)(**sizes))
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**sizes))
     captured: dict[str, Tensor] = {}
 
     class Capture(pl.Callback):
@@ -52,7 +52,7 @@ def _train_from_meta(package: str, sizes: dict[str, int], **options: Any) -> dic
 
 @pytest.mark.parametrize(("sizes", "options"), [({}, {}), ({"replicate_size": 2}, {"tied": True})])
 def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPool, sizes: Any, options: Any) -> None:
-    outcomes = gloo.run(_train_from_meta, training.PACKAGES[0], sizes, **options)
+    outcomes = gloo.run(_train_from_meta, sizes, **options)
     initial = outcomes[0]["initial"]
     assert all(torch.isfinite(tensor).all() for tensor in initial.values())
     # As nn.Linear initializes itself: uniform in +- 1 / sqrt(inputs).
@@ -66,7 +66,7 @@ def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPoo
 
 
 def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None:
-    outcomes = gloo.run(_train_from_meta, training.PACKAGES[0], {"data_parallel_size": 4}, shard=True)
+    outcomes = gloo.run(_train_from_meta, {"data_parallel_size": 4}, shard=True)
     up = outcomes[0]["initial"]["network.blocks.0.up.weight"]
     assert torch.isfinite(up).all()
     assert torch.linalg.matrix_rank(up) == 16
@@ -74,8 +74,8 @@ def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None
     assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
 
 
-def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:
-    pl = training.load(package)
+def _fit(*, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:
+    pl = training.load()
     model = training.language_model(pl)
 
     def configure_model(self: Any) -> None:
@@ -85,22 +85,22 @@ def _fit(package: str, *, shard: bool) -> tuple[list[float], dict[str, Any], lis
 
     if shard:
         type(model).configure_model = configure_model
-    fitter = training.trainer(pl, strategy=training.strategy_class(package)(optimizer=_FLOAT32), gradient_clip_val=0.3)
+    fitter = training.trainer(pl, strategy=training.strategy_class()(optimizer=_FLOAT32), gradient_clip_val=0.3)
     fitter.fit(model, training.loader())
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return model.losses, training.full_weights(model), units
 
 
 def test_units_of_the_user_are_left_alone(gloo: ProcessPool) -> None:
-    losses, weights, units = gloo.run(_fit, training.PACKAGES[0], shard=True, world_size=2)[0]
-    single = gloo.run(_fit, training.PACKAGES[0], shard=False, world_size=1)[0]
+    losses, weights, units = gloo.run(_fit, shard=True, world_size=2)[0]
+    single = gloo.run(_fit, shard=False, world_size=1)[0]
     assert "network.blocks.0.up" in units
     assert losses == pytest.approx(single[0], abs=1e-4)
     assert training.max_difference(weights, single[1]) < 1e-4
 
 
-def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float], dict[str, Any], list[str]]:
-    pl = training.load(package)
+def _compiled(where: str, directory: str = "") -> tuple[list[float], dict[str, Any], list[str]]:
+    pl = training.load()
     model = training.language_model(pl)
     if where == "network":
         model.network = torch.compile(model.network, backend="eager")
@@ -109,7 +109,7 @@ def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float
             model.network.blocks[index] = torch.compile(block, backend="eager")
     elif where == "in place":
         model.network.compile(backend="eager")
-    strategy = training.strategy_class(package)(optimizer=_FLOAT32, save_distributed_checkpoint=False)
+    strategy = training.strategy_class()(optimizer=_FLOAT32, save_distributed_checkpoint=False)
     fitter = training.trainer(pl, strategy=strategy)
     fitter.fit(model, training.loader(), training.loader())
     names = sorted(model.state_dict())
@@ -119,9 +119,9 @@ def _compiled(package: str, where: str, directory: str = "") -> tuple[list[float
 
 
 def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any) -> None:
-    plain = gloo.run(_compiled, training.PACKAGES[0], "", world_size=2)[0]
+    plain = gloo.run(_compiled, "", world_size=2)[0]
     for where in ("network", "blocks", "in place"):
-        losses, weights, names = gloo.run(_compiled, training.PACKAGES[0], where, str(tmp_path), world_size=2)[0]
+        losses, weights, names = gloo.run(_compiled, where, str(tmp_path), world_size=2)[0]
         assert losses == pytest.approx(plain[0], abs=1e-5)
         assert training.max_difference(weights, plain[1]) < 1e-5
         saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]

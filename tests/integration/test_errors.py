@@ -35,7 +35,7 @@ def test_a_wrong_argument_is_named(gloo: ProcessPool, sizes: dict[str, Any], mat
 
 def _fail_on_one_rank(sharding: str, where: str, overlap: str) -> None:
     """Rank 1 raises; rank 0 gets SIGTERM while it clears up, as launchers send it to the ranks that are left."""
-    pl = load()
+    pl = load(PACKAGES[0])
     model = language_model(pl)
 
     def fail(*_: Any) -> None:
@@ -54,7 +54,7 @@ def _fail_on_one_rank(sharding: str, where: str, overlap: str) -> None:
         model.network.head.register_full_backward_hook(fail)
     else:
         setattr(type(model), where, fail)
-    strategy = strategy_class()(sharding=sharding, optimizer=MuonConfig(overlap=overlap))
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig(overlap=overlap))
     try:
         trainer(pl, strategy=strategy, callbacks=[GetsSigterm()]).fit(model, loader())
     except OSError:

@@ -45,8 +45,8 @@ def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path,
     gloo.run(_evaluate, package, str(tmp_path), sharded, world_size=2)
 
 
-def _options(package: str, **kwargs: Any) -> tuple[int, float]:
-    pl = training.load(package)
+def _options(**kwargs: Any) -> tuple[int, float]:
+    pl = training.load()
     model = training.language_model(pl)
     fitter = training.trainer(pl, **kwargs)
     fitter.fit(model, training.loader(), training.loader())
@@ -65,12 +65,12 @@ def _options(package: str, **kwargs: Any) -> tuple[int, float]:
     ],
 )
 def test_trainer_options_work(gloo: ProcessPool, options: dict[str, Any], steps: int) -> None:
-    outcomes = gloo.run(_options, training.PACKAGES[0], world_size=2, **options)
+    outcomes = gloo.run(_options, world_size=2, **options)
     assert [outcome[0] for outcome in outcomes] == [steps, steps]
 
 
-def _unusual_steps(package: str) -> list[float]:
-    pl = training.load(package)
+def _unusual_steps() -> list[float]:
+    pl = training.load()
     model = training.language_model(pl)
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -87,7 +87,7 @@ def _unusual_steps(package: str) -> list[float]:
 
     type(model).training_step = training_step
     type(model).validation_step = validation_step
-    training.trainer(pl, strategy=training.strategy_class(package)(optimizer=training.EXACT)).fit(
+    training.trainer(pl, strategy=training.strategy_class()(optimizer=training.EXACT)).fit(
         model, training.loader(), training.loader()
     )
     weights = training.full_weights(model)
@@ -95,6 +95,6 @@ def _unusual_steps(package: str) -> list[float]:
 
 
 def test_steps_may_call_parts_of_the_model_and_the_model_again(gloo: ProcessPool) -> None:
-    pair = gloo.run(_unusual_steps, training.PACKAGES[0], world_size=2)[0]
-    single = gloo.run(_unusual_steps, training.PACKAGES[0], world_size=1)[0]
+    pair = gloo.run(_unusual_steps, world_size=2)[0]
+    single = gloo.run(_unusual_steps, world_size=1)[0]
     assert pair == pytest.approx(single, abs=2e-4)

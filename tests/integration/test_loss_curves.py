@@ -100,15 +100,15 @@ def test_every_sharding_follows_the_plain_loop(
     assert score == pytest.approx(expected_score, abs=TOLERANCE)
 
 
-def _kept(package: str) -> tuple[list[float], dict[str, Any]]:
-    pl = training.load(package)
+def _kept() -> tuple[list[float], dict[str, Any]]:
+    pl = training.load()
     model = training.language_model(pl, configure=training.adamw)
-    training.trainer(pl, strategy=training.strategy_class(package)(optimizer="keep")).fit(model, training.loader())
+    training.trainer(pl, strategy=training.strategy_class()(optimizer="keep")).fit(model, training.loader())
     return model.losses, training.full_weights(model)
 
 
 def test_a_kept_adamw_follows_adamw(gloo: ProcessPool) -> None:
-    losses, weights = gloo.run(_kept, training.PACKAGES[0], world_size=2)[0]
+    losses, weights = gloo.run(_kept, world_size=2)[0]
     expected_losses, expected_weights, _ = _plain_loop(training.adamw)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert training.max_difference(weights, expected_weights) < 1e-5

@@ -89,11 +89,11 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool
     return Gan()
 
 
-def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
-    pl = training.load(package)
+def _train_gan(**options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
+    pl = training.load()
     model = _gan(pl, **options)
     start = model.generator.layers[2].weight.detach().clone()
-    strategy = training.strategy_class(package)(optimizer=MuonConfig(compute_dtype="float32"))
+    strategy = training.strategy_class()(optimizer=MuonConfig(compute_dtype="float32"))
     fitter = training.trainer(pl, strategy=strategy)
     fitter.fit(model, training.loader())
     weights = training.full_weights(model)
@@ -101,8 +101,8 @@ def _train_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any],
     return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
 
 
-def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    pl = training.load(package)
+def _plain_gan(**options: Any) -> tuple[list[Any], dict[str, Any]]:
+    pl = training.load()
     model = _gan(pl, **options)
 
     def configure(self: Any) -> Any:
@@ -121,16 +121,16 @@ def _plain_gan(package: str, **options: Any) -> tuple[list[Any], dict[str, Any]]
 
 @pytest.mark.parametrize("options", [{"shared": True}, {"toggle": False}, {"accumulate": True, "shared": True}])
 def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, options: dict[str, bool]) -> None:
-    losses, weights, kinds, moved = gloo.run(_train_gan, training.PACKAGES[0], world_size=4, **options)[0]
-    plain = gloo.run(_plain_gan, training.PACKAGES[0], world_size=1, **options)[0]
+    losses, weights, kinds, moved = gloo.run(_train_gan, world_size=4, **options)[0]
+    plain = gloo.run(_plain_gan, world_size=1, **options)[0]
     assert kinds == ["ParallelMuon", "ParallelMuon"]
     assert moved > 1e-2
     assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain[0] for x in pair], abs=2e-4)
     assert training.max_difference(weights, plain[1]) < 2e-4
 
 
-def _parameter_on_the_module(package: str) -> None:
-    pl = training.load(package)
+def _parameter_on_the_module() -> None:
+    pl = training.load()
     model = training.language_model(pl, network=training.Network)
     model.automatic_optimization = False
     model.scale = nn.Parameter(torch.ones(3, device="meta"))
@@ -138,13 +138,11 @@ def _parameter_on_the_module(package: str) -> None:
 
 
 def test_a_meta_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _parameter_on_the_module, training.PACKAGES[0], world_size=2, match="scale is on the meta device"
-    )
+    gloo.expect_error_on_all_ranks(_parameter_on_the_module, world_size=2, match="scale is on the meta device")
 
 
-def _call_a_layer_of_a_child(package: str) -> str:
-    pl = training.load(package)
+def _call_a_layer_of_a_child() -> str:
+    pl = training.load()
     model = training.language_model(pl)
     model.automatic_optimization = False
     type(model).training_step = lambda self, batch, batch_idx: self.network.head(torch.ones(1, 16))
@@ -156,5 +154,5 @@ def _call_a_layer_of_a_child(package: str) -> str:
 
 
 def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
-    for note in gloo.run(_call_a_layer_of_a_child, training.PACKAGES[0], world_size=2):
+    for note in gloo.run(_call_a_layer_of_a_child, world_size=2):
         assert "child of the LightningModule itself" in note

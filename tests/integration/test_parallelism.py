@@ -18,7 +18,6 @@ from tests.support.processes import ProcessPool
 
 
 def _train(
-    package: str,
     options: dict[str, Any],
     *,
     num_data_ranks: int,
@@ -27,7 +26,7 @@ def _train(
     **kwargs: Any,
 ) -> tuple[dict[str, Tensor], int]:
     """Weights after two epochs, and how many samples this rank has seen."""
-    pl = training.load(package)
+    pl = training.load()
     model = training.language_model(pl)
     seen: list[int] = []
 
@@ -52,7 +51,7 @@ def _train(
     if "tensor_size" in options or by_lightning:
         type(model).configure_model = configure_model
     del type(model).on_train_batch_end
-    strategy = training.strategy_class(package)(
+    strategy = training.strategy_class()(
         optimizer=training.EXACT, loss_scaling="tokens" if tokens else "mean", **options
     )
     data = torch.utils.data.DataLoader(training.loader().dataset, batch_size=8 // num_data_ranks)
@@ -74,8 +73,8 @@ def test_weights_are_those_of_one_process(
     gloo: ProcessPool, options: dict[str, Any], num_data_ranks: int, tokens: bool
 ) -> None:
     kwargs = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "tokens": tokens}
-    expected, num_samples = gloo.run(_train, training.PACKAGES[0], {}, num_data_ranks=1, world_size=1, **kwargs)[0]
-    results = gloo.run(_train, training.PACKAGES[0], options, num_data_ranks=num_data_ranks, world_size=4, **kwargs)
+    expected, num_samples = gloo.run(_train, {}, num_data_ranks=1, world_size=1, **kwargs)[0]
+    results = gloo.run(_train, options, num_data_ranks=num_data_ranks, world_size=4, **kwargs)
     assert training.max_difference(results[0][0], expected) < 5e-6
     assert [seen for _, seen in results] == [num_samples // num_data_ranks] * 4
 
@@ -85,15 +84,15 @@ def test_weights_are_those_of_one_process(
 )
 def test_a_configure_model_for_lightnings_strategy_runs(gloo: ProcessPool, options: Any, num_data_ranks: int) -> None:
     kwargs = {"gradient_clip_val": 0.3}
-    expected, _ = gloo.run(_train, training.PACKAGES[0], {}, num_data_ranks=1, world_size=1, **kwargs)[0]
+    expected, _ = gloo.run(_train, {}, num_data_ranks=1, world_size=1, **kwargs)[0]
     kwargs |= {"num_data_ranks": num_data_ranks, "by_lightning": True}
-    weights, _ = gloo.run(_train, training.PACKAGES[0], options, world_size=4, **kwargs)[0]
+    weights, _ = gloo.run(_train, options, world_size=4, **kwargs)[0]
     assert training.max_difference(weights, expected) < 5e-6
 
 
-def _from_meta(package: str, directory: str, resume: str | None) -> dict[str, Tensor]:
+def _from_meta(directory: str, resume: str | None) -> dict[str, Tensor]:
     """A model without memory that is tensor parallel before it is sharded."""
-    pl = training.load(package)
+    pl = training.load()
     model = training.language_model(pl)
     del type(model).on_train_batch_end
 
@@ -106,7 +105,7 @@ def _from_meta(package: str, directory: str, resume: str | None) -> dict[str, Te
 
     type(model).configure_model = configure_model
     del model.network
-    strategy = training.strategy_class(package)(optimizer=training.EXACT, tensor_size=2)
+    strategy = training.strategy_class()(optimizer=training.EXACT, tensor_size=2)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
     data = torch.utils.data.DataLoader(training.loader().dataset, batch_size=4)
     fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True)
@@ -115,11 +114,11 @@ def _from_meta(package: str, directory: str, resume: str | None) -> dict[str, Te
 
 
 def test_a_tensor_parallel_model_starts_on_meta_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    weights = gloo.run(_from_meta, training.PACKAGES[0], str(tmp_path / "first"), None, world_size=4)[0]
+    weights = gloo.run(_from_meta, str(tmp_path / "first"), None, world_size=4)[0]
     up = weights["network.blocks.0.up.weight"]
     assert up.isfinite().all()
     halves = up.chunk(2)
     assert not torch.equal(*halves), "tensor ranks draw different numbers"
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(_from_meta, training.PACKAGES[0], str(tmp_path / "second"), checkpoint, world_size=4)[0]
+    resumed = gloo.run(_from_meta, str(tmp_path / "second"), checkpoint, world_size=4)[0]
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)

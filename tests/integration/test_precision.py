@@ -12,8 +12,8 @@ from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
-def _dtypes(package: str, precision: str, manual: bool = False) -> dict[str, Any]:
-    pl = training.load(package)
+def _dtypes(precision: str, manual: bool = False) -> dict[str, Any]:
+    pl = training.load()
     seen: dict[str, Any] = {}
 
     class Spying(training.Block):
@@ -67,15 +67,15 @@ _FLOAT, _BFLOAT = torch.float32, torch.bfloat16
     ],
 )  # fmt: skip
 def test_a_precision_computes_in_what_it_says(gloo: ProcessPool, precision: str, expected: Any) -> None:
-    for seen in gloo.run(_dtypes, training.PACKAGES[0], precision, world_size=2):
+    for seen in gloo.run(_dtypes, precision, world_size=2):
         assert {key: seen[key] for key in expected} == expected
     if precision == "bf16-mixed":
-        for seen in gloo.run(_dtypes, training.PACKAGES[0], precision, True, world_size=2):
+        for seen in gloo.run(_dtypes, precision, True, world_size=2):
             assert (seen["weight"], seen["loss"], seen["parameter"]) == (_BFLOAT, _FLOAT, _FLOAT)
 
 
-def _regression_targets(package: str) -> list[float]:
-    pl = training.load(package)
+def _regression_targets() -> list[float]:
+    pl = training.load()
     seen: list[float] = []
 
     class Targets(pl.LightningModule):
@@ -95,7 +95,7 @@ def _regression_targets(package: str) -> list[float]:
 
 
 def test_mixed_precision_does_not_round_the_batch(gloo: ProcessPool) -> None:
-    assert gloo.run(_regression_targets, training.PACKAGES[0], world_size=2)[0] == [1000.125]
+    assert gloo.run(_regression_targets, world_size=2)[0] == [1000.125]
 
 
 class _Convolutions(nn.Module):
@@ -109,8 +109,8 @@ class _Convolutions(nn.Module):
         return self.head(x.transpose(1, 2))
 
 
-def _batch_norm(package: str, directory: str) -> tuple[Tensor, Tensor, float]:
-    pl = training.load(package)
+def _batch_norm(directory: str) -> tuple[Tensor, Tensor, float]:
+    pl = training.load()
     model = training.language_model(pl, network=_Convolutions)
     fitter = training.trainer(pl, precision="bf16-mixed")
     fitter.fit(model, training.loader(), training.loader())
@@ -121,7 +121,7 @@ def _batch_norm(package: str, directory: str) -> tuple[Tensor, Tensor, float]:
 
 
 def test_batch_norms_keep_float32_and_end_as_on_rank_0(gloo: ProcessPool, tmp_path: Any) -> None:
-    outcomes = gloo.run(_batch_norm, training.PACKAGES[0], str(tmp_path), world_size=2)
+    outcomes = gloo.run(_batch_norm, str(tmp_path), world_size=2)
     assert outcomes[0][0].dtype == torch.float32
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][0].abs().max() > 0

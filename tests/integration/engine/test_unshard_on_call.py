@@ -8,13 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.sharding.shard_model import free_unsharded
-from tests.integration.training import PACKAGES, VOCABULARY, language_model, load, loader, trainer
+from tests.integration.training import VOCABULARY, language_model, load, loader, trainer
 from tests.support.processes import ProcessPool
 
 
-def _call_children(package: str) -> tuple[list[float], bool]:
+def _call_children() -> tuple[list[float], bool]:
     """Call the network from two hooks and after ``fit``; compare with the module's own ``forward``."""
-    pl = load(package)
+    pl = load()
     differences: list[float] = []
     tokens = torch.arange(12).view(2, 6) % VOCABULARY
 
@@ -40,7 +40,7 @@ def _call_children(package: str) -> tuple[list[float], bool]:
 
 
 def test_a_child_called_from_a_hook_gives_what_the_model_gives(gloo: ProcessPool) -> None:
-    for differences, is_sharded in gloo.run(_call_children, PACKAGES[0], world_size=2):
+    for differences, is_sharded in gloo.run(_call_children, world_size=2):
         assert len(differences) > 5
         assert max(differences) == 0.0
         assert is_sharded
