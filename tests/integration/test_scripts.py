@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.training import PACKAGES, run_script
-from tests.support.programs import run_program
+from tests.integration.training import PACKAGES
+from tests.support.programs import program_environment, run_program
 
 _SCRIPT = """
 import sys
@@ -83,7 +85,11 @@ if __name__ == "__main__":
 
 def test_the_strategy_is_the_only_change_and_can_be_left_out(tmp_path: Path) -> None:
     strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
-    text = run_script(tmp_path, _SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    (tmp_path / "train.py").write_text(_SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
+    options = {"cwd": tmp_path, "env": program_environment(), "capture_output": True, "text": True, "timeout": 120.0}
+    done = subprocess.run([sys.executable, "train.py"], check=False, **options)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     losses = [float(loss) for loss in re.findall(r"world 2 val ([\d.e-]+)", text)]
     assert len(losses) == 2
     assert max(losses) < 0.5, "an untrained model has log(11) = 2.4"

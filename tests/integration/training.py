@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_muon
 from lightning_muon.integrations import registry
-from tests.support.programs import program_environment
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 VOCABULARY, WIDTH, LENGTH = 23, 16, 6
@@ -154,18 +152,3 @@ def full_weights(module: nn.Module) -> dict[str, Tensor]:
 def max_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     assert left.keys() == right.keys()
     return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
-
-
-def run_script(directory: Path, text: str, *arguments: str, timeout: float = 120.0) -> str:
-    """Run a program as a user would, from ``directory``; return what it printed."""
-    import subprocess
-    import sys
-
-    script = directory / "train.py"
-    script.write_text(text)
-    result = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=directory, env=program_environment(), capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
