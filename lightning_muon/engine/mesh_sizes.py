@@ -45,20 +45,13 @@ class Meshes:
     # or Lightning's `("data_parallel", "tensor_parallel")`. By either of these names it always has a part: `data`, and
     # the ranks of `tensor`, which may be one.
     user: DeviceMesh
-    # Mesh over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica. Its shard axis
-    # covers shard x context ranks, because context ranks hold gradients of different parts of a batch.
+    # The ranks with batches of their own, over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for
+    # one replica that is no node. Its shard axis covers shard x context ranks, because context ranks hold gradients of
+    # different parts of a batch.
     data: DeviceMesh
-    nodes: DeviceMesh | None  # As `data`, but (replicate, shard) also for one replica; `None` with Lightning's axes.
-    context: DeviceMesh | None  # The ranks that share the sequences of one data rank, `None` for one rank.
     tensor: DeviceMesh | None  # The ranks that share each layer that the user parallelizes, `None` for one rank.
     data_rank: int  # Which samples this rank sees; equal on the context and tensor ranks that share them.
     num_data_ranks: int  # Number of different `data_rank` values: replicas x shards.
-
-    def for_gradients(self, *, by_nodes: bool) -> DeviceMesh:
-        """The ranks with batches of their own; (replicate, shard) if replicas are nodes that average by themselves."""
-        mesh = self.nodes if by_nodes else self.data
-        assert mesh is not None, "Options refuse meshes without nodes"
-        return mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +127,13 @@ class MeshSizes:
             )
         return sizes
 
-    def make(self, device_type: str, *, num_nodes: int, num_processes: int) -> Meshes:
-        """Return the meshes of this rank. Collective over all ranks; every rank must call it."""
+    def make(self, device_type: str, *, num_nodes: int, num_processes: int, by_nodes: bool = False) -> Meshes:
+        """Return the meshes of this rank; ``by_nodes``: replicas are nodes that average gradients by themselves.
+
+        Collective over all ranks; every rank must call it.
+        """
         replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
-        nodes = context = None
         if self.has_lightning_names:
             user = _named_mesh(device_type, {"data_parallel": shards, "tensor_parallel": tensor_size})
             data, tensor = user["data_parallel"], user["tensor_parallel"]
@@ -148,20 +143,18 @@ class MeshSizes:
             outer = _named_mesh(device_type, axes | {"tensor": tensor_size})
             user, tensor = outer[tuple(axes)] if tensor_size == 1 else outer, outer["tensor"]
             if context_size > 1:
-                context = user["context"]
                 # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of
                 # different axes, as long as these number all ranks alike.
                 flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
                 outer = _named_mesh(device_type, flat)
             nodes = outer["replicate", "shard"]
-            data = nodes if replicas > 1 else outer["shard"]
+            flat_data = nodes if replicas > 1 else outer["shard"]
             user.__class__ = UserMesh
-            vars(user)["lightning_parts"] = {"data_parallel": data, "tensor_parallel": tensor}
+            vars(user)["lightning_parts"] = {"data_parallel": flat_data, "tensor_parallel": tensor}
+            data = nodes if by_nodes else flat_data
         return Meshes(
             user=user,
             data=data,
-            nodes=nodes,
-            context=context,
             tensor=tensor if tensor_size > 1 else None,
             data_rank=dist.get_rank() // (context_size * tensor_size),
             num_data_ranks=replicas * shards,

@@ -77,7 +77,7 @@ class TrainingEngine:
         node_weights: NodeWeights | None = None,  # Those of an earlier training of the same module.
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
-        self.mesh = meshes.for_gradients(by_nodes=options.has_nodes)  # The ranks with batches of their own.
+        self.mesh = meshes.data
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None

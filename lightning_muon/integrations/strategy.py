@@ -87,7 +87,8 @@ class MuonStrategy:
         self.options.mesh_sizes.resolve(**layout)
         start_process_group(self)
         if self._meshes is None:  # A second run of the program keeps its process groups.
-            self._meshes = self.options.mesh_sizes.make(self.root_device.type, **layout)
+            by_nodes = self.options.has_nodes
+            self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)
         return self._meshes
 
     def _make_engine(

@@ -164,7 +164,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
     if not dist.is_initialized():  # One process without a launcher.
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return sizes.make(state.device.type, **layout)
+    return sizes.make(state.device.type, by_nodes=options.has_nodes, **layout)
 
 
 def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine:

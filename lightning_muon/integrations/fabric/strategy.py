@@ -191,8 +191,7 @@ class FabricStrategy(MuonStrategy):
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
         place = Path(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
-        mesh = self._meshes.for_gradients(by_nodes=self.options.has_nodes)
-        save(place, self._by_kind(state), mesh, filters=filter or {}, metadata_name=metadata_name)
+        save(place, self._by_kind(state), self._meshes.data, filters=filter or {}, metadata_name=metadata_name)
 
     def load_checkpoint(
         self,

@@ -56,13 +56,13 @@ def _batches() -> list[dict[str, Tensor]]:
 
 def _my_part(batch: dict[str, Tensor], meshes: Meshes) -> dict[str, Tensor]:
     samples = {key: value.chunk(meshes.num_data_ranks)[meshes.data_rank] for key, value in batch.items()}
-    return split_sequence(samples, meshes.context)
+    return split_sequence(samples, meshes.user["context"])
 
 
 def _train(sizes: dict[str, int]) -> dict[str, Tensor]:
     meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     torch.manual_seed(dist.get_rank())
-    model = Attention(meshes.context)
+    model = Attention(meshes.user["context"])
     mode = attach_fsdp(model, meshes.data)
     options: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32", "adamw_eps": ADAM["eps"]}
     optimizer = ParallelMuon(model, lr=LR, weight_decay=0.1, betas=ADAM["betas"], **options)

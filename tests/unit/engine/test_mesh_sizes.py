@@ -83,8 +83,11 @@ def _describe(mesh: DeviceMesh | None) -> Any:
 
 
 def _meshes(**sizes: int) -> dict[str, Any]:
-    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "nodes", "context", "tensor")}
+    layout = {"num_nodes": 1, "num_processes": dist.get_world_size()}
+    meshes = MeshSizes(**sizes).make("cpu", **layout)
+    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "tensor")}
+    found["nodes"] = _describe(MeshSizes(**sizes).make("cpu", by_nodes=True, **layout).data)
+    found["context"] = _describe(meshes.user["context"]) if "context_size" in sizes else None
     # By Lightning's names a part is found whatever the sizes are.
     assert meshes.user["data_parallel"] == meshes.data
     tensor, num_tensor = meshes.user["tensor_parallel"], 1 if meshes.tensor is None else meshes.tensor.size()
@@ -102,7 +105,7 @@ _ALL, _PAIRS, _CROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0
 @pytest.mark.parametrize(
     ("sizes", "user", "nodes", "data", "context", "tensor", "data_ranks"),
     [
-        # Nodes have two axes also if there is one; the axes of Lightning have none.
+        # Nodes have two axes also if there is one.
         ({}, (_PLAIN, [_ALL[0]]), "user", (("shard",), _ALL), None, None, [0, 1, 2, 3]),
         ({"replicate_size": 2}, (_PLAIN, _TWO), "user", (_PLAIN, [_TWO] * 4), None, None, [0, 1, 2, 3]),
         (
@@ -111,7 +114,7 @@ _ALL, _PAIRS, _CROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0
         ),
         (
             {"data_parallel_size": 4},
-            (_LIGHTNING, [[0], [1], [2], [3]]), None, (("data_parallel",), _ALL), None, None, [0, 1, 2, 3],
+            (_LIGHTNING, [[0], [1], [2], [3]]), "any", (("data_parallel",), _ALL), None, None, [0, 1, 2, 3],
         ),
         # Ranks of a tensor or of a sequence are neighbours and share samples.
         ({"tensor_size": 2}, ((*_PLAIN, "tensor"), [_TWO]), "any", (("shard",), _CROSS), None, _PAIRS, [0, 0, 1, 1]),
@@ -139,7 +142,7 @@ def test_each_rank_finds_the_axes_that_it_expects(
 ) -> None:
     for rank, found in enumerate(gloo.run(_meshes, **sizes)):
         assert found["user"] == user and found["data"] == (data[0], data[1][rank])
-        assert nodes == "any" or found["nodes"] == (found[nodes] if nodes else None)
+        assert nodes == "any" or found["nodes"] == found[nodes]
         assert found["context"] == (context and (("context",), context[rank]))
         assert found["tensor"] == (tensor and (user[0][-1:], tensor[rank]))
         assert (found["data_rank"], found["num_data_ranks"]) == (data_ranks[rank], max(data_ranks) + 1)
