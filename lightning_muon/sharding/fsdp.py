@@ -105,6 +105,9 @@ class Fsdp(ShardingMode):
         self._divisor: float | None = None
         self._step: StepAgreement | None = None  # Sends what the ranks have to tell each other.
         self._used: list[bool] = []  # Of each watched parameter, whether this rank has a gradient for it.
+        # Number of a watched parameter -> its gradient; plain parameter -> its gradient, and the value of that.
+        self._agreed: dict[int, TensorWeakRef] = {}
+        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
         # The ranks whose gradients FSDP2 averages.
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
@@ -161,11 +164,9 @@ class Fsdp(ShardingMode):
         self._places: list[tuple[nn.Module, str]] = []
         self._parameters: list[Tensor] = []
         self._used = []
-        self._agreed: dict[int, TensorWeakRef] = {}
-        # What FSDP2 does not reduce, and what it was reduced to: the gradient, and its value.
         free_unsharded(module)
+        # What FSDP2 does not reduce.
         self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
-        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
         self._zeros: dict[int, Tensor] = {}  # Number of whole weights -> a gradient of zeros that takes no memory.
         if self._everyone.group is not None:
             initialize_roots(module)
@@ -411,6 +412,9 @@ class Fsdp(ShardingMode):
     @override
     def close(self) -> None:
         self._step = None
+        # Module.to fails on gradients with a weak reference.
+        self._agreed.clear()
+        self._plain_sums.clear()
         self.forward_failed()  # Leaves shards, whatever has ended the run.
         for hook in self._hooks:
             hook.remove()
