@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.schedule.cost import PRESETS
 from tests.distributed.sharding.training import (
     OddNet,
     Run,
@@ -23,6 +19,7 @@ from tests.distributed.sharding.training import (
     loss,
     mesh_of,
     model,
+    on_node,
     optimizer_for,
     train,
     train_alone,
@@ -61,9 +58,8 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, mode: str, shape: t
 
 
 def _train_on_nodes(run: Run) -> dict[str, Tensor]:
-    """On two nodes of two ranks, where nodes sum first as launches and latencies cost nothing."""
-    free = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
-    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() // 2)), mock.patch.dict(PRESETS, h100=free):
+    """On two nodes of two ranks, where nodes sum first."""
+    with on_node(dist.get_rank() // 2):
         return train("zero2", (4,), run, {"bucket_bytes": 600})
 
 

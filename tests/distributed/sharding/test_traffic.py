@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_muon import ParallelMuon
-from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import Block, mesh_of
+from tests.distributed.sharding.training import Block, mesh_of, on_node
 from tests.support.processes import ProcessPool
 
 NUM_BLOCKS, WORDS, WIDTH = 6, 11, 7
@@ -144,14 +141,8 @@ def test_zero2_moves_each_gradient_and_value_once(gloo: ProcessPool, shape: tupl
         )
 
 
-# Without latencies and launches the fewest bytes are the fastest, however small the model is.
-FREE_LAUNCHES = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
-
-
 def _run_on_nodes(shape: tuple[int, ...], nodes: tuple[int, ...]) -> list[Sent]:
-    """As torchrun with one agent for each node would have it."""
-    environment = {"GROUP_RANK": str(nodes[dist.get_rank()])}
-    with mock.patch.dict(os.environ, environment), mock.patch.dict(PRESETS, h100=FREE_LAUNCHES):
+    with on_node(nodes[dist.get_rank()]):
         return _run("zero2", shape)
 
 

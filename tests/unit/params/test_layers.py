@@ -118,30 +118,18 @@ def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
     }
 
 
-def test_what_get_output_embeddings_returns_is_the_head() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 9)
-            self.body = nn.Linear(4, 4)
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.head
-
-    wrapper = nn.Module()
-    wrapper.model = Model()
-    known, guessed = find_output_heads(wrapper)
-    assert list(known) == [id(wrapper.model.head.weight)]
-    assert guessed is None
-
-
-def test_a_getter_that_raises_is_passed_over() -> None:
-    class Model(nn.Linear):
-        def get_output_embeddings(self) -> nn.Module:
+class Declared(nn.ModuleDict):
+    def get_output_embeddings(self) -> nn.Module:
+        if "head" not in self:
             raise RuntimeError("this model has no head")
+        return self["head"]
 
-    model = Model(4, 9)
-    assert find_output_heads(model)[1] == id(model.weight)
+
+def test_what_get_output_embeddings_returns_is_the_head() -> None:
+    wrapper = nn.ModuleList([Declared({"head": nn.Linear(4, 9), "body": nn.Linear(4, 4)})])
+    assert find_output_heads(wrapper) == ({id(wrapper[0]["head"].weight): "output head"}, None)
+    model = Declared({"body": nn.Linear(4, 9)})
+    assert find_output_heads(model) == ({}, id(model["body"].weight)), "a getter that raises is passed over"
 
 
 def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:

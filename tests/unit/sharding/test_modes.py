@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -41,14 +42,16 @@ def test_only_optimizers_that_can_be_attached_are() -> None:
     assert len(ours.state) == 2 and not theirs.state
 
 
-def _gradient(divisor: float | None) -> float:
+def _gradient(divisor: float | None, *, is_finished_between: bool = False) -> float:
     net = nn.Linear(1, 1, bias=False)
-    mode = make_mode("none", init_device_mesh("cpu", (1,)), ModeOptions())
+    mode = make_mode("none", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions())
     mode.prepare(net)
     mode.attach(net, [torch.optim.SGD(net.parameters())])
     mode.set_gradient_divisor(divisor)
     with mode.no_sync():
         net(torch.ones(1, 1)).sum().backward()
+    if is_finished_between:
+        mode.finish_gradients()
     net(torch.ones(1, 1)).sum().backward()
     mode.finish_gradients()
     mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
@@ -61,17 +64,6 @@ def test_one_process_divides_by_what_it_is_told(gloo: ProcessPool) -> None:
     assert gloo.run(_gradient, 8.0, world_size=1) == [0.25]
 
 
-def _added(world_size: int) -> None:
-    net = nn.Linear(1, 1, bias=False)
-    mode = make_mode("none", init_device_mesh("cpu", (world_size,)), ModeOptions())
-    mode.prepare(net)
-    mode.attach(net, [])
-    mode.set_gradient_divisor(3.0)
-    for _ in range(2):
-        net(torch.ones(1, 1)).sum().backward()
-        mode.finish_gradients()
-
-
 @pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])
 def test_added_passes_and_several_ranks_are_errors(gloo: ProcessPool, world_size: int, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_added, world_size, world_size=world_size, match=match)
+    gloo.expect_error_on_all_ranks(_gradient, 3.0, is_finished_between=True, world_size=world_size, match=match)
