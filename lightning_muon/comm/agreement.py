@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,28 +82,13 @@ def _format(line: tuple[str, str] | None) -> str:
     return "nothing more" if line is None else f"{line[0]!r} {line[1]}"
 
 
-class Rider(Protocol):
-    """Numbers that travel with a message which others send."""
-
-    def numbers(self) -> Sequence[int]:
-        """int32 numbers of this rank, equally many on all ranks."""
-        ...
-
-    def settle(self, maxima: Sequence[int]) -> Collection[Tensor]:
-        """Take the maximum of each number over the ranks; returns the parameters that no rank has a gradient for.
-
-        Collective over the ranks of the message; every rank must call it.
-        """
-        ...
-
-
 class StepAgreement:
     """One all-reduce of small integers in host memory, sent by whoever must know first what the ranks have."""
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host
         self._ranks = _ranks(host)
-        self._rider: Rider | None = None
+        self._posted: tuple[Callable[[], Sequence[int]], Callable[[Sequence[int]], Collection[Tensor]]] | None = None
         self._asked: list[Callable[[], bool]] = []
         self.is_stale = False
 
@@ -114,11 +99,15 @@ class StepAgreement:
     @property
     def is_due(self) -> bool:
         """Whether something waits for the next message; the same on all ranks."""
-        return self._rider is not None
+        return self._posted is not None
 
-    def post(self, rider: Rider) -> None:
-        """Let ``rider`` travel with the next message; local, alike on all ranks."""
-        self._rider = rider
+    def post(self, numbers: Callable[[], Sequence[int]], settle: Callable[[Sequence[int]], Collection[Tensor]]) -> None:
+        """Let int32 ``numbers``, equally many on all ranks, travel with the next message; local, alike on all ranks.
+
+        ``settle``, which may be collective over the ranks, takes the maximum of each number over the ranks, and returns
+        the parameters that no rank has a gradient for.
+        """
+        self._posted = numbers, settle
 
     def join(self, is_stale: Callable[[], bool]) -> None:
         """Ask in every message of a reducer whether a plan is out of date on any rank; local, alike on all ranks."""
@@ -131,14 +120,14 @@ class StepAgreement:
         return maxima
 
     def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
-        """The maximum over the ranks of each of ``numbers``, and what the rider returns.
+        """The maximum over the ranks of each of ``numbers``, and what was posted returns.
 
         Collective over the ranks; every rank must call it with equally many int32 numbers. The host waits.
         """
-        rider, self._rider = self._rider, None
-        maxima = maxima_over(self._host, [*numbers, *(rider.numbers() if rider else ())])
+        posted, self._posted = self._posted, None
+        maxima = maxima_over(self._host, [*numbers, *(posted[0]() if posted else ())])
         own, others = maxima[: len(numbers)], maxima[len(numbers) :]
-        return own, set(rider.settle(others)) if rider else set()
+        return own, set(posted[1](others)) if posted else set()
 
 
 def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import fmean, linear_regression, median
 from typing import Any
 
@@ -73,6 +74,7 @@ _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 _NS_STEPS = 5
+_duration = attrgetter("timeline.makespan")  # Of a recording, in seconds.
 
 
 def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
@@ -189,10 +191,6 @@ def record_steps(model: ModelShapes, num_replicas: int, num_steps: int, options:
     optimizer = make_optimizer(model, num_replicas=num_replicas, **options)
     optimizer.step()
     return [record_step(optimizer) for _ in range(num_steps)]
-
-
-def _duration(recording: Recording) -> float:
-    return recording.timeline.makespan
 
 
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:

@@ -74,17 +74,16 @@ def signal_pipe() -> tuple[int, int] | None:
     """A pipe (read, write) that gets the number of each signal; ``None`` where another library has one."""
     if threading.current_thread() is not threading.main_thread():
         return None
+    before = signal.set_wakeup_fd(-1)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return None
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)
-    before = signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
-    if before == -1:
-        _forget_pipe_in_children()
-        return ends
-    signal.set_wakeup_fd(before)
-    for end in ends:
-        os.close(end)
-    return None
+    signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
+    _forget_pipe_in_children()
+    return ends
 
 
 @cache
@@ -94,22 +93,20 @@ def _forget_pipe_in_children() -> None:
 
 
 def describe_process() -> str:
-    """The calling process, for :func:`process_on_this_host` of another one: host (empty if unknown), number, start."""
-    _, start = _state_and_start(os.getpid())
-    return f"{_host() if start else ''} {os.getpid()} {start}"
+    """The calling process, for :func:`is_gone`: host (empty if unknown), number, start."""
+    return f"{_host()} {os.getpid()} {_start(os.getpid())}"
 
 
-def process_on_this_host(description: str) -> tuple[int, str] | None:
-    """Number and start time of a process that can be looked up here; never where the system has no ``/proc``."""
-    host, pid, start = description.split(" ")
-    return (int(pid), start) if host and host == _host() else None
+def is_on_this_host(description: str) -> bool:
+    """Whether a process can be looked up here; never where the system has no ``/proc``."""
+    host = description.split(" ")[0]
+    return bool(host) and host == _host()
 
 
-def is_gone(pid: int, start: str) -> bool:
+def is_gone(description: str) -> bool:
     """Whether a process of this host has ended."""
-    state, found = _state_and_start(pid)
-    # Z and X: it has ended, and its parent has not asked for its exit code yet.
-    return found != start or state in ("Z", "X")
+    _, pid, start = description.split(" ")
+    return _start(int(pid)) != start
 
 
 def _host() -> str:
@@ -119,10 +116,10 @@ def _host() -> str:
     return ""
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """State and start time in ticks of a process, empty if there is none; see proc(5), ``/proc/pid/stat``."""
-    try:
+def _start(pid: int) -> str:
+    """Start time in ticks of a process, empty if it has ended; see proc(5), ``/proc/pid/stat``."""
+    with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0].decode(), fields[19].decode()
+        # Z and X: it has ended, and its parent has not asked for its exit code yet.
+        return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+    return ""

@@ -27,7 +27,7 @@ from lightning_muon.monitor.processes import (
     TORCH_DISTRIBUTED,
     describe_process,
     is_gone,
-    process_on_this_host,
+    is_on_this_host,
     signal_pipe,
     standing_place,
     waiting_place,
@@ -184,9 +184,9 @@ class Watchdog:
         self._store.set(f"alive{self._rank}", "starts")
         self._num_barriers = Counter({self._call_log.all_calls.name: 0, self._call_log.crossing.name: 0})
         self._barrier: Barrier | None = None
-        self._barrier_keys: dict[str, list[str]] = {}
+        self._barrier_keys: dict[str, str] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
-        self._neighbours: dict[int, tuple[int, str]] | None = None
+        self._neighbours: dict[int, str] | None = None
         self._num_waits, self._warned = 0, set[str]()
         self._main = threading.get_ident()
         self._signals = signal_pipe()
@@ -222,9 +222,7 @@ class Watchdog:
             if is_open:
                 self._store.add("quiet", 1)
             if self._has_failed and self._rank == 0:
-                deadline = time.monotonic() + self._patience + 6 * self._interval
-                while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
-                    time.sleep(self._interval / 2)
+                self._wait_until_quiet()
                 time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
 
     def program_ends(self) -> None:
@@ -264,18 +262,9 @@ class Watchdog:
             if asks:
                 # The others stand still a little later; one of them says why, or none is left that could.
                 self._store.add("quiet", 1)
-                deadline = time.monotonic() + self._patience + 6 * self._interval
-                while not self._message and time.monotonic() < deadline:
-                    # Who knows a cause tells it before it is quiet.
-                    are_all_quiet = self._store.add("quiet", 0) >= self._size
-                    if self._store.check(["stop"]):
-                        self._message = self._store.get("stop").decode()
-                    elif are_all_quiet:
-                        break
-                    else:
-                        self._stopped.wait(self._interval / 2)
-                if not self._message:
-                    self._message = self._reason_of_those_that_left()
+                self._wait_until_quiet(or_told=True)
+                # Who knows a cause tells it before it is quiet.
+                self._message = self._told() or self._reason_of_those_that_left()
             if not self._message:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
@@ -283,6 +272,18 @@ class Watchdog:
         if asks and self._message:  # What the backend says of closed connections is not the reason.
             error.args = (self._message,)
         self._stop_watching()
+
+    def _wait_until_quiet(self, *, or_told: bool = False) -> None:
+        """Wait some seconds at most for all ranks to have nothing more to tell."""
+        deadline = time.monotonic() + self._patience + 6 * self._interval
+        while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
+            if or_told and self._told():
+                break
+            time.sleep(self._interval / 2)
+
+    def _told(self) -> str:
+        """Why all ranks have to stop; empty if nobody has said so."""
+        return self._store.get("stop").decode() if self._store.check(["stop"]) else ""
 
     def _reason_of_those_that_left(self) -> str:
         """Why communication broke off if other ranks have ended their runs well."""
@@ -309,18 +310,16 @@ class Watchdog:
         """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it."""
         if self._stopped.is_set():
             raise RuntimeError(self._message)
-        name, (arrived, everyone) = barrier.name, (f"{at} {barrier.name} {barrier[2:]}" for at in ("arrived", "all"))
+        name, arrived, size = barrier.name, f"arrived {barrier.name} {barrier[2:]}", len(barrier.ranks)
         self._num_barriers[name] += 1
         self._barrier = barrier
         deadline = time.monotonic() + self._timeout
-        if self._store.add(arrived, 1) == len(barrier.ranks):
-            self._store.set(everyone, "")
-        while not self._store.check([everyone]):
+        num_arrived = self._store.add(arrived, 1)
+        while num_arrived < size:
             if self._stopped.wait(_POLL_SECONDS):
                 raise RuntimeError(self._message)
             if time.monotonic() > deadline:
-                # Ranks that come later must not pass.
-                self._store.add(arrived, len(barrier.ranks))
+                self._store.add(arrived, -size)  # Ranks that come later must not pass.
                 self._publish(beat=1)
                 time.sleep(self._interval)  # Those that are here publish it as well.
                 seen = {rank: self._read(rank) for rank in barrier.ranks}
@@ -331,12 +330,12 @@ class Watchdog:
                     f"the other ranks to do the same; missing: {', '.join(missing) or 'none any more'}. They have died "
                     "or are slower than the timeout of the process group, an option of the strategy."
                 )
+            num_arrived = self._store.add(arrived, 0)
         self._barrier = None
-        if self._rank == barrier.ranks[0]:
-            # All ranks are here, so none reads the keys of the barrier before any more.
-            for key in self._barrier_keys.get(name, []):
-                self._store.delete_key(key)
-        self._barrier_keys[name] = [arrived, everyone]
+        if self._rank == barrier.ranks[0] and name in self._barrier_keys:
+            # All ranks are here, so none reads the key of the barrier before any more.
+            self._store.delete_key(self._barrier_keys[name])
+        self._barrier_keys[name] = arrived
 
     def _watch(self) -> None:
         """Body of the thread: look, and after some seconds without progress publish, compare, obey."""
@@ -434,9 +433,9 @@ class Watchdog:
             keys = [f"process{rank}" for rank in range(self._size)]
             if not self._store.check(keys):  # Some rank has not started its watchdog yet.
                 return
-            found = [process_on_this_host(text.decode()) for text in self._store.multi_get(keys)]
-            self._neighbours = {rank: process for rank, process in enumerate(found) if process is not None}
-        for rank in [rank for rank, process in self._neighbours.items() if is_gone(*process)]:
+            found = enumerate(text.decode() for text in self._store.multi_get(keys))
+            self._neighbours = {rank: process for rank, process in found if is_on_this_host(process)}
+        for rank in [rank for rank, process in self._neighbours.items() if is_gone(process)]:
             self._store.set(f"dead{rank}", "")
             del self._neighbours[rank]
 
@@ -487,9 +486,10 @@ class Watchdog:
 
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""
-        if not self._store.check(["stop"]):
+        message = self._told()
+        if not message:
             return False
-        self._message = self._store.get("stop").decode()
+        self._message = message
         self._stopped.set()
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)

@@ -320,13 +320,13 @@ class Fsdp(ShardingMode):
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
             self.call_log.mark(END)
-            self._step.post(self)
+            self._step.post(self._numbers, self._settle)
             if plain or not self._is_deferred:
                 self._step.reduce(())
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
 
-    def numbers(self) -> list[int]:
+    def _numbers(self) -> list[int]:
         """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
         assert self.call_log is not None
         # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
@@ -338,8 +338,8 @@ class Fsdp(ShardingMode):
         before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
         return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
 
-    def settle(self, maxima: Sequence[int]) -> list[Tensor]:
-        """Remove gradients that no rank has computed; see :class:`~lightning_muon.comm.agreement.Rider`."""
+    def _settle(self, maxima: Sequence[int]) -> list[Tensor]:
+        """Remove gradients that no rank has computed. Collective over the mesh; every rank must call it."""
         assert self.call_log is not None
         size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
