@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 
 import torch
@@ -45,6 +45,12 @@ class Odd(nn.Module):
 Loss = Callable[[nn.Module, int], Tensor]
 
 
+def shard_map_of(parameters: Sequence[Tensor], whole: Mapping[Tensor, int], mesh_shape: tuple[int, ...]) -> ShardMap:
+    """Those of ``whole`` have one owner each on the last axis of a mesh of all ranks."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    return ShardMap(mesh, place_shards(parameters, whole, mesh_shape[-1]))
+
+
 class Setup:
     """A model with a reducer, and a copy of it for the gradients of all ranks in one process."""
 
@@ -56,10 +62,9 @@ class Setup:
         self.reference = deepcopy(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
         parameters = list(self.model.parameters())
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-        group = axis_group(mesh, tuple(range(mesh.ndim)))
         owned = {parameter: parameter.numel() for parameter in parameters[1:3]}
-        self.shard_map = ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
+        self.shard_map = shard_map_of(parameters, owned, mesh_shape)
+        group = axis_group(self.shard_map.mesh, tuple(range(len(mesh_shape))))
         self.transport = AllReduce(group) if kind == ALL_REDUCE else ReduceScatterToOwners(self.shard_map)
         self.reducer = GradientReducer(parameters, self.transport, group, names=self.names, bucket_bytes=bucket_bytes)
 

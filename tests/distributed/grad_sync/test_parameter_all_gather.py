@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm.groups import make_hops
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
-from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.params.layout import OwnedBy
+from tests.distributed.grad_sync.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
 
 # Every second matrix has an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -71,10 +71,8 @@ def _setup(
     """Parameters in backward order; every second matrix is owned whole."""
     parameters = list(model.parameters())[::-1]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.numel()]
-    mesh_shape = mesh_shape or (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
-    shard_map = ShardMap(mesh, place_shards(parameters, costs, mesh_shape[-1]))
+    shard_map = shard_map_of(parameters, costs, mesh_shape or (dist.get_world_size(),))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
     hops = make_hops(shard_map.shard, grid)
     return parameters, shard_map, ParameterAllGather(shard_map, buckets, hops, units_of(model, units))
@@ -301,3 +299,30 @@ def test_whoever_reads_parameters_gets_new_values(
     gloo: ProcessPool, steps: Callable[[], None], world_size: int
 ) -> None:
     gloo.run(steps, world_size=world_size)
+
+
+def _model() -> nn.ModuleDict:
+    """Three blocks, the first two of which share a weight, and an embedding tied to a head."""
+    blocks = [nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5, bias=False)) for _ in range(3)]
+    blocks[1][0].weight = blocks[0][0].weight
+    model = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 7)})
+    model["head"].weight = model["embedding"].weight
+    model["blocks"] = nn.ModuleList(blocks)
+    return model
+
+
+def test_a_parameter_belongs_to_the_innermost_units() -> None:
+    model = _model()
+    first, second, third = model["blocks"].children()
+    inner = third.get_submodule("1")
+    units = units_of(model, [first, second, third, inner, model["head"]])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()} == {
+        model: ["embedding.weight", "norm.weight", "norm.bias", "blocks.0.0.weight"],
+        model["head"]: ["embedding.weight", "head.bias"],
+        first: ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"],
+        second: ["blocks.0.0.weight", "blocks.1.0.bias", "blocks.1.1.weight"],
+        third: ["blocks.2.0.weight", "blocks.2.0.bias"],
+        inner: ["blocks.2.1.weight"],
+    }
+    assert units_of(model, []) == {model: list(model.parameters())}

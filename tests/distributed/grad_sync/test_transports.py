@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
+from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
+from tests.distributed.grad_sync.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -27,9 +28,7 @@ def _gradients(seed: int) -> list[Tensor]:
 
 def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], ShardMap]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    owned = dict.fromkeys(parameters[:NUM_OWNED], 10)
-    return parameters, ShardMap(mesh, place_shards(parameters, owned, mesh_shape[-1]))
+    return parameters, shard_map_of(parameters, dict.fromkeys(parameters[:NUM_OWNED], 10), mesh_shape)
 
 
 NODES = [[0, 1], [2, 3]]
