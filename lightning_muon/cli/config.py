@@ -66,6 +66,8 @@ def _config_file(arguments: argparse.Namespace) -> str:
         processes = max(1, 0 if is_cpu else torch.cuda.device_count()) * machines
     if processes % machines:
         raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
+    if arguments.sharding == "none" and processes > 1:
+        raise ValueError(f"--sharding none is one process, got {processes}; add --num-processes 1, or use zero2 or ddp")
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate shards models only where they have several shards, and only on accelerators.
     is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not is_cpu

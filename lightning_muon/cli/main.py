@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from argparse import ArgumentParser
@@ -61,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting(each)
     name = words[0] if words else ""
     if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
-        make_cli(args)
+        _lightning_cli(args)
     elif name in _COMMANDS:
         _run(name, parsers[name], words[1:])
     elif name.startswith("-") or not name:
@@ -119,11 +120,8 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
     parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
 
 
-def make_cli(args: Sequence[str] | None = None, hooks: tuple[type, ...] = (), **options: Any) -> None:
-    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy.
-
-    ``hooks`` are classes with methods that LightningCLI calls, ``options`` are further arguments of LightningCLI.
-    """
+def _lightning_cli(args: Sequence[str] | None) -> None:
+    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy."""
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -133,32 +131,30 @@ def make_cli(args: Sequence[str] | None = None, hooks: tuple[type, ...] = (), **
     except ModuleNotFoundError as error:
         _refuse_missing(reporting(ArgumentParser(prog=_PROG)), error, "lightning")
 
-    class CLI(*hooks, importlib.import_module(f"{package}.cli").LightningCLI):
+    class CLI(importlib.import_module(f"{package}.cli").LightningCLI):
         def init_parser(self, **kwargs: Any) -> Any:
             # A misspelt option is an error, though it be the beginning of another one.
             return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
-    _check_strategy_options(list(sys.argv[1:] if args is None else args))
+    _check_files(list(sys.argv[1:] if args is None else args))
     words = None if args is None else list(args)
-    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words, **options)
+    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words)
 
 
-def _check_strategy_options(words: Sequence[str]) -> None:
-    """End the process where config files have a wrong key or value of the strategy, which LightningCLI buries."""
+def _check_files(words: Sequence[str]) -> None:
+    """End the process where config files have a wrong key, or a value of the strategy, which LightningCLI buries."""
+    from lightning_muon.cli.plan_model import read_fit_file
     from lightning_muon.engine.options import Options
-    from lightning_muon.engine.parsing import read_yaml
 
-    values = [value for word, value in pairwise(words) if word in ("--config", "-c")]
+    paths = [value for word, value in pairwise(words) if word in ("--config", "-c")]
+    paths += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
     given, files = dict[str, Any](), list[str]()
-    for path in (*values, *(word.removeprefix("--config=") for word in words if word.startswith("--config="))):
-        try:
-            strategy = (read_yaml(path).get("trainer") or {}).get("strategy")
-        except (OSError, ValueError, AttributeError):
-            continue  # What is no file of options at all is for LightningCLI to judge.
-        if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
-            given |= strategy.get("init_args") or {}
-            files.append(path)
     try:
+        for path in filter(os.path.isfile, paths):  # All else is for LightningCLI to judge.
+            strategy = read_fit_file(path)[1].get("strategy")
+            if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
+                given |= strategy.get("init_args") or {}
+                files.append(path)
         Options.from_mapping(given, source=f"{', '.join(files)}: trainer.strategy")
     except ValueError as error:
         # The command line may replace values.

@@ -22,6 +22,7 @@ from lightning_muon.cli.plan_model import (
     add_model_arguments,
     config_from_words,
     count,
+    positive,
     read_model,
     table,
     with_fused,
@@ -45,13 +46,6 @@ _MIB = 2**20
 _GRADIENT_ITEMSIZE = 4  # Of float32 parameters, whose gradients travel in their dtype.
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be finite and above 0, got {value}")
-    return value
-
-
 def _fused(text: str) -> tuple[str, tuple[int, ...]]:
     pattern, _, sizes = text.rpartition("=")
     if not pattern:
@@ -69,12 +63,12 @@ _OPTIONS = (
     ("--write-shapes", "FILE.json", Path, "save the shapes of the model"),
     ("--node-ranks", "N", count, "ranks of a node, for sharding=zero2 (8)"),
     ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
-    ("--flops", "X", _positive, "FLOP/s of Newton-Schulz"),
-    ("--memory-bandwidth", "X", _positive, "bytes/s of elementwise work"),
-    ("--bandwidth", "X", _positive, "bytes/s of a rank's link (within a replica)"),
-    ("--inter-bandwidth", "X", _positive, "bytes/s between replicas"),
+    ("--flops", "X", positive, "FLOP/s of Newton-Schulz"),
+    ("--memory-bandwidth", "X", positive, "bytes/s of elementwise work"),
+    ("--bandwidth", "X", positive, "bytes/s of a rank's link (within a replica)"),
+    ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
-    ("--compute-seconds", "X", _positive, "of forward and backward of one step, for the times of FlexDeMo"),
+    ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
@@ -223,7 +217,7 @@ def _report(
         yield "", _head(setting, pipeline)
         rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
         header, *lines = routing_rows(rows)
-        yield "Parameters", [table(header, lines, left=range(len(header))), "", *routing_totals(rows)]
+        yield "Parameters", [table(dict.fromkeys(header, ""), lines), "", *routing_totals(rows)]
     if exchange:
         yield "FlexDeMo: what nodes send each other, one step", exchange
     if outcomes:
@@ -250,15 +244,14 @@ def _head(setting: Setting, pipeline: Outcome) -> list[RenderableType]:
 
 def _owners(outcome: Outcome) -> RenderableType:
     loads = outcome.plan.flops
-    rows: list[tuple[str, ...]] = []
+    mean = sum(loads) / len(loads)
+    rows: list[tuple[Any, ...]] = []
     for rank, label in rows_shown(outcome.timeline).items():
         owned = [spec for spec, owners in zip(outcome.specs, outcome.plan.owners, strict=True) if rank in owners]
         shapes = Counter((spec.rows, spec.cols) for spec in owned)
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
-        mean = loads[rank] * len(loads) / sum(loads)
-        label = label.replace("\n", " ")
-        rows.append((label, str(len(owned)), f"{loads[rank] / 1e12:.3f}", f"{mean:.3f}", text or "nothing"))
-    return table(("rank", "matrices", "TFLOP", "/ mean", "shapes"), rows, left=(0, 4))
+        rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))
+    return table({"rank": "", "matrices": "d", "TFLOP": ".3f", "/ mean": ".3f", "shapes": ""}, rows)
 
 
 def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
@@ -267,31 +260,41 @@ def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
             outcome.name,
             each["direction"],
             each["axis"],
-            f"{each['most'] / _MIB:,.1f}",
-            *(f"{each[key] / len(outcome.plan.flops) / _MIB:,.1f}" for key in ("total", "floor")),
+            each["most"] / _MIB,
+            *(each[key] / len(outcome.plan.flops) / _MIB for key in ("total", "floor")),
         )
         for outcome in outcomes
         for each in outcome.numbers["bytes"]
     ]
-    header = ("strategy", "direction", "axis", "busiest MiB", "mean MiB", "floor MiB")
-    return table(header, rows, left=(0, 1, 2)) if rows else "Nothing travels."
+    sizes = dict.fromkeys(("busiest MiB", "mean MiB", "floor MiB"), ",.1f")
+    return table({"strategy": "", "direction": "", "axis": "", **sizes}, rows) if rows else "Nothing travels."
 
 
 def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:
+    columns = {
+        "strategy": "",
+        "step ms": ",.2f",
+        "load / bound": ".3f",
+        "own nothing": "d",
+        "idle": ".1%",
+        "hidden": ".1%",
+        "buffers MiB": ",.0f",
+        "buckets": "d",
+    }
     rows = [
         (
             f"{outcome.name} *" if choice is not None and outcome.name == choice["row"] else outcome.name,
-            f"{1e3 * found['makespan_seconds']:,.2f}",
-            f"{found['load']['max_over_bound']:.3f}",
-            str(found["load"]["ranks_without_matrix"]),
-            *(f"{found[key]:.1%}" for key in ("idle", "hidden")),
-            f"{found['peak_buffer_bytes'] / _MIB:,.0f}",
-            str(found["num_buckets"]),
+            1e3 * found["makespan_seconds"],
+            found["load"]["max_over_bound"],
+            found["load"]["ranks_without_matrix"],
+            found["idle"],
+            found["hidden"],
+            found["peak_buffer_bytes"] / _MIB,
+            found["num_buckets"],
         )
         for outcome in outcomes
         for found in [outcome.numbers]
     ]
-    header = ("strategy", "step ms", "load / bound", "own nothing", "idle", "hidden", "buffers MiB", "buckets")
     last = outcomes[-1].numbers
     caption = [
         "load: FLOPs of the busiest rank; bound: the mean, the dearest matrix, or what cannot leave its rank.",
@@ -315,7 +318,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
             f"The config has assignment={choice['assignment']}, overlap={choice['overlap']}, dedupe={choice['dedupe']} "
             f"({shared}): {row}."
         )
-    return [table(header, rows), *caption]
+    return [table(columns, rows), *caption]
 
 
 def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:
@@ -323,10 +326,12 @@ def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:
     rows = [
         (
             f"{'hierarchical' if way.grid else 'direct'}{' *' if way.seconds == fastest else ''}",
-            *(f"{size / _MIB:,.0f}" for size in (way.bucket_bytes, way.node_bytes)),
-            f"{1e3 * way.seconds:,.1f}",
+            way.bucket_bytes / _MIB,
+            way.node_bytes / _MIB,
+            1e3 * way.seconds,
         )
         for way in ways
     ]
+    columns = {"way": "", "bucket MiB": ",.0f", "leaves a node MiB": ",.0f", "transfers and sums ms": ",.1f"}
     caption = "Gradients and values of float32 parameters, per node. * is faster; a run goes by --machine h100."
-    return [table(("way", "bucket MiB", "leaves a node MiB", "transfers and sums ms"), rows), caption]
+    return [table(columns, rows), caption]

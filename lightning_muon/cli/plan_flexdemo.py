@@ -38,13 +38,6 @@ class NodeTraffic(NamedTuple):
     # Over the link of the node; by formula `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
     sent: float
 
-    def break_even(self, other: NodeTraffic) -> float | None:
-        """Number of nodes from which on ``other``, where all is added up, sends less; ``None`` if it never does."""
-        saved = other.reduced + other.returned - self.reduced - self.returned
-        if not self.gathered:
-            return None if saved >= 0 else 0.0
-        return max(0.0, saved / self.gathered)
-
 
 def slow_links(
     model: ModelShapes, mesh: Mesh, config: FlexDeMoConfig, *, compute_seconds: float | None = None
@@ -57,17 +50,21 @@ def slow_links(
     numel = sum(math.prod(parameter.shape) for parameter in trained)
     if not numel:
         raise ValueError(f"{model.name} has no parameters that are trained, so there is nothing to plan")
-    all_reduce = _summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate)
+    summed = _summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate)
 
     def row(each: FlexDeMoConfig | None) -> dict[str, Any]:
-        traffic = all_reduce if each is None else node_traffic(trained, mesh, each)
+        """Of an exchange; ``None``: the all-reduce."""
+        traffic = summed if each is None else node_traffic(trained, mesh, each)
         message = traffic.gathered + traffic.reduced  # What the node has to say, whatever the number of others.
+        saved = summed.reduced + summed.returned - traffic.reduced - traffic.returned
+        break_even = max(0.0, saved / traffic.gathered) if traffic.gathered else (None if saved >= 0 else 0.0)
         seconds = {name: 8 * traffic.sent / rate for name, rate in LINKS.items()}
         return {
             **_names(each),
             "bits_per_parameter": 8 * message / numel,
             "bytes": {**traffic._asdict(), "message": message},
-            "break_even_nodes": None if each is None else traffic.break_even(all_reduce),
+            # Number of nodes from which on the all-reduce sends less.
+            "break_even_nodes": break_even,
             "step_seconds": {name: step_seconds(each, value, compute_seconds) for name, value in seconds.items()},
         }
 
@@ -170,22 +167,22 @@ def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[Ren
     times = "the exchange alone (give forward and backward with --compute-seconds)"
     if links["compute_seconds"] is not None:
         times = f"a step with {_seconds(links['compute_seconds'])} of forward and backward"
+    columns = {"exchange": "", "values": "", "bits": ".3f", "sent MB": ",.3f", "break-even": ",.1f"}
     return [
         f"{links['nodes']} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}\n",
         table(
-            ["exchange", "values", "bits", "sent MB", "break-even", *LINKS],
+            columns | dict.fromkeys(LINKS, ">"),
             [
                 (
                     f"{row['name']} *" if row is links["rows"][0] else row["name"],
                     row["value_format"],
-                    f"{row['bits_per_parameter']:.3f}",
-                    f"{row['bytes']['sent'] / 1e6:,.3f}",
-                    "-" if row["break_even_nodes"] is None else f"{row['break_even_nodes']:,.1f}",
-                    *(_seconds(value) for value in row["step_seconds"].values()),
+                    row["bits_per_parameter"],
+                    row["bytes"]["sent"] / 1e6,
+                    row["break_even_nodes"],
+                    *map(_seconds, row["step_seconds"].values()),
                 )
                 for row in (links["all_reduce"], *links["rows"])
             ],
-            left=(0, 1),
         ),
         "\n* the configured one. bits: per parameter. sent: by the busiest node, all its ranks, in 10^6 bytes.",
         "break-even: from this number of nodes on the all-reduce of HSDP sends less (-: never).",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_muon.config import MuonConfig, from_arguments
+from lightning_muon.config import MuonConfig, from_arguments, nearest
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import check_keys, read_yaml
@@ -25,6 +28,8 @@ from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
+_LONGEST_NAME = 80  # Of 120 columns.
+_SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 # What the words may say beside the options of the replicator: all else changes neither bytes nor times.
 _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
 
@@ -92,14 +97,49 @@ def count(text: str) -> int:
     return value
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
-    """Columns that end at the right but for those in ``left``; cells that are too long go on in the next line."""
+def positive(text: str) -> float:
+    """The type of options that are finite numbers above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be finite and above 0, got {value}")
+    return value
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Columns by title, each with the format of its values: text at the left, numbers at the right, ``None`` is a dash.
+
+    A column without any text is left out. Cells that are too long go on in the next line, those of the first column
+    last.
+    """
+    cells = [
+        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
+        for row in rows
+    ]
+    shown = [(*column,) for column in zip(columns.items(), *cells, strict=True) if any(column[1:])]
     found = Table(box=None, pad_edge=False)
-    for index, name in enumerate(header):
-        found.add_column(name, justify="left" if index in left else "right", overflow="fold")
-    for row in rows:
+    for index, ((title, form), *column) in enumerate(shown):
+        is_whole = index == 0 and max(map(len, column)) <= _LONGEST_NAME
+        found.add_column(title, justify="right" if form else "left", overflow="fold", no_wrap=is_whole)
+    for row in zip(*(column[1:] for column in shown), strict=True):
         found.add_row(*row)
     return found
+
+
+def read_fit_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file of ``lightning-muon fit`` holds, and its section ``trainer``.
+
+    A misspelled section or option of the Trainer is an ``UnknownOptionError``; what resembles none is for LightningCLI
+    to judge, which has further ones. Needs Lightning.
+    """
+    content = read_yaml(path)
+    trainer = content.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    package = importlib.import_module(first_installed(TRAINERS, "--config needs Lightning"))
+    options = list(inspect.signature(package.Trainer).parameters)
+    for where, keys, known in ((str(path), content, _SECTIONS), (f"{path}: trainer", trainer, options)):
+        names = [str(key).partition(".")[0].rstrip("+") for key in keys]  # `trainer.max_steps`, `callbacks+`.
+        check_keys([name for name in names if nearest(name, known)], known, where=where)
+    return content, trainer
 
 
 def read_config(path: Path) -> PlannedModel:
@@ -109,8 +149,7 @@ def read_config(path: Path) -> PlannedModel:
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    first_installed(TRAINERS, "--config needs Lightning")
-    content = read_yaml(path)
+    content, trainer = read_fit_file(path)
     # As LightningCLI does it.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
@@ -126,7 +165,6 @@ def read_config(path: Path) -> PlannedModel:
         # Whatever a constructor does with numbers fails on tensors that have none.
         model = parser.instantiate(parsed)["model"]
         model.configure_model()
-    trainer = content.get("trainer") or {}
     strategy = trainer.get("strategy")
     arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     known = ("optimizer", *(each.name for each in fields(MeshSizes)))
@@ -192,7 +230,6 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
             values[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             values[key] = text
-    known = {kind.__name__: kind for kind in _REPLICATORS}
     kind: Any = type(base.replicator)
     if "replicator" in values:
         known = {each.__name__: each for each in _REPLICATORS}
@@ -201,6 +238,5 @@ def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoCon
     own = [each.name for each in fields(kind)]
     check_keys(values, ("replicator", *_KEYS, *own), where="--flexdemo")
     options = {key: values.pop(key) for key in own if key in values}
-    is_same = kind is type(base.replicator)
-    replicator = replace(cast(Any, base.replicator), **options) if is_same else kind(**options)
-    return replace(base, replicator=replicator, **values)
+    kept = vars(base.replicator) if kind is type(base.replicator) else {}
+    return replace(base, replicator=kind(**{**kept, **options}), **values)

@@ -90,6 +90,7 @@ def test_our_section_has_the_sizes_without_fsdp(
     [
         (("--num-machines", "3", "--num-processes", "4"), "4 must be a multiple of --num-machines 3"),
         (("--optimizer", "flexdemo", "--sharding", "ddp"), "needs sharding='fsdp', got 'ddp'"),
+        (("--sharding", "none", "--num-processes", "2"), "one process, got 2; add --num-processes 1, or use"),
         (("--shard-size", "3", "--num-processes", "4"), "the number of processes .*--num-processes of a launcher"),
     ],
 )

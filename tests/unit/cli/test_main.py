@@ -67,22 +67,31 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def ended(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in the folder of the project; returns its exit code, output and errors."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*words: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
+        with pytest.raises(SystemExit) as exiting:
+            command.main()
+        return exiting.value.code, *capsys.readouterr()
+
+    return run
+
+
 def _run(project: Path, *arguments: str) -> str:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("lightning.pytorch")
     return run_program("-m", "lightning_muon.cli.main", *arguments, directory=project, num_ranks=2)
 
 
-def test_print_config_shows_the_strategy(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_shows_the_strategy(ended: Any) -> None:
     pytest.importorskip("jsonargparse")
-    monkeypatch.chdir(project)
-    monkeypatch.setattr(sys, "argv", ["lightning-muon", "fit", "--config", "config.yaml", "--print_config"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 0 and "strategy: parallel_muon" in capsys.readouterr().out
+    code, text, _ = ended("fit", "--config", "config.yaml", "--print_config")
+    assert code == 0 and "strategy: parallel_muon" in text
 
 
 def test_fit_and_test_take_strategy_and_optimizer_from_yaml(project: Path) -> None:
@@ -180,6 +189,7 @@ def test_plan_needs_no_framework(tmp_path: Path) -> None:
     [
         (["pln"], "there is no command 'pln'; did you mean 'plan'?"),
         (["plan", "--shaps", "10b"], "--shaps; did you mean --shapes?"),
+        (["tune", "--config", "config.yaml", "--factors", "1", "0"], "--factors: must be finite and above 0, got 0.0"),
         (["launch", "--num_proceses", "2", "script.py"], "--num_proceses; did you mean --num_processes?"),
         (["fit", "--config", "config.yaml", "--trainer.max_epochz=2", "--print_config"], "mean --trainer.max_epochs?"),
         (
@@ -189,20 +199,17 @@ def test_plan_needs_no_framework(tmp_path: Path) -> None:
         ([], "required: COMMAND"),
     ],
 )
-def test_a_mistyped_word_names_the_nearest(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    monkeypatch.chdir(project)
-    monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2 and message in capsys.readouterr().err
+def test_a_mistyped_word_names_the_nearest(ended: Any, words: list[str], message: str) -> None:
+    code, _, text = ended(*words)
+    assert code == 2 and message in text
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ("trainr: {max_steps: 3}", ("wrong.yaml: there is no option 'trainr'; did you mean 'trainer'?",)),
+        ("trainer: {max_stepps: 3}", ("wrong.yaml: trainer: there is no option", "did you mean 'max_steps'?")),
+        ("trainer: [", ("wrong.yaml is no YAML file",)),
         ("trainer: {max_epochs: many}", ("trainer.max_epochs", "'int'", "many")),
         (_STRATEGY.replace("0.02", "fast"), ("wrong.yaml: trainer.strategy", '"lr"', "'float'", "fast")),
         (_STRATEGY.replace("size: 2", "size: x"), ("wrong.yaml: trainer.strategy", "replicate_size", "'auto'", " x")),
@@ -213,33 +220,22 @@ def test_a_mistyped_word_names_the_nearest(
         (_STRATEGY.replace("w_patterns", "w_pattern"), ("wrong.yaml: trainer.strategy", "'adamw_patterns'")),
     ],
 )
-def test_a_wrong_value_of_a_file_is_said_in_few_lines(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    wrong: str,
-    said: tuple[str, ...],
-) -> None:
-    monkeypatch.chdir(project)
+def test_a_wrong_line_of_a_file_is_said_in_few_lines(ended: Any, wrong: str, said: tuple[str, ...]) -> None:
     Path("wrong.yaml").write_text(wrong)
-    words = ["fit", "--config", "config.yaml", "--config=wrong.yaml", "--print_config"]
-    monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and len(text.splitlines()) <= 12
+    code, _, text = ended("fit", "--config", "config.yaml", "--config=wrong.yaml", "--print_config")
+    assert code == 2 and len(text.splitlines()) <= 12
     assert all(each in text for each in said), text
 
 
 def test_what_is_no_config_of_ours_is_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for text in ("trainer: [", "trainer: 3", "trainer: {strategy: ddp}", "model: 1"):
+    others = "trainer: {callbacks+: [], strategy: ddp}\ntrainer.max_steps: 3\nverbose: true\nunlike_any_other: 1"
+    for text in ("trainer: 3", others, "model: 1"):
         Path("any.yaml").write_text(text)
-        command._check_strategy_options(["fit", "--config", "any.yaml", "--config=missing.yaml", "--config"])
+        command._check_files(["fit", "--config", "any.yaml", "--config=missing.yaml", "--config"])
     # Each file alone would be wrong, or what the command line replaces.
     strategy = "trainer: {{strategy: {{class_path: lightning_muon.ParallelMuonStrategy, init_args: {{{}}}}}}}"
     Path("first.yaml").write_text(strategy.format("sharding: zero2"))
     Path("second.yaml").write_text(strategy.format("bucket_bytes: 1000"))
-    command._check_strategy_options(["fit", "--config", "first.yaml", "--config", "second.yaml"])
-    command._check_strategy_options(["fit", "--config", "second.yaml", "--trainer.strategy.init_args.sharding", "ddp"])
+    command._check_files(["fit", "--config", "first.yaml", "--config", "second.yaml"])
+    command._check_files(["fit", "--config", "second.yaml", "--trainer.strategy.init_args.sharding", "ddp"])

@@ -98,6 +98,8 @@ def test_patterns_and_fused_come_from_the_strategy(write: Any) -> None:
         ("model: [unclosed\n  a: b\n", "is no YAML file"),
         ("model: nothing.Here\n", "No module named 'nothing'"),
         ("trainer: {}\n", "model"),
+        ("modle: {}\n", "did you mean 'model'"),
+        ("trainer: {devicez: 2}\n", "did you mean 'devices'"),
     ],
 )
 def test_a_file_that_is_refused_is_named(tmp_path: Path, text: str, message: str) -> None:

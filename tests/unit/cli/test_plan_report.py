@@ -28,6 +28,9 @@ def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> No
             assert title in plan
         assert max(map(len, plan.splitlines())) <= WIDTH
         assert plan.isascii()
+    # Names are whole, and nothing is frozen.
+    names = shown("t5-small", 1, 8).partition("Owners")[0]
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight " in names and "frozen" not in names
     assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text and "machine reference: 150 TFLOP/s" in text
     assert "that own nothing" not in text
     # The dearest matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
