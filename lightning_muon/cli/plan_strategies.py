@@ -124,12 +124,24 @@ class _Ranks:
             Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size)
             for rank, size in enumerate(_adamw_bytes(setting.model, ranks))
         ]
-        self._plan = cache(self._make_plan)
+        self._planned = cache(self._make_plan)
 
-    def _make_plan(self, assignment: Assignment) -> MuonPlan:
-        """Owners, buckets and serial program."""
-        chunk_bytes, ranks = self._chunk_bytes(assignment), self._listed(assignment)
-        return plan_step(self.specs, itemsize=self._itemsize, chunk_bytes=chunk_bytes, strategy=assignment, ranks=ranks)
+    def _make_plan(self, assignment: Assignment) -> tuple[MuonPlan, dict[str, Any]]:
+        """Owners, buckets and serial program, and their numbers."""
+        chunk_bytes, note = self._chunk_bytes(assignment), ""
+        if chunk_bytes != self._setting.config.chunk_bytes:
+            size = f"{chunk_bytes / 2**20:,.0f} MiB"
+            note = f"planned with buckets of {size} per rank: smaller ones are too many to simulate"
+        plan = plan_step(
+            self.specs,
+            itemsize=self._itemsize,
+            chunk_bytes=chunk_bytes,
+            strategy=assignment,
+            ranks=self._listed(assignment),
+        )
+        # A single owner could do with less than the redundant strategy sends.
+        reference = self._planned("lpt")[0] if assignment == "redundant" else plan
+        return plan, {**self._plan_numbers(plan), "bytes": self._moved(plan, reference), "note": note}
 
     def _listed(self, assignment: Assignment) -> Sequence[int]:
         """The ranks whose ops are made: where all of many ranks do the same, the first one."""
@@ -152,7 +164,7 @@ class _Ranks:
 
     def outcome(self, name: str, config: MuonConfig) -> Outcome:
         """Plan and simulate."""
-        plan, cost = self._plan(config.assignment), self._setting.cost
+        (plan, numbers), cost = self._planned(config.assignment), self._setting.cost
         look_ahead = 0 if config.overlap == "off" else config.look_ahead
         program = {rank: [*ops, self._adamw[rank]] for rank, ops in plan.program.items()}
         if self.num_ranks <= MOST_RANKS_IN_FULL:
@@ -163,10 +175,6 @@ class _Ranks:
         early = estimate_prefetch([rank_seconds(ops, cost) for ops in program.values()])
         dearest = max(self.specs, key=lambda spec: spec.flops)
         short, long = sorted((dearest.rows, dearest.cols))
-        chunk_bytes, note = self._chunk_bytes(config.assignment), ""
-        if chunk_bytes != config.chunk_bytes:
-            size = f"{chunk_bytes / 2**20:,.0f} MiB"
-            note = f"planned with buckets of {size} per rank: smaller ones are too many to simulate"
         numbers = {
             "makespan_seconds": timeline.makespan,
             "idle": timeline.idle,
@@ -175,10 +183,7 @@ class _Ranks:
             # Of the dearest matrix, in 16 bits: two l x s iterates and two s x s products.
             "newton_schulz_bytes": 2 * (2 * long * short + 2 * short * short),
             "early_gathers": None if early is None else {**asdict(early), "pay": early.pays},
-            **self._plan_numbers(plan),
-            # A single owner could do with less than the redundant strategy sends.
-            "bytes": self._moved(plan, self._plan("lpt") if config.assignment == "redundant" else plan),
-            "note": note,
+            **numbers,
         }
         return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, early=early, numbers=numbers)
 

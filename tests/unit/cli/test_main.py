@@ -77,7 +77,8 @@ def ended(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.setattr(sys, "argv", ["lightning-muon", *words])
         with pytest.raises(SystemExit) as exiting:
             command.main()
-        return exiting.value.code, *capsys.readouterr()
+        captured = capsys.readouterr()
+        return exiting.value.code, captured.out, captured.err
 
     return run
 
