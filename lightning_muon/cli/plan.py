@@ -8,7 +8,7 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ _OPTIONS = (
     ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
     ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
+)
+# Of the timelines: title and format of a column, and its value by the numbers of a strategy.
+_COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
+    ("step ms", ",.2f", lambda found: 1e3 * found["makespan_seconds"]),
+    ("load / bound", ".3f", lambda found: found["load"]["max_over_bound"]),
+    ("own nothing", "d", lambda found: found["load"]["ranks_without_matrix"]),
+    ("idle", ".1%", lambda found: found["idle"]),
+    ("hidden", ".1%", lambda found: found["hidden"]),
+    ("buffers MiB", ",.0f", lambda found: found["peak_buffer_bytes"] / _MIB),
+    ("buckets", "d", lambda found: found["num_buckets"]),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
@@ -271,29 +281,11 @@ def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
 
 
 def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:
-    columns = {
-        "strategy": "",
-        "step ms": ",.2f",
-        "load / bound": ".3f",
-        "own nothing": "d",
-        "idle": ".1%",
-        "hidden": ".1%",
-        "buffers MiB": ",.0f",
-        "buckets": "d",
-    }
+    columns = {"strategy": "", **{title: form for title, form, _ in _COLUMNS}}
+    chosen = choice["row"] if choice is not None else None
     rows = [
-        (
-            f"{outcome.name} *" if choice is not None and outcome.name == choice["row"] else outcome.name,
-            1e3 * found["makespan_seconds"],
-            found["load"]["max_over_bound"],
-            found["load"]["ranks_without_matrix"],
-            found["idle"],
-            found["hidden"],
-            found["peak_buffer_bytes"] / _MIB,
-            found["num_buckets"],
-        )
-        for outcome in outcomes
-        for found in [outcome.numbers]
+        (f"{each.name} *" if each.name == chosen else each.name, *(value(each.numbers) for *_, value in _COLUMNS))
+        for each in outcomes
     ]
     last = outcomes[-1].numbers
     caption = [
