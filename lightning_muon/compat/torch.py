@@ -193,6 +193,13 @@ def drop_unreduced_gradients_of(parameters: Collection[torch.Tensor]) -> None:
             drop_unreduced_gradients(module, parameters)
 
 
+def free_unsharded(module: torch.nn.Module) -> None:
+    """Free whole weights that FSDP2 keeps after a forward for a backward pass that never comes; local."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
     """One FSDP2 unit of each model that holds any of ``parameters``, whoever has sharded it; local."""
     wanted, found = set(parameters), {}

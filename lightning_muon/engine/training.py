@@ -18,6 +18,7 @@ from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, weights_to_save
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.groups import axis_group
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
@@ -36,7 +37,7 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.shard_model import check_tensor_parallel, free_unsharded
+from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 _READ_EARLY = (

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
@@ -19,7 +18,7 @@ from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
-from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
+from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.params.layout import StepPart, local_tensor
@@ -28,8 +27,8 @@ from lightning_muon.schedule.step import AddedOps
 
 State = dict[str, Any]
 # Keys of the state of a parameter.
-_OF_AVERAGE = frozenset({"anchor", "has_moved", "outer_momentum"})
-_OF_OVERLAP = frozenset({"launched", "mean_drift", "is_launched"})
+_OF_AVERAGE = ("anchor", "has_moved", "outer_momentum")
+_OF_OVERLAP = ("launched", "mean_drift", "is_launched")
 
 
 class DiLoCoSync(InterNodeSync):
@@ -40,7 +39,7 @@ class DiLoCoSync(InterNodeSync):
     ``mean_drift``, the outer gradient that it gives; ``is_launched``, whether that is still to be applied.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({*MOMENTS, "anchor", "outer_momentum", "launched", "mean_drift"})
+    own_state: ClassVar[tuple[str, ...]] = (*MOMENTS, *_OF_AVERAGE, *_OF_OVERLAP)
     per_node: ClassVar[Mapping[str, Rule]] = {**InterNodeSync.per_node, "launched": "mean"}
     marks: ClassVar[frozenset[str]] = frozenset({"node_weights", "anchor"})
 
@@ -52,7 +51,7 @@ class DiLoCoSync(InterNodeSync):
         self._wire = FlexDeMoConfig(
             replicator=Full(), value_format="fp32", dense_below=0, chunk_bytes=config.chunk_bytes
         )
-        self._in_flight: list[tuple[MomentumBucket, Exchange]] = []
+        self._in_flight: list[Exchange] = []
         self._trained = Trained((), {})  # In this step.
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
@@ -62,20 +61,18 @@ class DiLoCoSync(InterNodeSync):
     @property
     @override
     def state_keys(self) -> frozenset[str]:
-        return _OF_AVERAGE | (_OF_OVERLAP if self._options.overlap else frozenset())
+        return frozenset(_OF_AVERAGE + _OF_OVERLAP if self._options.overlap else _OF_AVERAGE)
 
     @override
     def init_state(self, parameter: Tensor, state: State) -> None:
-        if not state.keys() >= _OF_AVERAGE:
-            state["anchor"] = parameter.detach().clone()
-            state["has_moved"] = torch.zeros((), device="cpu")
-            state["outer_momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        local = local_tensor(parameter.detach())
+        if not state.keys() >= set(_OF_AVERAGE):
+            state.update({key: self.zeros(key, parameter) for key in _OF_AVERAGE})
+            _anchor(state).copy_(local)
             self._without_anchor.add(parameter)
-        if self._options.overlap and not state.keys() >= _OF_OVERLAP:
-            weights = local_tensor(parameter.detach()).to(torch.float32, copy=True).contiguous()
-            state["launched"] = self.of_all_nodes(parameter, weights)
-            state["mean_drift"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["is_launched"] = torch.zeros((), device="cpu")
+        if not state.keys() >= self.state_keys:
+            state.update({key: self.zeros(key, parameter) for key in _OF_OVERLAP})
+            _launched(state).copy_(local)
 
     @override
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
@@ -121,7 +118,7 @@ class DiLoCoSync(InterNodeSync):
         """Begin an average, and apply it, or with ``overlap`` the one before."""
         if self._since:
             # Sums are sent after half a period, which leaves the other half for their way; waits for their summands.
-            for _, exchange in self._in_flight:
+            for exchange in self._in_flight:
                 exchange.send_sums()
             return ()
         states, parameters = self._trained.states, self._trained.parameters
@@ -158,14 +155,8 @@ class DiLoCoSync(InterNodeSync):
     def load(self, parameter: Tensor, state: State, saved: Mapping[str, Any]) -> None:
         super().load(parameter, state, saved)
         self._in_flight.clear()
-        for key in ("anchor", "outer_momentum", "mean_drift"):
-            if key in saved:
-                self._without_anchor.discard(parameter)
-                state[key] = torch.zeros_like(parameter, dtype=parameter.dtype if key == "anchor" else torch.float32)
-                local_tensor(state[key]).copy_(part_of(saved[key], parameter))
-        if "launched" in saved:
-            local = local_of_nodes(saved["launched"], parameter, self.layout, rule=self.per_node["launched"])
-            state["launched"] = self.of_all_nodes(parameter, local)
+        if "anchor" in saved:
+            self._without_anchor.discard(parameter)
 
     @contextmanager
     @override
@@ -211,16 +202,15 @@ class DiLoCoSync(InterNodeSync):
         for number, plan in enumerate(plan_buckets(shapes_of(parameters), self._wire)):
             bucket = MomentumBucket(plan, parameters, moved)
             bucket.load()
-            self._in_flight.append((bucket, Exchange(plan, bucket.encode(ExchangeStep(0, number)), self.groups)))
+            self._in_flight.append(Exchange(bucket, ExchangeStep(0, number), self.groups))
 
     def _mean(self) -> dict[Tensor, Tensor]:
         """The means that are on their way; waits for them."""
         means: dict[Tensor, Tensor] = {}
-        for _, exchange in self._in_flight:
+        for exchange in self._in_flight:
             exchange.send_sums()
-        for number, (bucket, exchange) in enumerate(self._in_flight):
-            merged = exchange.result("mean")
-            means |= bucket.decode(merged, ExchangeStep(0, number), set(bucket.parameters), sign=False)
+        for exchange in self._in_flight:
+            means |= exchange.updates("mean", sign=False)
         self._in_flight.clear()
         return means
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -40,19 +40,26 @@ class Trained:
 
 # Of AdamW and Muon; where nodes train by themselves each has its own.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# Other entries of states have no dimension, or are float32.
+_FLAGS = ("has_delayed_update", "has_moved", "is_launched")
+_LIKE_WEIGHTS = (*MOMENTS, "anchor")
 
 
-class InterNodeSync:
-    """The nodes of ``mesh`` (``None`` for a process alone), which are never brought in step; subclasses do that."""
+class InterNodeSync(StateCompletion):
+    """The nodes of ``mesh`` (``None`` for a process alone), which are never brought in step; subclasses do that.
 
-    # Keys of the state of a parameter that `load` takes.
-    own_state: ClassVar[frozenset[str]] = frozenset(MOMENTS)
+    It also makes the state of each parameter: what this takes, and that of the base optimizer.
+    """
+
+    # Keys of the state of a parameter that `load` takes, in its order.
+    own_state: ClassVar[tuple[str, ...]] = MOMENTS
     # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
     per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *MOMENTS), "mean")
     # Keys by which a saved state is known to be of this way.
     marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
+        super().__init__()
         self.config, self.mesh = config, mesh
         self.layout = None if mesh is None else NodeLayout(mesh)
         self.node = 0 if mesh is None else mesh.get_local_rank(0)
@@ -83,18 +90,34 @@ class InterNodeSync:
         # Something, since torch takes an optimizer without state for a new one.
         state.setdefault("placeholder", torch.zeros((), device="cpu"))
 
-    def is_current(self, states: States) -> bool:
-        """Whether the states are still those that :meth:`plan` was called with; local."""
-        del states
-        return True
+    @override
+    def keys(self, parameter: BoundParameter) -> frozenset[str]:
+        return self.state_keys | self._keys_of_base(parameter)
+
+    @override
+    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+        self.init_state(parameter.tensor, state)
+        if not state.keys() >= self._keys_of_base(parameter):
+            state.update(zero_state(parameter))
+
+    def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
+        config = self.config
+        has_state = config.base != "sgd" if parameter.route.algorithm == "adamw" else config.has_inner_momentum
+        return super().keys(parameter) if has_state else frozenset()
+
+    def zeros(self, key: str, parameter: Tensor) -> Tensor:
+        """An entry of the state of a parameter: a flag, what each node has, or a tensor like the parameter; local."""
+        if key in _FLAGS:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        if key in self.per_node and key not in MOMENTS:
+            local = local_tensor(parameter)
+            return self.of_all_nodes(parameter, torch.zeros(local.shape, dtype=torch.float32, device=local.device))
+        return torch.zeros_like(parameter, dtype=parameter.dtype if key in _LIKE_WEIGHTS else torch.float32)
 
     def common(self, trained: Trained) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one tensor for each parameter, or nothing; local."""
         del trained
         return ()
-
-    def check(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if these parameters cannot be exchanged; local."""
 
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
         """Get ready for the parameters that there are now. Collective over the nodes; every rank must call it."""
@@ -142,12 +165,14 @@ class InterNodeSync:
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
             local_tensor(parameter.detach()).copy_(weights)
-        for key in MOMENTS:
+        for key in self.own_state:
             if key in saved:
-                is_of_nodes = saved[key].ndim > parameter.ndim
-                take = partial(local_of_nodes, layout=self.layout, rule="mean") if is_of_nodes else part_of
-                state[key] = torch.zeros_like(parameter)
-                local_tensor(state[key]).copy_(take(saved[key], parameter))
+                value, state[key] = saved[key], self.zeros(key, parameter)
+                if key in self.per_node and value.ndim > parameter.ndim:
+                    value = local_of_nodes(value, parameter, self.layout, rule=self.per_node[key])
+                elif key not in _FLAGS:
+                    value = part_of(value, parameter)
+                local_tensor(state[key]).copy_(value)
 
     def common_weights(self, trained: Trained) -> AbstractContextManager[None]:
         """Inside, the weights are equal on all nodes, if there are such weights; local."""
@@ -158,35 +183,3 @@ class InterNodeSync:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
         del parameters
         return 0
-
-
-class NodeStateCompletion(StateCompletion):
-    """State that the synchronization of nodes needs, and that of the base optimizer."""
-
-    def __init__(self, sync: InterNodeSync) -> None:
-        super().__init__()
-        self._sync = sync
-
-    @override
-    def keys(self, parameter: BoundParameter) -> frozenset[str]:
-        return self._sync.state_keys | self._keys_of_base(parameter)
-
-    @override
-    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
-        self._sync.init_state(parameter.tensor, state)
-        if not state.keys() >= self._keys_of_base(parameter):
-            state.update(zero_state(parameter))
-
-    @override
-    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
-        self._sync.check([parameter.tensor for parameter in parameters if parameter.tensor.requires_grad])
-        super().complete(parameters, states)
-
-    @override
-    def is_complete(self, states: States) -> bool:
-        return super().is_complete(states) and self._sync.is_current(states)
-
-    def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
-        config = self._sync.config
-        has_state = config.base != "sgd" if parameter.route.algorithm == "adamw" else config.has_inner_momentum
-        return super().keys(parameter) if has_state else frozenset()

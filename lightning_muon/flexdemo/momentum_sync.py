@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,36 +17,14 @@ from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
-from lightning_muon.flexdemo.node_state import Rule, local_of_nodes, part_of
+from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
 from lightning_muon.optim.executor import Executor
-from lightning_muon.optim.parameters import Gradients, States
+from lightning_muon.optim.parameters import BoundParameter, Gradients, States
 from lightning_muon.params.layout import StepPart, local_tensor
 from lightning_muon.schedule.program import IN_BACKWARD, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A bucket on its way."""
-
-    bucket: MomentumBucket
-    number: ExchangeStep
-    exchange: Exchange
-    taking_part: set[Tensor] = field(default_factory=set[Tensor])  # The parameters that are updated by it.
-
-
-class Updates(dict[Tensor, Tensor]):
-    """Updates of before (``late``), to which the ops ``decode`` add what is ``expected``, of which they are a part."""
-
-    def __init__(self, expected: Set[Tensor], late: Mapping[Tensor, Tensor]) -> None:
-        super().__init__({tensor: update for tensor, update in late.items() if tensor not in expected})
-        self.late = {tensor: update for tensor, update in late.items() if tensor in expected}
-        self._promised = expected | self.keys()
-
-    def __contains__(self, tensor: object) -> bool:
-        return tensor in self._promised
 
 
 class EarlyExchanges(BackwardPrefetch):
@@ -122,7 +99,7 @@ class MomentumSync(InterNodeSync):
     ``delayed_update``, the update that the next step applies, and ``has_delayed_update``.
     """
 
-    own_state: ClassVar[frozenset[str]] = frozenset({"residual", "delayed_update", "has_delayed_update"})
+    own_state: ClassVar[tuple[str, ...]] = ("residual", "delayed_update", "has_delayed_update")
     per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
     marks: ClassVar[frozenset[str]] = frozenset({"residual"})
 
@@ -133,34 +110,36 @@ class MomentumSync(InterNodeSync):
         self._residuals: dict[Tensor, Tensor] = {}
         # Of the step that is being taken.
         self._gradients: Gradients = {}
-        self._updates = Updates(set(), {})
+        # By parameter; before the op `decode` of one that is exchanged its update of before, or nothing.
+        self._updates: dict[Tensor, Any] = {}
         # Exchanges by bucket: begun, to be applied by this step, and (with delay=1) by the next one.
-        self._in_flight: dict[str, InFlight] = {}
-        self._due: dict[str, InFlight] = {}
-        self._delayed: dict[str, InFlight] = {}
+        self._in_flight: dict[str, Exchange] = {}
+        self._due: dict[str, Exchange] = {}
+        self._delayed: dict[str, Exchange] = {}
         self._has_loaded = False  # So there may be residuals although there is one node only.
 
     @property
     @override
     def state_keys(self) -> frozenset[str]:
-        return self.own_state if self.config.delay else frozenset({"residual"})
+        return frozenset(self.own_state if self.config.delay else self.own_state[:1])
 
     @override
     def init_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """An update that is on its way to a parameter without state is dropped."""
-        local = local_tensor(parameter)
-        if "residual" not in state:
-            zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
-            state["residual"] = self.of_all_nodes(parameter, zeros)
+        residual, *of_delay = self.own_state
+        if residual not in state:
+            state[residual] = self.zeros(residual, parameter)
             for one in self._delayed.values():
                 one.taking_part.discard(parameter)
-        if self.config.delay and not state.keys() >= self.own_state:
-            state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["has_delayed_update"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if not state.keys() >= self.state_keys:
+            state.update({key: self.zeros(key, parameter) for key in of_delay})
 
     @override
-    def is_current(self, states: States) -> bool:
-        return all(states[parameter].get("residual") is used for parameter, used in self._residuals.items())
+    def is_complete(self, states: States) -> bool:
+        """Also whether the residuals are still those that :meth:`plan` has taken."""
+        return super().is_complete(states) and all(
+            states[parameter].get("residual") is used for parameter, used in self._residuals.items()
+        )
 
     @override
     def common(self, trained: Trained) -> Sequence[Tensor]:
@@ -171,10 +150,12 @@ class MomentumSync(InterNodeSync):
         return {}
 
     @override
-    def check(self, parameters: Sequence[Tensor]) -> None:
-        for plan in plan_buckets(shapes_of(parameters), self.config):
+    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
+        trained = [parameter.tensor for parameter in parameters if parameter.tensor.requires_grad]
+        for plan in plan_buckets(shapes_of(trained), self.config):
             for part in plan.parts:
                 check_replicator(part.replicator, part.block_shape)
+        super().complete(parameters, states)
 
     @override
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
@@ -227,7 +208,7 @@ class MomentumSync(InterNodeSync):
             for one in self._due.values():  # What has been frozen since is not moved any more.
                 one.taking_part = {tensor for tensor in one.taking_part if tensor.requires_grad}
             expected = set().union(*(one.taking_part for one in self._due.values()))
-        self._updates = Updates(expected, self._take_late(trained))
+        self._updates = dict.fromkeys(expected) | self._take_late(trained)
         return self._updates
 
     def _taking_part(self, key: str) -> set[Tensor]:
@@ -238,13 +219,13 @@ class MomentumSync(InterNodeSync):
         """Send a bucket, with all its gradients. Collective over the nodes; every rank must call it in this order."""
         bucket, number = self.buckets[key], ExchangeStep(self.num_steps, list(self.buckets).index(key))
         for one in self._delayed.values():
-            one.exchange.send_sums()
+            one.send_sums()
         bucket.accumulate(gradients, self.config.decay)
-        self._in_flight[key] = InFlight(bucket, number, Exchange(bucket.plan, bucket.encode(number), self.groups))
+        self._in_flight[key] = Exchange(bucket, number, self.groups)
 
     def drop(self, key: str) -> None:
         """Wait for a bucket whose result is not wanted."""
-        self._in_flight.pop(key).exchange.result(self.config.merge)
+        self._in_flight.pop(key).result(self.config.merge)
 
     def _exchange(self, op: Op) -> Sequence[Work]:
         self.start(op.key, filled(self.buckets[op.key].parameters, self._gradients))
@@ -253,54 +234,45 @@ class MomentumSync(InterNodeSync):
     def _settle(self, op: Op) -> Sequence[Work]:
         """Take from the residuals what was sent of a bucket, early or in the step."""
         one = self._in_flight.pop(op.key)
-        one.taking_part = self._taking_part(op.key)
-        one.bucket.settle(one.exchange.own, one.number, one.taking_part)
+        one.settle(self._taking_part(op.key))
         if self.config.delay:
             self._delayed[op.key] = one
         else:
-            one.exchange.send_sums()
+            one.send_sums()
             self._due[op.key] = one
         return ()
 
     def _decode(self, op: Op) -> Sequence[Work]:
         if op.key in self._due:
             for tensor, update in self._received(self._due.pop(op.key)).items():
-                local, late = local_tensor(tensor), self._updates.late.pop(tensor, None)
+                local, late = local_tensor(tensor), self._updates[tensor]
                 total = update if late is None else update + late
                 # Some of torch's kernels rely on the dtype and the memory order of the parameter.
                 is_like = total.stride() == local.stride() and total.dtype == local.dtype
                 self._updates[tensor] = total if is_like else torch.empty_like(local).copy_(total)
         return ()
 
-    def _received(self, one: InFlight) -> dict[Tensor, Tensor]:
-        """Updates, float32; waits for what the nodes have sent of a bucket."""
-        merged = one.exchange.result(self.config.merge)
-        return one.bucket.decode(merged, one.number, one.taking_part, sign=self.config.takes_sign)
+    def _received(self, one: Exchange) -> dict[Tensor, Tensor]:
+        return one.updates(self.config.merge, sign=self.config.takes_sign)
 
     @override
     def finish(self) -> None:
         super().finish()
-        self._gradients, self._updates = {}, Updates(set(), {})
+        self._gradients, self._updates = {}, {}
 
     @override
     def finish_in_flight(self, states: States) -> None:
         delayed, self._delayed = self._delayed, {}
         for one in delayed.values():
             for tensor, update in self._received(one).items():
-                if states[tensor].keys() >= self.own_state:  # Else the parameter begins anew.
+                if states[tensor].keys() >= self.state_keys:  # Else the parameter begins anew.
                     local_tensor(states[tensor]["delayed_update"]).copy_(update)
                     states[tensor]["has_delayed_update"].fill_(1)
 
     @override
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         self._delayed, self._has_loaded = {}, True
-        if "residual" in saved:
-            local = local_of_nodes(saved["residual"], parameter, self.layout, rule=self.per_node["residual"])
-            state["residual"] = self.of_all_nodes(parameter, local)
-        if "delayed_update" in saved:
-            state["delayed_update"] = torch.zeros_like(parameter, dtype=torch.float32)
-            local_tensor(state["delayed_update"]).copy_(part_of(saved["delayed_update"], parameter))
-            state["has_delayed_update"] = torch.tensor(float(saved["has_delayed_update"]), device="cpu")
+        super().load(parameter, state, saved)
 
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:

@@ -11,9 +11,8 @@ from torch.distributed import Work
 
 from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.flexdemo.bucket import cut, merged, pack, unpack
-from lightning_muon.flexdemo.bucket_plan import BucketPlan
-from lightning_muon.flexdemo.replicators import Components
+from lightning_muon.flexdemo.bucket import MomentumBucket, cut, merged, pack, unpack
+from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 
 
 class NodeGroups(NamedTuple):
@@ -24,14 +23,17 @@ class NodeGroups(NamedTuple):
 
 
 class Exchange:
-    """One bucket on its way; ``own`` is what this node sends, rounded.
+    """What is in the blocks of a bucket, on its way, while the bucket takes the next step.
 
-    Collective over ``groups`` to construct, and so are its methods; every rank must call them in the same order of
-    buckets. Nothing travels if no rank holds anything of the bucket.
+    Collective over ``groups`` to construct, and so are its methods that communicate; every rank must call them in the
+    same order of buckets. Nothing travels if no rank holds anything of the bucket.
     """
 
-    def __init__(self, plan: BucketPlan, own: Sequence[Components], groups: NodeGroups) -> None:
-        self.own, self._plan, self._groups = own, plan, groups
+    def __init__(self, bucket: MomentumBucket, number: ExchangeStep, groups: NodeGroups) -> None:
+        self._bucket, self._number, self._groups = bucket, number, groups
+        self._plan, self._own = bucket.plan, bucket.encode(number)  # What this node sends, rounded.
+        self.taking_part: set[Tensor] = set(bucket.parameters)  # The parameters that are updated by it.
+        plan, own = self._plan, self._own
         self._rank, self._num_nodes = groups.reduce_group.rank, groups.reduce_group.size
         self._others = [node for node in range(self._num_nodes) if node != self._rank]
         self._total: Tensor | None = None  # The sum that this node sends to all others.
@@ -43,6 +45,15 @@ class Exchange:
             sends = dict.fromkeys(self._others, pack(plan, own))
             self._send(sends, dict.fromkeys(sends, plan.message_bytes()), groups.reduce_group)
 
+    def settle(self, taking_part: set[Tensor]) -> None:
+        """Take what was sent from the residuals of the parameters that take part; local."""
+        self.taking_part = taking_part
+        self._bucket.settle(self._own, self._number, taking_part)
+
+    def updates(self, rule: str, *, sign: bool) -> dict[Tensor, Tensor]:
+        """Update of each parameter that takes part, float32; waits for what the nodes have sent."""
+        return self._bucket.decode(self.result(rule), self._number, self.taking_part, sign=sign)
+
     def send_sums(self) -> None:
         """Add up what has arrived and send the sums, if that was not done; waits for what they are made of."""
         plan, num_nodes = self._plan, self._num_nodes
@@ -50,7 +61,7 @@ class Exchange:
             return
         messages = self._messages()
         of_nodes = [
-            cut(plan, self.own, node, num_nodes)
+            cut(plan, self._own, node, num_nodes)
             if node == self._rank
             else unpack(plan, messages[node], self._rank, num_nodes)
             for node in range(num_nodes)
@@ -69,14 +80,14 @@ class Exchange:
             return []
         messages = self._messages()
         if self._total is None:
-            return merged(plan, [self.own if n == self._rank else unpack(plan, messages[n]) for n in nodes], rule)
+            return merged(plan, [self._own if n == self._rank else unpack(plan, messages[n]) for n in nodes], rule)
         sums = {node: message.view(self._total.dtype) for node, message in messages.items()} | {self._rank: self._total}
         by_node = [sums[node].float().split(plan.segment_lengths(node, self._num_nodes)) for node in nodes]
         return [Components(torch.cat(pieces)[None], None) for pieces in zip(*by_node, strict=True)]
 
     def _send(self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup) -> None:
         """Begin one leg, with messages of ``sizes`` from the others."""
-        device = self.own[0].values.device
+        device = self._own[0].values.device
         self._sent = sends  # Until they have arrived.
         self._received = {node: torch.empty(size, dtype=torch.uint8, device=device) for node, size in sizes.items()}
         self._works: Sequence[Work] = start_messages(

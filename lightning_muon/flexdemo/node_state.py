@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
-from lightning_muon.sharding.weights import mesh_device
 
 AXES = ("replicate", "shard")
 # What another number of nodes gets of what each saved node had, see `shared_among`.
@@ -129,7 +128,7 @@ def part_of(value: Tensor, parameter: Tensor) -> Tensor:
 def _redistributed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """The local part of a DTensor, or of a whole tensor that every rank has, with other placements."""
     if not isinstance(value, DTensor):
-        value = DTensor.from_local(value.to(mesh_device(mesh)), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        value = DTensor.from_local(value, mesh, (Replicate(),) * mesh.ndim, run_check=False)  # On the mesh's device.
     return value.redistribute(mesh, placements).to_local()
 
 

@@ -26,7 +26,7 @@ from lightning_muon.flexdemo.config import (
     ValueFormatName,
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync
-from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, NodeStateCompletion, Trained
+from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
 from lightning_muon.flexdemo.node_state import Rule, check_equal, require_node_mesh
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
@@ -37,7 +37,6 @@ from lightning_muon.optim.parameters import BoundParameter, StateCompletion
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart
-from lightning_muon.sharding.shard_model import free_unsharded
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
@@ -206,7 +205,7 @@ class FlexDeMo(PlannedOptimizer):
         sync = self._sync
         self._abandon()
         # torch would round it to the dtype of the parameter.
-        extra = sync.own_state | sync.per_node.keys()
+        extra = {*sync.own_state, *sync.per_node}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
@@ -226,7 +225,7 @@ class FlexDeMo(PlannedOptimizer):
     def _weights_have_changed(self) -> None:
         """Let the next forward gather the weights of now; local."""
         if self._module is not None:
-            free_unsharded(self._module)
+            self._layout.forget_whole_weights(self._module)
 
     def _abandon(self) -> None:
         """Receive what is on its way, and forget the plan. Collective over all nodes; every rank must call it."""
@@ -264,7 +263,7 @@ class FlexDeMo(PlannedOptimizer):
         return Trained(self._all_parameters(), self._existing_state)
 
     def _own_completion(self) -> StateCompletion:
-        return NodeStateCompletion(self._sync)
+        return self._sync
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1

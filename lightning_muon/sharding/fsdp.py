@@ -26,6 +26,7 @@ from lightning_muon.compat.torch import (
     default_store,
     drop_unreduced_gradients,
     forward_resharding,
+    free_unsharded,
     has_unfinished_backward,
     has_unfinished_forward,
     is_in_backward,
@@ -37,7 +38,6 @@ from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optim
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
-    free_unsharded,
     fsdp_modules,
     fsdp_roots,
     initialize_roots,

@@ -443,9 +443,3 @@ def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
             unit.set_all_reduce_hook(None if divisor is None else lambda reduced: reduced.div_(divisor))  # type: ignore[arg-type]
             factor = None if divisor is None else 1.0
         unit.set_gradient_divide_factor(factor)  # type: ignore[arg-type]
-
-
-def free_unsharded(module: nn.Module) -> None:
-    """Free whole weights that FSDP2 keeps after a forward for a backward pass that never comes; local."""
-    for unit in fsdp_modules(module):
-        unit.reshard()

@@ -16,8 +16,8 @@ from lightning_muon.checkpoint.saving import write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.sharding.shard_model import free_unsharded
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
 _MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import fail_together
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
@@ -24,7 +25,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.shard_model import WrapPolicy, free_unsharded
+from lightning_muon.sharding.shard_model import WrapPolicy
 
 _log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"

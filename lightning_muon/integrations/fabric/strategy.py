@@ -16,6 +16,7 @@ from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED
@@ -23,7 +24,6 @@ from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all, parameters_of
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
-from lightning_muon.sharding.shard_model import free_unsharded
 
 
 @takes_options(Options, ELSEWHERE)

@@ -18,6 +18,7 @@ from lightning_muon.compat.lightning import (
     metadata_filename,
     set_device_mesh,
 )
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import ELSEWHERE, Options
@@ -33,7 +34,6 @@ from lightning_muon.integrations.lightning.trainer import (
     sharded_plugin,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
-from lightning_muon.sharding.shard_model import free_unsharded
 
 
 @takes_options(Options, ELSEWHERE)

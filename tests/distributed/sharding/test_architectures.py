@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from lightning_muon.sharding.shard_model import free_unsharded, fsdp_modules, shard_model
+from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.sharding.shard_model import fsdp_modules, shard_model
 from tests.distributed.sharding.models import assert_close, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
 

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from lightning_muon.sharding.shard_model import free_unsharded, initialize_roots, set_gradient_divisor, shard_model
+from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
 from tests.distributed.sharding.models import Net, assert_close, attach_fsdp, gradients_of, make_mesh, tokens_of_all
 from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool

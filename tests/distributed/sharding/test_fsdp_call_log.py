@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.shard_model import free_unsharded
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
 from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool

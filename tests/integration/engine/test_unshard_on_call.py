@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.sharding.shard_model import free_unsharded
+from lightning_muon.compat.torch import free_unsharded
 from tests.integration.training import VOCABULARY, language_model, load, loader, trainer
 from tests.support.processes import ProcessPool
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_muon import Full, Replicator
-from lightning_muon.flexdemo.bucket import MomentumBucket
-from lightning_muon.flexdemo.bucket_plan import BucketPlan
 from lightning_muon.flexdemo.node_exchange import Exchange
-from lightning_muon.flexdemo.replicators import Components, ExchangeStep
+from lightning_muon.flexdemo.replicators import ExchangeStep
 from tests.unit.flexdemo.cases import FORMATS, REPLICATORS, PostOffice, drawn, nodes_of, one_bucket, short_name
 
 # Values of several segments, of one, and of less than one.
@@ -25,32 +20,20 @@ def post(monkeypatch: pytest.MonkeyPatch) -> PostOffice:
     return PostOffice().take_over(monkeypatch)
 
 
-def _components(
-    replicator: Replicator, num_nodes: int, value_format: str
-) -> tuple[list[MomentumBucket], list[list[Components]]]:
-    """The same bucket on all nodes, with momenta of their own, and what they send."""
-    tensors = drawn(SHAPES, 0)
-    buckets = [one_bucket(tensors, replicator, node, value_format=value_format)[0] for node in range(num_nodes)]
-    return buckets, [bucket.encode(TURN) for bucket in buckets]
-
-
-def _decoded(bucket: MomentumBucket, components: Sequence[Components]) -> list[Tensor]:
-    return list(bucket.decode(components, TURN, set(bucket.parameters), sign=False).values())
-
-
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
 @pytest.mark.parametrize("replicator", REPLICATORS, ids=short_name)
 def test_all_nodes_get_the_mean_with_equal_bits(
     post: PostOffice, replicator: Replicator, num_nodes: int, value_format: str
 ) -> None:
-    buckets, sent = _components(replicator, num_nodes, value_format)
-    exchanges = [Exchange(b.plan, own, each) for b, own, each in zip(buckets, sent, nodes_of(num_nodes), strict=True)]
+    tensors = drawn(SHAPES, 0)
+    buckets = [one_bucket(tensors, replicator, node, value_format=value_format)[0] for node in range(num_nodes)]
+    exchanges = [Exchange(bucket, TURN, each) for bucket, each in zip(buckets, nodes_of(num_nodes), strict=True)]
     for each in exchanges:
         each.send_sums()
-    found = [_decoded(buckets[0], each.result("mean")) for each in exchanges]
+    found = [list(each.updates("mean", sign=False).values()) for each in exchanges]
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    own = [_decoded(buckets[0], components) for components in sent]
+    own = [list(b.decode(b.encode(TURN), TURN, set(tensors), sign=False).values()) for b in buckets]
     for index, update in enumerate(found[0]):
         expected = sum((node[index].double() for node in own), torch.zeros(())) / num_nodes
         is_rounded = num_nodes > 2 and not replicator.sends_indices and value_format != "fp32"
@@ -62,6 +45,7 @@ def test_all_nodes_get_the_mean_with_equal_bits(
 
 
 def test_an_exchange_of_nothing_sends_nothing(post: PostOffice) -> None:
+    bucket, _ = one_bucket([torch.zeros(0, 7)], Full(), 0)
     for nodes in nodes_of(3):
-        assert Exchange(BucketPlan((0,), ()), [], nodes).result("mean") == []
+        assert Exchange(bucket, TURN, nodes).result("mean") == []
     assert not post.boxes
