@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 
-from lightning_muon.checkpoint.nodes import expect_saved_nodes, share_whole
+from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -171,17 +171,15 @@ class Checkpoint:
         if len(groups) != len(state[key]["param_groups"]):
             raise ValueError(f"{len(groups)} param groups in the checkpoint, {len(state[key]['param_groups'])} here")
         _check_entries(entries, state[key]["state"])
-        sizes = {
-            (name, entry): saved[f"{of_state}{name}.{entry}"].size
-            for name, own in state[key]["state"].items()
-            for entry in _rules(optimizer).keys() & own
-        }
-        share_among_nodes = expect_saved_nodes(state[key]["state"], sizes, _rules(optimizer))
+        for name, own in state[key]["state"].items():
+            for entry in own.keys() & _of_nodes(optimizer):
+                size = saved[f"{of_state}{name}.{entry}"].size
+                if size[0] != own[entry].shape[0]:
+                    own[entry] = zeros_of_nodes(own[entry], size)
         for number, group in enumerate(state[key]["param_groups"]):
             group |= of_version_0_1([name.removeprefix(f"{of_groups}{number}.") for name in saved])
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        share_among_nodes()
         set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -189,8 +187,13 @@ class Checkpoint:
         # What the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
         _check_entries(named["state"], own)
-        named["state"] = share_whole(named["state"], own, _rules(optimizer))
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        # torch takes the sizes of now for those of what it broadcasts. All ranks have the file.
+        are_as_before = all(
+            named["state"][name][entry].shape[0] == state[entry].shape[0]
+            for name, state in own.items()
+            for entry in state.keys() & _of_nodes(optimizer)
+        )
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before)
         set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
@@ -251,6 +254,6 @@ def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping
             )
 
 
-def _rules(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """What becomes of the state of each node where their number has changed."""
-    return optimizer.per_node if isinstance(optimizer, FlexDeMo) else {}
+def _of_nodes(optimizer: torch.optim.Optimizer) -> Collection[str]:
+    """Entries of the state that have a part for each node, which the optimizer shares anew if their number changes."""
+    return optimizer.per_node if isinstance(optimizer, FlexDeMo) else ()

@@ -7,7 +7,7 @@ of ``FlexDeMo.per_node``: see :func:`~lightning_muon.flexdemo.node_state.shared_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import zeros as distributed_zeros
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.node_state import Rule, shared_among
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.params.layout import local_tensor
@@ -132,50 +132,9 @@ def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     return copies
 
 
-def expect_saved_nodes(
-    states: Mapping[str, MutableMapping[str, Any]],
-    saved_sizes: Mapping[tuple[str, str], Sequence[int]],
-    rules: Mapping[str, Rule],
-) -> Callable[[], None]:
-    """Put tensors for all saved nodes in the place of ``states`` of another number of nodes; local.
-
-    Once they are read, call what this returns, which makes them states of the nodes of now.
-    """
-    replaced: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
-    for (name, entry), size in saved_sizes.items():
-        own = states[name][entry]
-        if size[0] != own.shape[0]:
-            replaced.append((states[name], entry, own))
-            local = local_tensor(own)
-            zeros = torch.zeros(size[0], *local.shape[1:], dtype=own.dtype, device=local.device)
-            states[name][entry] = _laid_out_like(own, zeros, whole=True)
-
-    def share() -> None:
-        for state, entry, own in replaced:
-            shares = shared_among(local_tensor(state[entry]), own.shape[0], rules[entry])
-            state[entry] = _laid_out_like(own, shares[: local_tensor(own).shape[0]])
-
-    return share
-
-
-def _laid_out_like(own: Tensor, local: Tensor, *, whole: bool = False) -> Tensor:
-    """``local`` as this rank's part of a tensor like ``own``; as its shard for every node if ``whole``."""
+def zeros_of_nodes(own: Tensor, size: Sequence[int]) -> Tensor:
+    """What ``own``, which has an entry for each node, was when there were ``size[0]`` nodes: zeros to load into."""
     if not isinstance(own, DTensor):
-        return local
-    shape = torch.Size((local.shape[0], *own.shape[1:])) if whole else own.shape
-    placements = [Replicate(), *own.placements[1:]] if whole else own.placements
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, own.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def share_whole(
-    states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], rules: Mapping[str, Rule]
-) -> dict[str, dict[str, Any]]:
-    """Whole states, as they were saved, with those of other numbers of nodes shared by the nodes of ``own``; local."""
-    result = {name: dict(state) for name, state in states.items()}
-    for name, state in result.items():
-        for entry, rule in rules.items():
-            now = own.get(name, {}).get(entry)
-            if now is not None and entry in state and state[entry].shape[0] != now.shape[0]:
-                state[entry] = shared_among(state[entry], now.shape[0], rule)
-    return result
+        return own.new_zeros(size)
+    placements = [Replicate(), *own.placements[1:]]
+    return distributed_zeros(size, dtype=own.dtype, device_mesh=own.device_mesh, placements=placements)

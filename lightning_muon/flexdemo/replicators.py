@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_muon.config import check_number, check_whole
 from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups
 
 # How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
@@ -149,15 +150,6 @@ def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) 
     require(torch.allclose(blocks, given - decoded, atol=1e-4), "subtract_ takes off something else than decode gives")
 
 
-def _require_count(options: object, name: str) -> None:
-    """Raise unless the option is a whole number of at least 1."""
-    value = getattr(options, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(options).__name__}: {name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{type(options).__name__}: {name} must be at least 1, got {value}")
-
-
 def period(rate: float) -> int:
     """Of how many elements, or exchanges, one is sent: ``round(1 / rate)``."""
     return max(1, round(1 / rate))
@@ -184,8 +176,8 @@ class DCTTopK(Replicator):
     sends_indices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_count(self, "chunk_size")
-        _require_count(self, "top_k")
+        check_whole("DCTTopK: chunk_size", self.chunk_size, at_least=1)
+        check_whole("DCTTopK: top_k", self.top_k, at_least=1)
 
     @override
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -278,8 +270,7 @@ class SharedElements(Replicator):
 
     def __post_init__(self) -> None:
         name, rate = type(self).__name__, self.rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float):
-            raise TypeError(f"{name}: rate must be a number, got {rate!r}")
+        check_number(f"{name}: rate", rate)
         if not 0 < rate <= 1:
             raise ValueError(f"{name}: rate must be in (0, 1], the part of the elements that is sent, got {rate}")
         if abs(rate * period(rate) - 1) > _ROUNDED:
@@ -401,7 +392,7 @@ class DiLoCo(LocalSteps):
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        _require_count(self, "period")
+        check_whole("DiLoCo: period", self.period, at_least=1)
         if not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"DiLoCo: outer_lr must be positive, got {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:

@@ -21,9 +21,13 @@ _SCALE_BYTES = 2
 class ValueFormat(ABC):
     """How the values (num_blocks, num_sent), float32, of all blocks of a message become bytes."""
 
-    @abstractmethod
+    bits: int  # Of a value.
+    has_scales = True
+
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """Of the values of all blocks."""
+        """Of the values of all blocks, and their scales."""
+        num_scales = num_blocks * _num_rows(num_sent) if self.has_scales else 0
+        return _SCALE_BYTES * num_scales - (-num_blocks * num_sent * self.bits // 8)
 
     @abstractmethod
     def pack(self, values: Tensor) -> Tensor:
@@ -41,12 +45,10 @@ class ValueFormat(ABC):
 class FloatFormat(ValueFormat):
     """Every value by itself, in a floating-point type: 32 or 16 bits for each."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    has_scales = False
 
-    @override
-    def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        return self.dtype.itemsize * num_blocks * num_sent
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.bits = dtype, 8 * dtype.itemsize
 
     @override
     def pack(self, values: Tensor) -> Tensor:
@@ -60,9 +62,7 @@ class FloatFormat(ValueFormat):
 class Int8Format(ValueFormat):
     """``scale * q`` with ``q`` in -127..127 and ``scale = max|v| / 127`` of each row: 8 bits and 16 bits a row."""
 
-    @override
-    def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        return num_blocks * (num_sent + _SCALE_BYTES * _num_rows(num_sent))
+    bits = 8
 
     @override
     def pack(self, values: Tensor) -> Tensor:
@@ -81,9 +81,7 @@ class Int8Format(ValueFormat):
 class SignFormat(ValueFormat):
     """``+-scale`` with ``scale = mean|v|`` of each row, the least squared error: 1 bit, and 16 bits a row."""
 
-    @override
-    def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        return num_blocks * _SCALE_BYTES * _num_rows(num_sent) + -(-num_blocks * num_sent // 8)
+    bits = 1
 
     @override
     def pack(self, values: Tensor) -> Tensor:

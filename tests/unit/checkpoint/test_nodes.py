@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_muon.checkpoint.nodes import (
     NodeWeights,
     common_weights,
-    expect_saved_nodes,
     of_first_node,
-    share_whole,
     steps_left_out,
 )
-from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication
 from tests.support.processes import ProcessPool
@@ -137,43 +134,3 @@ def test_the_last_average_lacks_the_steps_since_it_was_begun(replicator: Any, ex
         optimizer.step()
         found.append(steps_left_out([torch.optim.SGD([weight], lr=0.1), optimizer]))
     assert found == expected
-
-
-_RULES: dict[str, Rule] = {"residual": "sum", "node_weights": "mean"}
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 5])
-def test_what_was_not_sent_keeps_its_sum_and_weights_their_mean(num_nodes: int) -> None:
-    residual, weights = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
-    saved = {"layer": {"residual": residual, "node_weights": weights, "exp_avg": torch.ones(4, 5)}}
-    own = {"layer": {"residual": torch.zeros(num_nodes, 4, 5), "node_weights": torch.zeros(num_nodes, 4, 5)}}
-    found = share_whole(saved, own, _RULES)["layer"]
-    torch.testing.assert_close(found["residual"].double().sum(0), residual.double().sum(0), rtol=1e-5, atol=1e-6)
-    for node in range(num_nodes):
-        assert torch.equal(found["residual"][node], found["residual"][0])
-        torch.testing.assert_close(found["node_weights"][node], weights.mean(0), rtol=1e-5, atol=1e-6)
-    assert found["exp_avg"] is saved["layer"]["exp_avg"]
-    assert saved["layer"]["residual"] is residual, "what was read is not changed"
-
-
-def test_shares_add_up_in_float32_and_equal_nodes_keep_theirs() -> None:
-    weights = torch.full((256, 2), 1.0, dtype=torch.bfloat16)  # A sum in bfloat16 would stop at 256.
-    weights[0] = 9.0
-    for num_nodes, expected in ((1, torch.full((1, 2), 264.0, dtype=torch.bfloat16)), (256, weights)):
-        own = {"a": {"residual": torch.zeros(num_nodes, 2)}}
-        found = share_whole({"a": {"residual": weights}}, own, _RULES)["a"]["residual"]
-        assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
-
-
-def test_states_of_all_saved_nodes_are_loaded_then_shared() -> None:
-    own = torch.zeros(1, 4)
-    states = {"a": {"residual": own, "exp_avg": torch.ones(4)}, "b": {"residual": torch.ones(3, 4)}, "c": {}}
-    kept = states["b"]["residual"]
-    share = expect_saved_nodes(states, {("a", "residual"): (3, 4), ("b", "residual"): (3, 4)}, _RULES)
-    assert states["a"]["residual"].shape == (3, 4)
-    assert states["b"]["residual"] is kept
-    loaded = torch.randn(3, 4)
-    states["a"]["residual"].copy_(loaded)
-    share()
-    torch.testing.assert_close(states["a"]["residual"], loaded.sum(0, keepdim=True))
-    assert states["c"] == {}
