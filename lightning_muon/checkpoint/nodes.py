@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -24,64 +23,23 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.weights import broadcast, mesh_device
 
 
-class NodeWeights:
-    """Keeps the weights of the node while a module has those that all nodes have in common; all of it is local."""
+def show_common(optimizers: Sequence[Any], *, for_good: bool = False) -> bool:
+    """Put the weights that all nodes have in common into the module; whether it has other ones now. Local."""
+    have_changed = [each.show_common_weights(for_good=for_good) for each in _training_alone(optimizers)]
+    return any(have_changed)
 
-    def __init__(self) -> None:
-        self._kept: dict[Tensor, Tensor] = {}
-        self._is_for_a_while = True
 
-    def show_common(self, optimizers: Sequence[Any]) -> bool:
-        """Put the common weights into the module until :meth:`show_own`; whether they differ from those in it."""
-        averaging = [each for each in _training_alone(optimizers) if _is_averaging(each)]
-        if self._kept or not averaging:
-            return False
-        with common_weights(averaging):
-            groups = [group["params"] for optimizer in averaging for group in optimizer.param_groups]
-            self._kept = {p: local_tensor(p.detach()).clone() for params in groups for p in params}
-        self._exchange()
-        self._is_for_a_while = True
-        return True
+def show_own(optimizers: Sequence[Any]) -> bool:
+    """Undo :func:`show_common`, unless it was for good; whether there was something to undo. Local."""
+    have_changed = [each.show_own_weights() for each in optimizers if isinstance(each, FlexDeMo)]
+    return any(have_changed)
 
-    def show_own(self) -> bool:
-        """Undo :meth:`show_common`, unless :meth:`stay_common` came after it; whether there was something to undo."""
-        if not self._kept or not self._is_for_a_while:
-            return False
-        self._exchange()
-        self.forget()
-        return True
 
-    def stay_common(self, optimizers: Sequence[Any]) -> bool:
-        """As :meth:`show_common`, for good. A checkpoint of the optimizer still has the weights of the node."""
-        has_changed = self.show_common(optimizers)
-        self._is_for_a_while = False
-        self._kept = {parameter: weights.cpu() for parameter, weights in self._kept.items()}
-        return has_changed
-
-    def forget(self) -> None:
-        """The weights in the module are those to go on with."""
-        self._kept = {}
-
-    def not_shown(self, optimizers: Sequence[Any]) -> list[Any]:
-        """Those whose common weights the module does not have already, for :func:`common_weights`."""
-        return [each for each in optimizers if not self._kept or not _is_averaging(each)]
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Inside, the weights are those of the node."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for parameter, kept in self._kept.items():
-            local = local_tensor(parameter)
-            shown = local.to(kept.device, copy=True)
-            local.copy_(kept)
-            self._kept[parameter] = shown
+def forget_own(optimizers: Sequence[Any]) -> None:
+    """The weights in the module are those to go on with; local."""
+    for each in optimizers:
+        if isinstance(each, FlexDeMo):
+            each.forget_own_weights()
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_muon.checkpoint.nodes import NodeWeights, steps_left_out
-from lightning_muon.checkpoint.saving import optimizer_state_to_save, weights_to_save
+from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
+from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.torch import free_unsharded
@@ -75,14 +75,12 @@ class TrainingEngine:
         is_only_module: bool = True,  # Every backward pass of the program goes through this module.
         is_loop_of_user: bool = True,  # The user calls backward and step, and may use the optimizers that he has made.
         sees_every_backward: bool = True,  # Every backward pass is inside of `around_backward`.
-        node_weights: NodeWeights | None = None,  # Those of an earlier training of the same module.
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
-        self.node_weights = node_weights or NodeWeights()
         self.is_sharded = False
         self.has_run = False  # Since the last step, so that there may be gradients.
         self._info, self._warn = info, warn
@@ -138,7 +136,7 @@ class TrainingEngine:
         ``is_default`` that they are not the user's.
         """
         module, options = self.module, self.options
-        self.node_weights.forget()
+        forget_own(given)
         self.rebind(given)
         choice = options.optimizer
         conversions = convert_optimizers(given, module, choice=choice, is_placeholder=is_placeholder)
@@ -341,7 +339,7 @@ class TrainingEngine:
         """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
         self.mode.finish_parameters()
         broadcast_buffers(self.module)
-        if self.node_weights.show_common(self.optimizers):
+        if show_common(self.optimizers):
             self.weights_have_changed()
 
     def end_evaluation(self) -> None:
@@ -351,7 +349,7 @@ class TrainingEngine:
 
     def show_own_weights(self) -> None:
         """Undo what :meth:`begin_evaluation` has done to the weights; local."""
-        if self.node_weights.show_own():
+        if show_own(self.optimizers):
             self.weights_have_changed()
 
     def end_training(self) -> None:
@@ -363,18 +361,12 @@ class TrainingEngine:
             self._warn(
                 f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
             )
-        if self.node_weights.stay_common(self.optimizers):
+        if show_common(self.optimizers, for_good=True):
             self.weights_have_changed()
 
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
-        optimizers = self.node_weights.not_shown(self.optimizers)
-        return weights_to_save(self.module, optimizers, self.mesh, whole=whole)
-
-    def optimizer_state_to_save(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-        """State by name in shards, or by number on rank 0."""
-        with self.node_weights.own():
-            return optimizer_state_to_save(self.module, optimizer, whole=whole)
+        return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)
 
     # ---- errors and the end
 

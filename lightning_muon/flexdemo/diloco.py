@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -57,6 +56,7 @@ class DiLoCoSync(InterNodeSync):
         self._without_anchor: set[Tensor] = set()
         # Weights of this node while its parameters show the common ones.
         self._own: dict[Tensor, Tensor] = {}
+        self._is_for_good = False
 
     @property
     @override
@@ -154,32 +154,41 @@ class DiLoCoSync(InterNodeSync):
     @override
     def load(self, parameter: Tensor, state: State, saved: Mapping[str, Any]) -> None:
         super().load(parameter, state, saved)
+        self._own.pop(parameter, None)
         self._in_flight.clear()
         if "anchor" in saved:
             self._without_anchor.discard(parameter)
 
-    @contextmanager
     @override
-    def common_weights(self, trained: Trained) -> Iterator[None]:
+    def show_common(self, trained: Trained, *, for_good: bool) -> bool:
         if self._own:  # They are there already.
-            yield
-            return
-        parameters = [p for p in trained.parameters if "anchor" in trained.states[p]]
-        self._own = {parameter: local_tensor(parameter.detach()).clone() for parameter in parameters}
-        for parameter in parameters:
-            local_tensor(parameter.detach()).copy_(_anchor(trained.states[parameter]))
-        try:
-            yield
-        finally:
-            for parameter, weights in self._own.items():
-                local_tensor(parameter.detach()).copy_(weights)
-            self._own = {}
+            return False
+        self._is_for_good = for_good
+        for parameter in trained.parameters:
+            if "anchor" in trained.states[parameter]:
+                local = local_tensor(parameter.detach())
+                self._own[parameter] = local.to("cpu" if for_good else local.device, copy=True)
+                local.copy_(_anchor(trained.states[parameter]))
+        return bool(self._own)
+
+    @override
+    def show_own(self) -> bool:
+        if self._is_for_good or not self._own:
+            return False
+        for parameter, weights in self._own.items():
+            local_tensor(parameter.detach()).copy_(weights)
+        self._own = {}
+        return True
+
+    @override
+    def forget_own(self) -> None:
+        self._own = {}
 
     @override
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
         saved = super().saved(parameter, state)
         if parameter in self._own:
-            saved["node_weights"] = self.of_all_nodes(parameter, self._own[parameter].clone())
+            saved["node_weights"] = self.of_all_nodes(parameter, self._own[parameter].to(parameter.device, copy=True))
         return saved
 
     @override

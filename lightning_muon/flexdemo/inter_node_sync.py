@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -174,10 +173,17 @@ class InterNodeSync(StateCompletion):
                     value = part_of(value, parameter)
                 local_tensor(state[key]).copy_(value)
 
-    def common_weights(self, trained: Trained) -> AbstractContextManager[None]:
-        """Inside, the weights are equal on all nodes, if there are such weights; local."""
-        del trained
-        return nullcontext()
+    def show_common(self, trained: Trained, *, for_good: bool) -> bool:
+        """Let the parameters be equal on all nodes, if there are such weights; whether they were not. Local."""
+        del trained, for_good
+        return False
+
+    def show_own(self) -> bool:
+        """Undo :meth:`show_common`, unless it was for good; whether there was something to undo. Local."""
+        return False
+
+    def forget_own(self) -> None:
+        """The parameters are those to go on with; local."""
 
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""

@@ -171,12 +171,29 @@ class FlexDeMo(PlannedOptimizer):
         They are the model that should be saved or evaluated. FSDP2 gathers weights anew if the optimizer knows the
         module; else call ``reshard()`` on the model before and after.
         """
-        with self._sync.common_weights(self._trained()):
-            self._weights_have_changed()
-            try:
-                yield
-            finally:
-                self._weights_have_changed()
+        has_changed = self.show_common_weights()
+        try:
+            yield
+        finally:
+            if has_changed:
+                self.show_own_weights()
+
+    def show_common_weights(self, *, for_good: bool = False) -> bool:
+        """:meth:`common_weights` until :meth:`show_own_weights`, or ``for_good``; whether parameters have changed.
+
+        A saved state still has the weights of the node. Local.
+        """
+        with torch.no_grad():
+            return self._weights_have_changed(self._sync.show_common(self._trained(), for_good=for_good))
+
+    def show_own_weights(self) -> bool:
+        """Undo :meth:`show_common_weights`, unless it was for good; whether parameters have changed. Local."""
+        with torch.no_grad():
+            return self._weights_have_changed(self._sync.show_own())
+
+    def forget_own_weights(self) -> None:
+        """Go on with the parameters as they are, whatever :meth:`show_common_weights` has done; local."""
+        self._sync.forget_own()
 
     def summary(self) -> str:
         """What applies the updates, what travels between nodes, and the table of parameters."""
@@ -222,10 +239,11 @@ class FlexDeMo(PlannedOptimizer):
                 sync.load(parameter, self._existing_state[parameter], state_dict["state"].get(number, {}))
         self._weights_have_changed()
 
-    def _weights_have_changed(self) -> None:
-        """Let the next forward gather the weights of now; local."""
-        if self._module is not None:
+    def _weights_have_changed(self, has_changed: bool = True) -> bool:
+        """Let the next forward gather the weights of now, if they have changed; local."""
+        if has_changed and self._module is not None:
             self._layout.forget_whole_weights(self._module)
+        return has_changed
 
     def _abandon(self) -> None:
         """Receive what is on its way, and forget the plan. Collective over all nodes; every rank must call it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.nodes import forget_own
 from lightning_muon.compat.torch import default_store
 from lightning_muon.engine.training import TrainingEngine
 
@@ -33,11 +34,14 @@ class TrainerCheckpoint(Checkpoint):
             # Lightning asks whether the key is there; the states follow later.
             content["optimizer_states"] = [{} for _ in optimizers]
 
-    def load_pending_weights(self, engine: TrainingEngine) -> None:
-        """Load the weights, if some wait. Collective over all ranks; every rank must call it."""
+    def load_pending_weights(self, engine: TrainingEngine, optimizers: Sequence[Any]) -> None:
+        """Load the weights, if some wait, which ``optimizers`` go on with.
+
+        Collective over all ranks; every rank must call it.
+        """
         if self.pending is not None:
             _, strict = self.pending
-            engine.node_weights.forget()
+            forget_own(optimizers)
             self.load_weights("state_dict", engine.module, strict=strict)
             self.pending = None
 

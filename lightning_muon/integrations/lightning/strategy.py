@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.saving import write_checkpoint
+from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -92,7 +92,6 @@ class TrainerStrategy(MuonStrategy):
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
 
-        before = self._engine
         self._engine = engine = self._make_engine(
             module,
             self.precision_plugin.precision,
@@ -101,7 +100,6 @@ class TrainerStrategy(MuonStrategy):
             wait_for_parameters=reads_weights_between_steps(trainer, self.options, self.package),
             is_loop_of_user=False,
             sees_every_backward=module.automatic_optimization,
-            node_weights=before.node_weights if before is not None and before.module is module else None,
         )
         self._first_callback = first_callback(self.package, self.finish_parameters)
         trainer.callbacks.insert(0, self._first_callback)
@@ -111,7 +109,7 @@ class TrainerStrategy(MuonStrategy):
         unshard_on_call(module)
         self.barrier()  # type: ignore[attr-defined]
         if self._checkpoint is not None:
-            self._checkpoint.load_pending_weights(engine)
+            self._checkpoint.load_pending_weights(engine, self.optimizers)
 
         self.precision_plugin.engine = engine
         if trainer.state.fn == "fit":
@@ -247,7 +245,8 @@ class TrainerStrategy(MuonStrategy):
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        return self._running_engine.optimizer_state_to_save(plain, whole=not self.options.save_distributed_checkpoint)
+        whole = not self.options.save_distributed_checkpoint
+        return optimizer_state_to_save(self._running_engine.module, plain, whole=whole)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
@@ -291,7 +290,7 @@ class TrainerStrategy(MuonStrategy):
         assert self._checkpoint is not None
         self._checkpoint.pending = checkpoint.get("state_dict", {}), strict
         if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
-            self._checkpoint.load_pending_weights(self._engine)
+            self._checkpoint.load_pending_weights(self._engine, self.optimizers)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""

@@ -17,6 +17,7 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import Options
@@ -27,7 +28,6 @@ from lightning_muon.monitor.signals import SharedSignals
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes import MODES
-from lightning_muon.sharding.shard_model import free_unsharded
 
 _AVERAGE_INSTEAD = (
     "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_muon.checkpoint.nodes import (
-    NodeWeights,
     common_weights,
+    forget_own,
     of_first_node,
+    show_common,
+    show_own,
     steps_left_out,
 )
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -73,45 +75,41 @@ def test_only_nodes_that_have_trained_alone_have_own_weights() -> None:
         assert weight.unique().tolist() == [7.0]
 
 
+def _saved(optimizer: FlexDeMo) -> list[float]:
+    """Weights of the node, as a checkpoint has them."""
+    return optimizer.state_dict()["state"][0]["node_weights"].unique().tolist()
+
+
 def test_an_average_is_shown_for_a_while() -> None:
     weight, optimizer = _after_one_step()
-    shown = NodeWeights()
-    assert not shown.show_own(), "there is nothing to undo"
-    assert shown.show_common([optimizer]) and not shown.show_common([optimizer])
+    assert not show_own([optimizer]), "there is nothing to undo"
+    assert show_common([optimizer]) and not show_common([optimizer])
+    with common_weights([optimizer]):
+        assert weight.unique().tolist() == [1.0] and _saved(optimizer) == [0.5]
     assert weight.unique().tolist() == [1.0]
-    with common_weights(shown.not_shown([optimizer])) as must_copy:
-        assert not must_copy and weight.unique().tolist() == [1.0]
-    with shown.own():
-        assert weight.unique().tolist() == [0.5]
-    assert weight.unique().tolist() == [1.0]
-    assert shown.show_own() and not shown.show_own()
-    assert weight.unique().tolist() == [0.5]
+    assert show_own([optimizer]) and not show_own([optimizer])
+    assert weight.unique().tolist() == _saved(optimizer) == [0.5]
 
 
 def test_an_average_that_stays_keeps_later_changes() -> None:
     weight, optimizer = _after_one_step()
-    shown = NodeWeights()
-    assert shown.stay_common([optimizer]) and not shown.show_own()
+    assert show_common([optimizer], for_good=True) and not show_own([optimizer])
     assert weight.unique().tolist() == [1.0]
     with torch.no_grad():
         weight.fill_(7.0)
-    with shown.own():
-        assert weight.unique().tolist() == [0.5]
-    with common_weights(shown.not_shown([optimizer])):
-        assert weight.unique().tolist() == [7.0]
-    shown.forget()
-    with shown.own():
-        assert weight.unique().tolist() == [7.0]
+    with common_weights([optimizer]):
+        assert weight.unique().tolist() == [7.0] and _saved(optimizer) == [0.5]
+    forget_own([optimizer])
+    assert weight.unique().tolist() == _saved(optimizer) == [7.0]
 
 
 def test_without_averages_the_first_node_is_saved() -> None:
     weight, optimizer = _flexdemo(NoReplication())
     weight.grad = torch.ones(4, 4)
     optimizer.step()
-    shown = NodeWeights()
-    assert not shown.show_common([optimizer]) and not shown.stay_common([optimizer])
+    assert not show_common([optimizer]) and not show_common([optimizer], for_good=True)
     assert weight.unique().tolist() == [0.5]
-    with common_weights(shown.not_shown([optimizer])) as must_copy:
+    with common_weights([optimizer]) as must_copy:
         assert must_copy
 
 
