@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +20,7 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.uses import clean_name, parameter_uses
 
+_BUCKET_BYTES = 64 * 2**20
 # Whoever calls `state_dict` from here knows of shards.
 _KNOW_SHARDS = frozenset(
     "torch lightning_muon lightning pytorch_lightning lightning_fabric accelerate transformers".split()
@@ -89,16 +90,23 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Overwrite tensors with those of the first rank, one after the other; each travels on ``device``.
+    """Overwrite tensors with those of the first rank, in buckets that travel on ``device``.
 
     Collective over ``group``; every rank must call it.
     """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
-            sent = tensor.detach().to(device).contiguous()
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        ends = accumulate(tensor.nbytes for tensor in same_dtype)
+        for _, pairs in groupby(zip(same_dtype, ends, strict=True), key=lambda pair: pair[1] // _BUCKET_BYTES):
+            bucket = [tensor for tensor, _ in pairs]
+            flat = torch.cat([tensor.detach().to(device).reshape(-1) for tensor in bucket])
             # Bytes travel, so that backends without complex, bool or float8 carry those too.
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-            tensor.detach().copy_(sent)
+            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
 
 
 def names_of(module: nn.Module) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ class FabricStrategy(MuonStrategy):
 
     def _begin(self, **arguments: Any) -> None:
         self._engines: list[TrainingEngine] = []
+        self._converted: list[TrainingEngine] = []  # Those whose optimizers have become others.
         self._tokens: TokenCount | None = None
         super()._begin(parallelize_fn=lambda module, _: module, **arguments)
         set_no_backward_sync(self, self._no_backward_sync)
@@ -235,7 +236,15 @@ class FabricStrategy(MuonStrategy):
         every = [*engine.optimizers, *given]
         used = engine.attach(every, schedulers, source="the optimizers that were set up")
         self._tokens = engine.tokens
-        return used[len(every) - len(given) :]
+        used = used[len(every) - len(given) :]
+        if any(new is not old for new, old in zip(used, given, strict=True)):
+            self._converted.append(engine)
+        if self.options.optimizer == "auto" and len({*self._converted} & {*self._engines}) > 1:
+            self.package.fabric("utilities.rank_zero").rank_zero_warn(
+                "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
+                "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
+            )
+        return used
 
     def _engine_of(self, optimizer: torch.optim.Optimizer) -> tuple[TrainingEngine, torch.optim.Optimizer]:
         for engine in self._engines:

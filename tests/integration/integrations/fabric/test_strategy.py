@@ -144,6 +144,22 @@ def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
     return result
 
 
+def _count_warnings_of_gan() -> list[int]:
+    fabric = loop.launch(optimizer="auto", sharding="none")
+    counts: list[int] = []
+    for module in (first := loop.network(0), first, loop.network(1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fabric.setup(module, loop.adamw(module))
+        counts.append(sum("train against each other" in str(each.message) for each in caught))
+    fabric.strategy.teardown()
+    return counts
+
+
+def test_modules_converted_one_by_one_may_be_a_gan(gloo: ProcessPool) -> None:
+    assert gloo.run(_count_warnings_of_gan, world_size=1) == [[0, 0, 1]]
+
+
 def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
     fabric = loop.launch(**options)
     module: Any = loop.network()
