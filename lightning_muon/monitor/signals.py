@@ -53,10 +53,11 @@ class SharedSignals:
             number = self._announced
         if number is None or self._batch <= max(self._batches_of_ranks()):
             return
-        if number in self._received:
-            self._received.remove(number)
-        self._announced = None
-        self._num_answered += 1
+        with self._lock:
+            while number in self._received:
+                self._received.remove(number)
+            self._announced = None
+            self._num_answered += 1
         self._handlers[number](number, None)
 
     def close(self) -> None:
