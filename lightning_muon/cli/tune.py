@@ -90,8 +90,10 @@ def _train(arguments: argparse.Namespace, printed: Mapping[str, Any], lr: float 
     with tempfile.TemporaryDirectory() as folder:
         changes, result = Path(folder, "changes.yaml"), Path(folder, "result.json")
         init_args = {"result": str(result), "factor": factor, "lr": lr}
+        limit = printed["trainer"].get("limit_val_batches")
         trainer = {
             **_TRAINER,
+            "limit_val_batches": 20 if limit is None else limit,
             "max_steps": arguments.steps,
             "default_root_dir": folder,
             "strategy": {**strategy, "init_args": merged},
@@ -125,8 +127,6 @@ class _Measure(_Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         trainer.callbacks = [each for each in trainer.callbacks if not any(off in type(each).__name__ for off in _OFF)]
-        if trainer.limit_val_batches == 1.0:  # All of them.
-            trainer.limit_val_batches = 20
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         factors = {group.get("muon_lr_factor") for each in trainer.optimizers for group in each.param_groups}

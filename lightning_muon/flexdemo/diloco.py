@@ -162,6 +162,7 @@ class DiLoCoSync(InterNodeSync):
     @override
     def show_common(self, trained: Trained, *, for_good: bool) -> bool:
         if self._own:  # They are there already.
+            self._is_for_good |= for_good
             return False
         self._is_for_good = for_good
         for parameter in trained.parameters:
