@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_muon.schedule.program import TRANSFER, OpKind
+from lightning_muon.schedule.pipeline.nodes import PipelineKind
+from lightning_muon.schedule.program import COMPUTE, OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 
@@ -29,6 +30,15 @@ _STYLES = {
     OpKind.SCATTER: _Style("S", "scatter", "#29B98A"),
     OpKind.UPDATE: _Style("U", "update", "#F0E442"),
     OpKind.ADAMW: _Style("A", "AdamW", "#A58ADB"),
+    # Of a pipeline; i is a stage and a micro-batch.
+    PipelineKind.FORWARD: _Style("F", "forward", "#56B4E9"),
+    PipelineKind.BACKWARD: _Style("B", "backward", "#29B98A"),
+    PipelineKind.BACKWARD_INPUT: _Style("I", "backward of inputs", "#29B98A"),
+    PipelineKind.BACKWARD_WEIGHT: _Style("W", "backward of weights", "#F0E442"),
+    PipelineKind.ACTIVATION: _Style("a", "activation", "#A58ADB"),
+    PipelineKind.GRADIENT: _Style("g", "gradient", "#CC79A7"),
+    PipelineKind.REDUCE_GRAD: _Style("R", "reduce gradients", "#D55E00"),
+    PipelineKind.OPTIMIZER: _Style("O", "optimizer", "#E69F00"),
 }
 _OTHER = _Style("", "other", "#D55E00")
 _MOST_ROWS = 16  # More ranks than this are summarized.
@@ -124,7 +134,7 @@ class _Canvas:
             start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
             if width <= 0 or start > self._end:
                 continue
-            lane = _TRANSFERS if span.op.lane == TRANSFER else _ARITHMETIC
+            lane = _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
             boxes.setdefault((span.op.kind, lane), []).append((start, width))
             self._label(panel, span, (start, width), row + lane[0] + lane[1] / 2)
         for (kind, (top, height)), places in boxes.items():

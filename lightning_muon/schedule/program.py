@@ -60,8 +60,8 @@ class Op:
     key: str  # Which one, for example the number of a bucket. `kind` and `key` name the op within its rank.
     rank: int  # Who does it.
     cost: int = 0  # FLOPs.
-    # Ops of one lane (`"compute"` or `"transfer"`) run one after the other, in program order; the lanes run side by
-    # side.
+    # Ops of one lane (`"compute"`, `"transfer"`, or a link of its own) run one after the other, in program order; the
+    # lanes run side by side.
     lane: str = COMPUTE
     deps: tuple[str, ...] = ()  # Names of ops of the same rank that must end before this one begins.
     # On the transfer lane, what this rank sends or receives, whichever is more. On the compute lane, what the op reads

@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.graph import build_graph
 from lightning_muon.schedule.program import COMPUTE, Op, Program
+
+
+class Clock(Protocol):
+    """What says how long an op takes: a :class:`~.cost.CostModel`, or measured seconds."""
+
+    def seconds(self, op: Op) -> float:
+        """Once it has begun."""
+        ...
 
 
 class Span(NamedTuple):
@@ -59,6 +66,20 @@ class Timeline:
         return max(0.0, 1 - busy / (self.makespan * len(self.ranks))) if self.makespan else 0.0
 
     @property
+    def bubble(self) -> float:
+        """Idle share of the rank with the longest time from the begin of its first compute op to the end of its last.
+
+        What papers on pipelines report: ranks that begin later, and end later by as much, have none.
+        """
+        longest, bubble = 0.0, 0.0
+        for rank, spans in self.spans.items():
+            compute = [span for span in spans if span.op.lane == COMPUTE]
+            seconds = compute[-1].end - compute[0].start if compute else 0.0
+            if seconds > longest:
+                longest, bubble = seconds, 1 - self.ranks[rank].compute_seconds / seconds
+        return bubble
+
+    @property
     def hidden(self) -> float:
         """Share of all ranks' transfer seconds that ran behind arithmetic."""
         total = sum(each.transfer_seconds for each in self.ranks.values())
@@ -70,7 +91,7 @@ class Timeline:
         return max((each.peak_bytes for each in self.ranks.values()), default=0)
 
 
-def simulate(program: Program, cost_model: CostModel) -> Timeline:
+def simulate(program: Program, cost_model: Clock) -> Timeline:
     """Run the program on paper; a communication begins when all ranks are there, and takes as long as the slowest.
 
     Takes time in the number of ops and dependencies. Raises a ``ValueError`` where ops wait for each other.

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
+from lightning_muon.schedule.pipeline import Pipeline, StageCosts, add_reduce_grad, build_program, make_order
 from lightning_muon.schedule.program import TRANSFER, Op
 from lightning_muon.schedule.simulate import Timeline, simulate
 
@@ -52,3 +53,21 @@ def test_of_many_ranks_three_and_all_loads_are_shown(tmp_path: Path) -> None:
     assert [label.split()[0] for label in labels.values()] == ["busiest", "median", "idlest"]
     text = _draw(tmp_path / "plan.svg", lpt=timeline)
     assert "load / mean, all ranks" in text and f"lpt: 21000 ms, idle {timeline.idle:.1%}" in text
+
+
+def test_a_pipeline_has_a_row_per_rank_with_messages_above(tmp_path: Path) -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=3, costs=StageCosts(communication=0.5))
+    program = add_reduce_grad(build_program(make_order("zb_h1", pipeline), pipeline))
+    text = _draw(tmp_path / "pipeline.svg", zb_h1=simulate(program, pipeline.costs))
+    for words in (
+        "rank 0",
+        "rank 1",
+        "F[0.2]",
+        "I[1.0]",
+        "W[1.2]",
+        "a[0.0]",
+        "g[1.2]",
+        "F[i] forward",
+        "g[i] gradient",
+    ):
+        assert words in text

@@ -1,0 +1,136 @@
+"""Refuse broken pipelines, by name of the node, before any rank runs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from lightning_muon.schedule.pipeline.nodes import (
+    COMPUTE_KINDS,
+    WEIGHT_KINDS,
+    B,
+    F,
+    I,
+    Node,
+    Order,
+    PipelineKind,
+    W,
+    peak_activations,
+    placement,
+)
+from lightning_muon.schedule.pipeline.play import play_order
+from lightning_muon.schedule.pipeline.problem import Pipeline
+from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.validate import validate
+
+
+def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -> None:
+    """Check that an order runs each micro-batch once in each stage, and stays within the memory limit.
+
+    Each has ``F`` and either ``B`` or ``I`` and ``W``, in this order and all on one rank; with ``is_training=False``
+    only ``F``. A ``ValueError`` says what is missing, twice, too early or too large.
+    """
+    if len(order) != pipeline.num_ranks:
+        raise ValueError(f"{len(order)} ranks are listed, the pipeline has num_ranks={pipeline.num_ranks}")
+    rank_of = placement(order)
+    place: dict[Node, int] = {}
+    for rank, nodes in enumerate(order):
+        for index, node in enumerate(nodes):
+            if node.kind not in COMPUTE_KINDS or not _exists(node, pipeline):
+                raise ValueError(f"{node} on rank {rank} is not in a pipeline of {_sizes(pipeline)}")
+            if place.setdefault(node, index) != index:
+                raise ValueError(f"{node} is on rank {rank} twice; it must run once")
+    for stage in range(pipeline.num_stages):
+        for each in range(pipeline.num_microbatches):
+            _check_microbatch(place, stage, each, is_training=is_training)
+    for rank, nodes in enumerate(order):
+        held = peak_activations(nodes) if is_training else 0
+        if held > pipeline.memory_limit:
+            raise ValueError(
+                f"rank {rank} holds {held} activations, memory_limit={pipeline.memory_limit}; raise it, or take "
+                "v_min, v_half or auto, which need less"
+            )
+    play_order(order, pipeline, rank_of)
+
+
+def _sizes(pipeline: Pipeline) -> str:
+    return f"{pipeline.num_stages} stages and {pipeline.num_microbatches} micro-batches"
+
+
+def _exists(node: Node, pipeline: Pipeline) -> bool:
+    return 0 <= node.stage < pipeline.num_stages and 0 <= node.microbatch < pipeline.num_microbatches
+
+
+def _check_microbatch(place: dict[Node, int], stage: int, microbatch: int, *, is_training: bool) -> None:
+    forward, whole, parts = F(stage, microbatch), B(stage, microbatch), (I(stage, microbatch), W(stage, microbatch))
+    num_parts = sum(node in place for node in parts)
+    if forward not in place:
+        raise ValueError(f"{forward} is missing; each micro-batch runs once in each stage")
+    if (whole in place) + num_parts / 2 != is_training:
+        raise ValueError(
+            f"micro-batch {microbatch} needs either {whole} or both {parts[0]} and {parts[1]}; there are "
+            f"{[str(node) for node in (whole, *parts) if node in place]}"
+        )
+    places = [place[node] for node in (forward, whole, *parts) if node in place]
+    if places != sorted(places):
+        raise ValueError(
+            f"stage {stage} runs the backward of micro-batch {microbatch} too early; it is F, then B or I and W"
+        )
+
+
+def nodes_of(ops: Iterable[Op]) -> list[Node]:
+    """What of the ops of a rank the schedule has listed."""
+    return [Node(op.items[0], op.kind, op.items[1]) for op in ops if op.kind in COMPUTE_KINDS]
+
+
+def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool = True) -> None:
+    """Check the finished program of a pipeline, as :func:`check_order` and :func:`~..validate.validate` do.
+
+    All messages between two ranks are in one lane, so that both ranks must list them in the same order, whichever way
+    they go: otherwise these ranks wait for each other for ever, and the error names the messages. Gradients of a stage
+    are reduced once, after its last backward, and its optimizer step comes after that. A stage whose backward is split
+    keeps its weights from a forward to the end of the backward.
+    """
+    check_order([nodes_of(ops) for ops in program.values()], pipeline, is_training=is_training)
+    validate(program)
+    kinds = {op.kind for ops in program.values() for op in ops}
+    for rank, ops in program.items():
+        last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in WEIGHT_KINDS}
+        for kind in (PipelineKind.REDUCE_GRAD, PipelineKind.OPTIMIZER):
+            found = [(op.items[0], index) for index, op in enumerate(ops) if op.kind == kind]
+            for stage, index in found:
+                if index < last.get(stage, index + 1):
+                    raise ValueError(f"{kind}[{stage}] of rank {rank} comes before the stage has all its gradients")
+            if kind in kinds and sorted(stage for stage, _ in found) != sorted(last):
+                raise ValueError(
+                    f"rank {rank} has {kind} of the stages {[stage for stage, _ in found]}; "
+                    f"it must have one of each of {sorted(last)}"
+                )
+            last = dict(found) or last
+        if PipelineKind.UNSHARD in kinds:
+            _check_gathers(rank, ops)
+
+
+def _check_gathers(rank: int, ops: Iterable[Op]) -> None:
+    """Raise where a stage runs without its weights, or frees those that a split backward needs."""
+    gathered, alive = set[int](), Counter[int]()
+    ops = list(ops)
+    split = {op.items[0] for op in ops if op.kind == PipelineKind.BACKWARD_INPUT}
+    own = {op.items[0] for op in ops if op.kind in COMPUTE_KINDS}
+    for op in ops:
+        stage = op.items[0] if op.items else -1
+        if op.kind == PipelineKind.UNSHARD:
+            if stage not in own:
+                raise ValueError(f"{op.name} of rank {rank}: the stage is on another rank")
+            gathered.add(stage)
+        elif op.kind == PipelineKind.RESHARD:
+            if stage in split and alive[stage]:
+                raise ValueError(
+                    f"{op.name} of rank {rank} comes between a forward and the parts of its backward, for which FSDP2 "
+                    "gives wrong gradients then; free the weights after the last W"
+                )
+            gathered.discard(stage)
+        elif op.kind in COMPUTE_KINDS:
+            if stage not in gathered:
+                raise ValueError(f"{op.name} of rank {rank} runs before the weights of its stage are gathered")
+            alive[stage] += (op.kind == PipelineKind.FORWARD) - (op.kind in WEIGHT_KINDS)

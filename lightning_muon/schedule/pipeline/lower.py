@@ -1,0 +1,212 @@
+"""From an order to a program: dependencies, messages, gradients summed over data-parallel ranks, optimizer steps.
+
+Ranks of the program are those of the pipeline. Passes take a program and return one with more ops; their order is that
+in which they stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_muon.schedule.pipeline.nodes import (
+    COMPUTE_KINDS,
+    WEIGHT_KINDS,
+    B,
+    I,
+    Node,
+    Order,
+    PipelineKind,
+    placement,
+)
+from lightning_muon.schedule.pipeline.play import needs, play_order
+from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
+from lightning_muon.schedule.simulate import Span, simulate
+
+
+class OpMaker:
+    """Ops of the nodes of an order, and of the messages between them."""
+
+    def __init__(self, order: Order) -> None:
+        self._rank_of = placement(order)
+        self._nodes = {node for nodes in order for node in nodes}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._nodes
+
+    def compute(self, node: Node) -> Op:
+        """The op of a node."""
+        stage, kind, microbatch = node
+        is_trained = B(stage, microbatch) in self or I(stage, microbatch) in self
+        deps = tuple(self._arrival(need, stage) for need in needs(node, self))
+        return Op(
+            kind=kind,
+            key=node.key,
+            rank=self._rank_of[stage],
+            deps=deps,
+            memory=int(kind == PipelineKind.FORWARD and is_trained),
+            items=(stage, microbatch),
+        )
+
+    def messages(self, node: Node) -> tuple[Op, ...]:
+        """Of the sender and of the receiver; none if the result of the node stays where it is."""
+        step = {PipelineKind.FORWARD: 1, PipelineKind.BACKWARD_WEIGHT: 0}.get(node.kind, -1)
+        sender = self._rank_of[node.stage]
+        group = (sender, self._rank_of.get(node.stage + step, sender))
+        if group[0] == group[1]:
+            return ()
+        send = Op(
+            kind=_message_kind(node),
+            key=node.key,
+            rank=sender,
+            lane=f"link {min(group)}-{max(group)}",
+            deps=(name_of(node),),
+            items=(node.stage, node.microbatch),
+            group=group,
+        )
+        return send, replace(send, rank=group[1], deps=())
+
+    def _arrival(self, node: Node, stage: int) -> str:
+        """Name of the op after which the result of a node is on the rank of a stage."""
+        stays = self._rank_of[node.stage] == self._rank_of[stage]
+        return name_of(node) if stays else f"{_message_kind(node)}[{node.key}]"
+
+
+def name_of(node: Node) -> str:
+    """Of its op."""
+    return f"{node.kind}[{node.key}]"
+
+
+def _message_kind(node: Node) -> str:
+    return PipelineKind.ACTIVATION if node.kind == PipelineKind.FORWARD else PipelineKind.GRADIENT
+
+
+def build_program(order: Order, pipeline: Pipeline) -> Program:
+    """The program of an order, with a message wherever the next stage is on another rank.
+
+    A message is one op on both of its ranks, of the same name, with ``group=(sender, receiver)``. Both list it at the
+    time at which it is sent, so that all messages between two ranks are in the same order on both. A forward holds one
+    unit of memory until its backward has ended.
+    """
+    rank_of = placement(order)
+    maker = OpMaker(order)
+    program: Program = {rank: [] for rank in range(len(order))}
+    for is_end, node in play_order(order, pipeline, rank_of).log:
+        for op in maker.messages(node) if is_end else (maker.compute(node),):
+            program[op.rank].append(op)
+    return program
+
+
+def add_unshard(program: Program) -> Program:
+    """Gather the weights of all stages of a rank at the start, and free those of a stage behind its last op.
+
+    Nothing is freed between a forward and the parts of its backward: an FSDP2 module that reshards in between gives
+    wrong gradients if the backward is split.
+    """
+    added: Program = {}
+    for rank, ops in program.items():
+        places = _stage_places(ops, COMPUTE_KINDS)
+        first = {index: stage for stage, (index, _) in places.items()}
+        last = {_behind_messages(ops, index): (stage, ops[index].name) for stage, (_, index) in places.items()}
+        added[rank] = [stage_op(PipelineKind.UNSHARD, stage, rank, lane=TRANSFER) for stage in first.values()]
+        for index, op in enumerate(ops):
+            if index in first:
+                op = replace(op, deps=(*op.deps, f"{PipelineKind.UNSHARD}[{first[index]}]"))
+            added[rank].append(op)
+            if index in last:
+                stage, compute = last[index]
+                added[rank].append(stage_op(PipelineKind.RESHARD, stage, rank, compute, lane=TRANSFER))
+    return added
+
+
+def add_reduce_grad(program: Program) -> Program:
+    """Sum the gradients of a stage over the data-parallel ranks, once, behind its last backward of all micro-batches.
+
+    Other stages still run backward then, on this rank and on others.
+    """
+    added: Program = {}
+    for rank, ops in program.items():
+        places = _stage_places(ops, WEIGHT_KINDS)
+        behind = {_behind_messages(ops, index): (stage, ops[index].name) for stage, (_, index) in places.items()}
+        added[rank] = []
+        for index, op in enumerate(ops):
+            added[rank].append(op)
+            if index in behind:
+                stage, weight = behind[index]
+                added[rank].append(stage_op(PipelineKind.REDUCE_GRAD, stage, rank, weight, lane=TRANSFER))
+    return added
+
+
+def add_optimizer(program: Program, costs: StageCosts, *, clips_norm: bool = False) -> Program:
+    """Add the optimizer step of each stage, behind its ``reduce_grad`` ("Muon in the bubble").
+
+    Each comes as soon as the rank would be idle for as long as the step takes, at the latest when the rank has nothing
+    else to do: it delays no backward. With ``clips_norm`` all steps come after a norm over all stages, for which each
+    rank waits until the last one has finished its backward: that costs the whole bubble of the cool-down.
+    """
+    if not any(op.kind == PipelineKind.REDUCE_GRAD for ops in program.values() for op in ops):
+        raise ValueError("the optimizer steps follow the sums of gradients; call add_reduce_grad first")
+    if clips_norm:
+        return {rank: _with_norm(rank, ops, tuple(program)) for rank, ops in program.items()}
+    timeline = simulate(program, costs)
+    return {rank: _in_gaps(rank, spans, costs) for rank, spans in timeline.spans.items()}
+
+
+def _with_norm(rank: int, ops: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
+    sums = [op for op in ops if op.kind == PipelineKind.REDUCE_GRAD]
+    norm = Op(
+        kind=PipelineKind.GRADIENT_NORM,
+        key="all",
+        rank=rank,
+        lane=TRANSFER,
+        deps=tuple(op.name for op in sums),
+        group=ranks if len(ranks) > 1 else (),
+    )
+    return [*ops, norm, *(stage_op(PipelineKind.OPTIMIZER, op.items[0], rank, norm.name) for op in sums)]
+
+
+def _in_gaps(rank: int, spans: Sequence[Span], costs: StageCosts) -> list[Op]:
+    """The ops of a rank with optimizer steps where its compute lane is idle for long enough."""
+    ops = [span.op for span in spans]
+    # When it begins and ends, and in front of which op something in the gap before it belongs.
+    busy = [(span.start, span.end, span.op) for span in spans if span.op.lane == COMPUTE]
+    for span in sorted(spans, key=lambda span: span.end):
+        if span.op.kind != PipelineKind.REDUCE_GRAD:
+            continue
+        stage = span.op.items[0]
+        step = stage_op(PipelineKind.OPTIMIZER, stage, rank, span.op.name)
+        free, place = 0.0, ops.index(span.op)
+        for index, (start, end, op) in enumerate(busy):
+            begin = max(free, span.end)
+            # What takes no time may begin when the sum ends, and still be listed before it.
+            if begin + costs.seconds(step) <= start and ops.index(op) > place:
+                busy.insert(index, (begin, begin + costs.seconds(step), step))
+                ops.insert(ops.index(op), step)
+                break
+            free = end
+        else:
+            begin = max(free, span.end)
+            busy.append((begin, begin + costs.seconds(step), step))
+            ops.append(step)
+    return ops
+
+
+def _stage_places(ops: Sequence[Op], kinds: Sequence[str]) -> dict[int, tuple[int, int]]:
+    """Stage -> the places of its first and last op of these kinds."""
+    places: dict[int, tuple[int, int]] = {}
+    for index, op in enumerate(ops):
+        if op.kind in kinds:
+            places[op.items[0]] = (places.get(op.items[0], (index, index))[0], index)
+    return places
+
+
+def _behind_messages(ops: Sequence[Op], index: int) -> int:
+    """The place of the last message that an op sends, or of the op itself: another rank waits for no more than that."""
+    sent = (place for place, op in enumerate(ops) if op.group and ops[index].name in op.deps)
+    return max(sent, default=index)
+
+
+def stage_op(kind: str, stage: int, rank: int, *deps: str, lane: str = COMPUTE) -> Op:
+    """An op of a whole stage."""
+    return Op(kind=kind, key=str(stage), rank=rank, lane=lane, deps=deps, items=(stage,))

@@ -1,0 +1,102 @@
+"""What a schedule lists: forwards and backwards of one micro-batch in one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class PipelineKind:
+    """Kinds of the ops of a pipeline. Schedules list the first four, passes add the others."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # The whole backward: `BACKWARD_INPUT`, then `BACKWARD_WEIGHT`.
+    BACKWARD_INPUT = "I"  # Gradients of the input, for which the stage before waits.
+    BACKWARD_WEIGHT = "W"  # Gradients of the weights, for which no other rank waits.
+    ACTIVATION = "activation"  # Message to the next stage: the output of a forward.
+    GRADIENT = "gradient"  # Message to the stage before: the gradient of its output.
+    UNSHARD = "unshard"  # Gather the weights of a stage, until `RESHARD`.
+    RESHARD = "reshard"
+    REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks.
+    GRADIENT_NORM = "gradient_norm"  # The norm over all stages, for clipping.
+    OPTIMIZER = "optimizer"  # The optimizer step of one stage.
+
+
+COMPUTE_KINDS = (
+    PipelineKind.FORWARD,
+    PipelineKind.BACKWARD,
+    PipelineKind.BACKWARD_INPUT,
+    PipelineKind.BACKWARD_WEIGHT,
+)
+"""What a schedule lists."""
+WEIGHT_KINDS = (PipelineKind.BACKWARD, PipelineKind.BACKWARD_WEIGHT)
+"""What adds to the gradients of a stage, and is the last to need the activations of its micro-batch."""
+
+
+class Node(NamedTuple):
+    """One micro-batch in one stage; as text ``2F0``: stage, kind, micro-batch."""
+
+    stage: int
+    kind: str  # One of `COMPUTE_KINDS`.
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def key(self) -> str:
+        """Which one of its kind: stage and micro-batch."""
+        return f"{self.stage}.{self.microbatch}"
+
+
+Order = list[list[Node]]
+"""For each rank of a pipeline its nodes, in the order in which it runs them."""
+
+
+def F(stage: int, microbatch: int) -> Node:  # noqa: N802 - the letters of the papers
+    """A forward."""
+    return Node(stage, PipelineKind.FORWARD, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Node:  # noqa: N802
+    """A whole backward."""
+    return Node(stage, PipelineKind.BACKWARD, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Node:  # noqa: E743, N802
+    """The part of a backward for which the stage before waits."""
+    return Node(stage, PipelineKind.BACKWARD_INPUT, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Node:  # noqa: N802
+    """The part of a backward for which no rank waits."""
+    return Node(stage, PipelineKind.BACKWARD_WEIGHT, microbatch)
+
+
+def placement(order: Order) -> dict[int, int]:
+    """Stage -> the rank that has it; a ``ValueError`` if two ranks have it."""
+    rank_of: dict[int, int] = {}
+    for rank, nodes in enumerate(order):
+        for node in nodes:
+            other = rank_of.setdefault(node.stage, rank)
+            if other != rank:
+                raise ValueError(f"stage {node.stage} is on ranks {other} and {rank} ({node}); it must be on one")
+    return dict(sorted(rank_of.items()))
+
+
+def deepest_first(rank_of: Mapping[int, int], num_ranks: int) -> list[list[int]]:
+    """For each rank its stages, the last of the pipeline first."""
+    stages = sorted(rank_of, reverse=True)
+    return [[stage for stage in stages if rank_of[stage] == rank] for rank in range(num_ranks)]
+
+
+def peak_activations(nodes: Iterable[Node]) -> int:
+    """Most activations that a rank holds, each from its forward to the end of its backward (``B`` or ``W``).
+
+    In units of one micro-batch of one stage.
+    """
+    alive = most = 0
+    for node in nodes:
+        alive += (node.kind == PipelineKind.FORWARD) - (node.kind in WEIGHT_KINDS)
+        most = max(most, alive)
+    return most

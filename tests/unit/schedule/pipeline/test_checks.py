@@ -1,0 +1,104 @@
+"""Orders that are not schedules are refused, and the node is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_muon.schedule.pipeline import (
+    SCHEDULES,
+    B,
+    F,
+    Pipeline,
+    check_order,
+    make_order,
+    order_from_csv,
+    program_from_csv,
+    register_schedule,
+    validate_pipeline,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n", "1 ranks are listed, the pipeline has num_ranks=2"),
+        ("0F0,0B0\n0F0,1F0,1B0\n", r"stage 0 is on ranks 0 and 1 \(0F0\)"),
+        ("0F0,0B0,2F0\n1F0,1B0\n", "2F0 on rank 0 is not in a pipeline of 2 stages and 1 micro-batches"),
+        ("0F0,0B0,0F1\n1F0,1B0\n", "0F1 on rank 0 is not in a pipeline"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 is on rank 0 twice"),
+        ("0F0,0B0\n1B0\n", "1F0 is missing"),
+        ("0F0,0B0\n1F0\n", r"micro-batch 0 needs either 1B0 or both 1I0 and 1W0; there are \[\]"),
+        ("0F0,0B0\n1F0,1I0\n", r"there are \['1I0'\]"),
+        ("0F0,0B0\n1F0,1B0,1I0,1W0\n", r"there are \['1B0', '1I0', '1W0'\]"),
+        ("0F0,0B0\n1F0,1W0,1I0\n", "stage 1 runs the backward of micro-batch 0 too early"),
+        ("0B0,0F0\n1F0,1B0\n", "stage 0 runs the backward of micro-batch 0 too early"),
+    ],
+)
+def test_an_incomplete_or_wrong_order_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_order(order_from_csv(text), Pipeline(num_ranks=2, num_microbatches=1))
+
+
+def test_ranks_that_wait_for_each_other_are_refused() -> None:
+    order = order_from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ValueError, match="deadlock: 0B0 of rank 0, 1F1 of rank 1 wait for what can never begin"):
+        check_order(order, Pipeline(num_ranks=2, num_microbatches=2))
+
+
+def test_whole_and_split_backwards_may_be_mixed() -> None:
+    order = order_from_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0\n")
+    check_order(order, Pipeline(num_ranks=2, num_microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda pipeline: [[] for _ in range(2)], "0F0 is missing"),
+        (lambda pipeline: [[F(rank, each) for each in range(2)] for rank in range(2)], "needs either 0B0 or both"),
+        (lambda pipeline: None, "fails with TypeError: .* it takes a Pipeline and returns a list"),
+        (lambda pipeline: {}[pipeline], "fails with KeyError"),
+        (lambda pipeline: make_order("broken", pipeline), "fails with RecursionError"),
+    ],
+)
+def test_a_broken_schedule_is_named_and_left_out(schedule: Callable[[Pipeline], Any], message: str) -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
+    try:
+        register_schedule("broken")(schedule)
+        with pytest.raises(ValueError, match=f"schedule 'broken'.*{message}"):
+            make_order("broken", pipeline)
+        assert make_order("auto", pipeline)
+    finally:
+        SCHEDULES.pop("broken", None)
+
+
+def test_nodes_may_be_plain_tuples() -> None:
+    try:
+        register_schedule("tuples")(lambda pipeline: [((0, "F", 0), (0, "B", 0))])  # type: ignore[arg-type]
+        assert make_order("tuples", Pipeline(num_ranks=1, num_microbatches=1)) == [[F(0, 0), B(0, 0)]]
+    finally:
+        SCHEDULES.pop("tuples", None)
+
+
+_GATHERED = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,{1}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1B0,1SEND_B0,1REDUCE_GRAD,1REDUCE_GRAD,1RESHARD", r"rank 1 has reduce_grad of the stages \[1, 1\]"),
+        ("1B0,1SEND_B0,1RESHARD", r"rank 1 has reduce_grad of the stages \[\]; it must have one of each of \[1\]"),
+        (
+            "1RESHARD,1UNSHARD,1I0,1SEND_B0,1W0,1REDUCE_GRAD",
+            "reshard.1. of rank 1 comes between a forward and the parts",
+        ),
+        ("1RESHARD,1B0,1SEND_B0,1REDUCE_GRAD", r"B\[1.0\] of rank 1 runs before the weights of its stage are gathered"),
+        ("1B0,1SEND_B0,1REDUCE_GRAD,0UNSHARD", "unshard.0. of rank 1: the stage is on another rank"),
+    ],
+)
+def test_programs_that_break_gathers_or_sums_are_refused(text: str, message: str) -> None:
+    program = program_from_csv(_GATHERED.replace("{1}", text))
+    with pytest.raises(ValueError, match=message):
+        validate_pipeline(program, Pipeline(num_ranks=2, num_microbatches=1))

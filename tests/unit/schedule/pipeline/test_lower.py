@@ -1,0 +1,217 @@
+"""Programs: messages, gradients summed over data-parallel ranks, and optimizer steps in the bubble."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_muon.schedule.pipeline import (
+    B,
+    F,
+    I,
+    Node,
+    Order,
+    Pipeline,
+    PipelineKind,
+    StageCosts,
+    W,
+    add_optimizer,
+    add_reduce_grad,
+    add_unshard,
+    build_program,
+    make_order,
+    peak_activations,
+    placement,
+    program_from_csv,
+    program_to_csv,
+    validate_pipeline,
+)
+from lightning_muon.schedule.pipeline.play import Run, play_order
+from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.simulate import simulate
+from tests.unit.schedule.pipeline.problems import STAGES_PER_RANK, fitting, problems
+
+
+def _names(ops: list[Op]) -> str:
+    return " ".join(op.name for op in ops)
+
+
+def _full(pipeline: Pipeline, name: str, *, clips_norm: bool = False) -> Program:
+    program = add_reduce_grad(add_unshard(build_program(make_order(name, pipeline), pipeline)))
+    return add_optimizer(program, pipeline.costs, clips_norm=clips_norm)
+
+
+def test_two_ranks_have_these_ops() -> None:
+    program = _full(Pipeline(num_ranks=2, num_microbatches=2), "1f1b")
+    assert _names(program[0]) == (
+        "unshard[0] F[0.0] activation[0.0] F[0.1] activation[0.1] gradient[1.0] B[0.0] gradient[1.1] B[0.1] "
+        "reduce_grad[0] reshard[0] optimizer[0]"
+    )
+    assert _names(program[1]) == (
+        "unshard[1] activation[0.0] F[1.0] activation[0.1] B[1.0] gradient[1.0] F[1.1] B[1.1] "
+        "gradient[1.1] reduce_grad[1] reshard[1] optimizer[1]"
+    )
+    ops = {(op.rank, op.name): op for listed in program.values() for op in listed}
+    assert ops[0, "F[0.0]"].deps == ("unshard[0]",)
+    assert (ops[0, "activation[0.0]"].deps, ops[1, "activation[0.0]"].deps) == (("F[0.0]",), ())
+    assert ops[0, "activation[0.0]"].group == ops[1, "activation[0.0]"].group == (0, 1)
+    assert ops[0, "gradient[1.0]"].group == (1, 0)
+    assert ops[0, "activation[0.0]"].lane == ops[0, "gradient[1.0]"].lane
+    assert ops[1, "F[1.0]"].deps == ("activation[0.0]", "unshard[1]")
+    assert ops[0, "B[0.1]"].deps == ("F[0.1]", "gradient[1.1]")
+    assert ops[1, "B[1.0]"].deps == ("F[1.0]",)
+
+
+def test_stages_of_one_rank_that_follow_each_other_send_nothing() -> None:
+    program = build_program(make_order("zb_v", fitting("zb_v", 2, 4)), fitting("zb_v", 2, 4))
+    assert not any(op.group and op.items[0] == 1 and op.kind == PipelineKind.ACTIVATION for op in program[1])
+    ops = {op.name: op for op in program[1]}
+    assert ops["F[2.0]"].deps == ("F[1.0]",)
+    assert ops["I[1.0]"].deps == ("F[1.0]", "I[2.0]")
+    assert ops["W[1.0]"].deps == ("F[1.0]", "I[1.0]")
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems())
+def test_every_program_is_valid_and_takes_the_time_of_its_order(problem: tuple[str, Pipeline]) -> None:
+    name, pipeline = problem
+    order = make_order(name, pipeline)
+    plain = build_program(order, pipeline)
+    assert simulate(plain, pipeline.costs).makespan == play_order(order, pipeline, placement(order)).makespan
+    without = simulate(add_reduce_grad(add_unshard(plain)), pipeline.costs)
+    for clips_norm in (False, True):
+        program = _full(pipeline, name, clips_norm=clips_norm)
+        validate_pipeline(program, pipeline)
+        spans = simulate(program, pipeline.costs).spans
+        for rank, listed in without.spans.items():
+            ends = {span.op.name: span.end for span in spans[rank]}
+            assert all(ends[span.op.name] <= span.end + 1e-9 for span in listed), "an optimizer step delays nothing"
+
+
+def _any_order(pipeline: Pipeline, rank_of: dict[int, int], seed: int) -> Order:
+    """Each rank runs any node that is ready, of whole and split backwards."""
+    draw = random.Random(seed)
+    stages = range(pipeline.num_stages)
+    todo = {F(stage, each) for stage in stages for each in range(pipeline.num_microbatches)}
+    for forward in sorted(todo):
+        whole = {B(forward.stage, forward.microbatch)}
+        split = {I(forward.stage, forward.microbatch), W(forward.stage, forward.microbatch)}
+        todo |= draw.choice([whole, split])
+
+    def choose(run: Run, rank: int) -> Node | None:
+        ready = sorted(node for node in todo if rank_of[node.stage] == rank and run.is_ready(node))
+        if not ready:
+            return None
+        todo.remove(node := draw.choice(ready))
+        return node
+
+    return Run(pipeline, rank_of).play(choose).order
+
+
+@settings(deadline=None, max_examples=50)
+@given(problems(), st.integers(0, 10**6))
+def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeline], seed: int) -> None:
+    _, pipeline = problem
+    pipeline = replace(pipeline, num_microbatches=min(4, pipeline.num_microbatches))
+    rank_of = {stage: seed * 7919 // (stage + 1) % pipeline.num_ranks for stage in range(pipeline.num_stages)}
+    order = _any_order(pipeline, rank_of, seed)
+    program = build_program(order, pipeline)
+    timeline = simulate(program, pipeline.costs)
+    assert timeline.makespan == play_order(order, pipeline, rank_of).makespan
+    assert timeline.peak_bytes == max(map(peak_activations, order))
+    program = add_optimizer(add_reduce_grad(add_unshard(program)), pipeline.costs, clips_norm=bool(seed % 2))
+    validate_pipeline(program, pipeline)
+    assert program_to_csv(program_from_csv(program_to_csv(program))) == program_to_csv(program)
+
+
+def test_gradients_of_a_stage_are_reduced_while_other_stages_run_backward() -> None:
+    pipeline = fitting("interleaved_1f1b", 4, 8, costs=StageCosts(reduce_grad=2.0))
+    timeline = simulate(_full(pipeline, "interleaved_1f1b"), pipeline.costs)
+    for rank, spans in timeline.spans.items():
+        reduced = {span.op.items[0]: span for span in spans if span.op.kind == PipelineKind.REDUCE_GRAD}
+        assert list(reduced) == [rank + 4, rank], "the deeper stage first, each once"
+        backwards = [span for span in spans if span.op.kind == PipelineKind.BACKWARD and span.op.items[0] == rank]
+        assert any(span.start < reduced[rank + 4].end and span.end > reduced[rank + 4].start for span in backwards)
+
+
+def test_a_stage_steps_in_the_cool_down_of_the_others() -> None:
+    costs = StageCosts(optimizer=(0.0, 0.0, 0.0, 6.0))
+    pipeline = Pipeline(num_ranks=4, num_microbatches=8, costs=costs)
+    at_once, after_norm = (
+        simulate(_full(pipeline, "1f1b", clips_norm=clips), costs).makespan for clips in (False, True)
+    )
+    # 6 of the 6 seconds in which the gradients of the last micro-batch travel from the last stage to the first.
+    assert at_once == 3 * (8 + 3)
+    assert after_norm == at_once + 6
+
+
+def test_a_step_fills_the_first_bubble_it_fits_into() -> None:
+    costs = StageCosts(communication=1.0, optimizer=1.0)
+    pipeline = fitting("interleaved_1f1b", 2, 4, costs=costs)
+    spans = simulate(_full(pipeline, "interleaved_1f1b"), costs).spans[0]
+    last_backward = max(span.start for span in spans if span.op.kind == PipelineKind.BACKWARD)
+    steps = {span.op.items[0]: span for span in spans if span.op.kind == PipelineKind.OPTIMIZER}
+    assert steps[2].end <= last_backward < steps[0].start
+
+
+def _without(program: Program, rank: int, name: str) -> Program:
+    return {**program, rank: [op for op in program[rank] if op.name != name]}
+
+
+def _exchanged(program: Program, rank: int, first: str, second: str) -> Program:
+    ops = {op.name: op for op in program[rank]}
+    names = {first: second, second: first}
+    return {**program, rank: [ops[names.get(op.name, op.name)] for op in program[rank]]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        # The order of messages between two ranks.
+        (1, ("activation[0.0]", "activation[0.1]"), r"deadlock.*activation\[0.0\] of rank 0 waits for rank 1"),
+        (0, ("activation[0.1]", "gradient[1.0]"), r"deadlock.* waits for"),
+        (1, ("reduce_grad[1]", "B[1.0]"), r"reduce_grad\[1\] of rank 1 comes before the stage has all its gradients"),
+        (1, ("reduce_grad[1]", "optimizer[1]"), r"optimizer\[1\] of rank 1 comes before"),
+        (0, ("F[0.0]", "B[0.0]"), "stage 0 runs the backward of micro-batch 0 too early"),
+        (0, ("gradient[1.1]",), r"B\[0.1\] of rank 0 depends on gradient\[1.1\]|waits for rank 0"),
+        (0, ("B[0.1]",), r"micro-batch 1 needs either 0B1 or both 0I1 and 0W1; there are \[\]"),
+        (1, ("F[1.1]",), "1F1 is missing"),
+    ],
+)
+def test_a_broken_program_is_refused(rank: int, change: tuple[str, ...], message: str) -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
+    program = _full(pipeline, "1f1b")
+    validate_pipeline(program, pipeline)
+    broken = _without(program, rank, *change) if len(change) == 1 else _exchanged(program, rank, *change)
+    with pytest.raises(ValueError, match=message):
+        validate_pipeline(broken, pipeline)
+
+
+def test_too_many_activations_and_stages_without_step_are_refused() -> None:
+    pipeline = fitting("zb_v", 2, 4)
+    program = _full(pipeline, "zb_v")
+    with pytest.raises(ValueError, match="rank 0 holds 4 activations, memory_limit=3"):
+        validate_pipeline(program, replace(pipeline, memory_limit=3))
+    with pytest.raises(
+        ValueError, match=r"rank 1 has optimizer of the stages \[2\]; it must have one of each of \[1, 2\]"
+    ):
+        validate_pipeline(_without(program, 1, "optimizer[1]"), pipeline)
+
+
+@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p", "auto"])
+@pytest.mark.parametrize(
+    "zeros", [("backward_weight",), ("backward_weight", "optimizer"), ("forward", "backward_input")]
+)
+def test_what_takes_no_time_keeps_its_place(name: str, zeros: tuple[str, ...]) -> None:
+    pipeline = fitting(name, 2, 4, costs=StageCosts(**{"optimizer": 1.0, **dict.fromkeys(zeros, 0.0)}))
+    validate_pipeline(_full(pipeline, name), pipeline)
+
+
+def test_an_optimizer_without_sums_of_gradients_is_refused() -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="call add_reduce_grad first"):
+        add_optimizer(build_program(make_order("1f1b", pipeline), pipeline), pipeline.costs)
