@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from lightning_muon.cli import plan_pipeline
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
 from lightning_muon.cli.plan_model import (
     Mesh,
@@ -83,13 +84,15 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
 _CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
+_PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
 _MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
-    add_model_arguments(parser)
+    add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
+    plan_pipeline.add_arguments(parser)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
     add("--json", action="store_true", help="print everything as JSON instead of text")
@@ -102,6 +105,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
+    if arguments.pipeline is not None:
+        plan_pipeline.run(arguments, _console())
+        return
     planned = read_model(arguments)
     if arguments.config is None:
         arguments.shard_size = arguments.shard_size or 8
@@ -150,13 +156,17 @@ def run(arguments: Namespace) -> None:
     if arguments.json:
         sys.stdout.write(json.dumps(plan) + "\n")
         return
-    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
+    console = _console()
     console.print(f"{title} = {mesh.size} ranks (replicate x shard)")
     exchange = slow_links_report(links, flexdemo) if links and flexdemo else []
     for heading, body in _report(setting, outcomes, choice, exchange, zero2):
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
+
+
+def _console() -> Console:
+    return Console(width=WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> Setting:

@@ -69,8 +69,11 @@ class PlannedModel:
         return Mesh(arguments.replicate_size or self.replicate or fewest_replicas, shard)
 
 
-def add_model_arguments(parser: ArgumentParser) -> None:
-    """Declare what says which model is meant, and on how many ranks; argparse takes ``--shard`` for short, too."""
+def add_model_arguments(parser: ArgumentParser) -> Any:
+    """Declare what says which model is meant, and on how many ranks; argparse takes ``--shard`` for short, too.
+
+    Returns the options of which there must be one.
+    """
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
     model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
@@ -80,6 +83,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", metavar="S", type=count, help="ranks per replica (the config's; of shapes, plan: 8)"
     )
+    return model
 
 
 def read_model(arguments: Namespace) -> PlannedModel:
