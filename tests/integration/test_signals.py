@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,10 @@ def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
 
         setattr(training.model, hook, record)
         training.fit()
+    deadline = time.monotonic() + 10
+    while any(each.name == "lightning_muon_signals" for each in threading.enumerate()):
+        assert time.monotonic() < deadline, "threads are left behind"
+        time.sleep(0.1)
     saved, resumed = steps
     return saved, resumed
 

@@ -221,6 +221,7 @@ class TrainerStrategy(MuonStrategy):
             del self.lightning_module.configure_optimizers
         callbacks = self.lightning_module.trainer.callbacks
         if self._first_callback in callbacks:
+            self._first_callback.teardown()  # Lightning calls those of callbacks later.
             callbacks.remove(self._first_callback)
         if self._engine is not None:
             self._engine.show_own_weights()
