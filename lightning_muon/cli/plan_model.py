@@ -185,10 +185,9 @@ def read_config(path: Path) -> PlannedModel:
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         found = sizes.resolve(num_nodes=nodes, num_processes=devices)
     replicate, shard = (size if isinstance(size, int) else None for size in found)
-    patterns = {key: getattr(optimizer, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     parameters = tuple(
         ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)
-        for route, parameter in zip(route_module(model, **patterns).values(), model.parameters(), strict=True)
+        for route, parameter in zip(route_module(model, optimizer).values(), model.parameters(), strict=True)
     )
     shapes = ModelShapes(name=f"{type(model).__name__} ({path.name})", source=str(path), parameters=parameters)
     machine = "cpu" if trainer.get("accelerator") == "cpu" else "reference"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise on every rank unless all hold the same lines. Collective over ``group``; every rank must call it."""
+def require_equal(lines: Sequence[tuple[str, str]], ranks: AxisGroup | None, what: str) -> None:
+    """Raise on every rank unless all hold the same lines. Collective over ``ranks``; every one must call it."""
     # The lines travel only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
-    if len(set(gather(digest, group))) == 1:
+    if len(set(gather(digest, ranks))) == 1:
         return
-    first, *others = gather(list(lines), group)
+    first, *others = gather(list(lines), ranks)
     for rank, other in enumerate(others, start=1):
         for line, its_line in zip_longest(first, other):
             if line != its_line:
@@ -35,25 +35,26 @@ def require_equal(lines: Sequence[tuple[str, str]], group: dist.ProcessGroup | N
                 )
 
 
-def gather(value: _Result, group: dist.ProcessGroup | None) -> list[_Result]:
-    """The ``value`` of every rank, in the order of the ranks. Collective over ``group``; every rank must call it.
+def gather(value: _Result, ranks: AxisGroup | None) -> list[_Result]:
+    """The ``value`` of every rank, in the order of the ranks. Collective over ``ranks``; every one must call it.
 
-    ``None`` is the default group; without an initialized process group there is one rank.
+    ``None`` is all ranks; without an initialized process group there is one.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    num_ranks = ranks.size if ranks is not None else dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == 1:
         return [value]
     let_gloo_finish_at_exit()
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    gathered: list[Any] = [None] * num_ranks
+    dist.all_gather_object(gathered, value, group=None if ranks is None else ranks.group)
     return gathered
 
 
-def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+def fail_together(error: Exception | None, ranks: AxisGroup | None) -> None:
     """Raise on every rank if any rank brings an ``error``; a rank's own error keeps its type.
 
-    Collective over ``group``; every rank must call it.
+    Collective over ``ranks``; every one must call it.
     """
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}", ranks)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -61,15 +62,30 @@ def fail_together(error: Exception | None, group: dist.ProcessGroup | None) -> N
             raise RuntimeError(f"rank {rank} of the group failed, so all ranks stop: {message}")
 
 
-def together(action: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
-    """Run ``action``; if it fails on any rank, all raise. Collective over ``group``; every rank must call it."""
+def together(
+    action: Callable[[], _Result],
+    groups: Iterable[AxisGroup | None] = (None,),
+    then: Callable[[_Result, AxisGroup | None], None] = lambda result, ranks: None,
+) -> _Result:
+    """What ``action`` returns; if it fails on any rank, or ``then`` after it in any of the groups, all raise.
+
+    An error in one group reaches the ranks of the others through the groups that follow. Collective over each of
+    ``groups``; every rank of it must call it.
+    """
     error: Exception | None = None
     results: list[_Result] = []
     try:
         results.append(action())
     except Exception as problem:  # Also unpickling, which runs code of any kind.
         error = problem
-    fail_together(error, group)
+    for ranks in groups:
+        try:
+            fail_together(error, ranks)
+            then(results[0], ranks)
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
     return results[0]
 
 

@@ -124,13 +124,13 @@ class MadeGroups:
             self.shared[ranks, backend] = self._make(ranks, backend)
         return self.shared[ranks, backend]
 
-    def lease(self, base: dist.ProcessGroup) -> Lease:
+    def lease(self, base: AxisGroup) -> Lease:
         """A group of the same ranks and with the same backend as ``base`` that nobody else has now.
 
         All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it.
         """
         # One that no rank has an owner for is used again if ranks have launched equally much, and all of that arrives.
-        ranks, backend = tuple(dist.get_process_group_ranks(base)), str(dist.get_backend(base))
+        ranks, backend = tuple(dist.get_process_group_ranks(base.group)), str(dist.get_backend(base.group))
         made = self.private.setdefault((ranks, backend), [])
         free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
         everyone = gather(free, base) if made else []
@@ -265,7 +265,7 @@ class PrivateGroups:
                 key = ranks, ordinals[ranks]
                 ordinals[ranks] += 1
                 if key not in self._leases:
-                    self._leases[key] = _made().lease(group.group)
+                    self._leases[key] = _made().lease(group)
                 lease = self._leases[key]
                 group = replace(group, group=lease.private.group, lease=lease)
             result.append(group)
@@ -288,11 +288,9 @@ def nodes_of(group: AxisGroup) -> list[int]:
 
     Collective over ``group``; every rank must call it.
     """
-    if group.group is None:
-        return [0]
     # Machines may have the same name ("localhost"); torchrun numbers its agents, one for each machine.
     name = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-    names = gather(name, host_group(group).group)
+    names = gather(name, host_group(group))
     return [names.index(each) for each in names]
 
 

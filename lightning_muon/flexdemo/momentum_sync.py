@@ -31,8 +31,7 @@ class EarlyExchanges(BackwardPrefetch):
     """Sends each bucket as soon as the gradients of its parameters are there."""
 
     def __init__(self, sync: MomentumSync, names: Mapping[Tensor, str]) -> None:
-        buckets = {key: bucket.parameters for key, bucket in sync.buckets.items()}
-        super().__init__(buckets, {key: names[tensors[0]] for key, tensors in buckets.items()})
+        super().__init__({key: bucket.parameters for key, bucket in sync.buckets.items()}, names)
         self._sync = sync
         self._gradients: Gradients = {}
         # Versions and fingerprints of what was sent: unchanged gradients are known without computing all over again.

@@ -137,9 +137,9 @@ def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> N
 
     Collective over ``everyone``, all ranks of all nodes; every rank must call it with the same names.
     """
-    if everyone.group is None or not tensors:
+    if everyone.size == 1 or not tensors:
         return
-    sums = torch.stack(gather(checksums([tensor for _, tensor in tensors]).cpu(), everyone.group))
+    sums = torch.stack(gather(checksums([tensor for _, tensor in tensors]).cpu(), everyone))
     # Shards are compared with those of the first node, and what FSDP2 does not shard with the first rank.
     ranks = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
     is_sharded = torch.tensor([isinstance(tensor, DTensor) for _, tensor in tensors])

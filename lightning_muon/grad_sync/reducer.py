@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from threading import RLock
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.agreement import StepAgreement, maxima_over, require_equal
@@ -56,21 +57,20 @@ def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket
 Owner = TypeVar("Owner")
 
 
-@dataclass
 class Arrivals:
-    """How often the hook of a parameter is called in a step, as learnt from the step before."""
+    """How often the hook of each parameter is called in a step, as learnt from the step before."""
 
-    expected: int = 1
-    seen: int = 0
+    def __init__(self) -> None:
+        self._before, self._seen = Counter[Tensor](), Counter[Tensor]()
 
-    def add(self) -> bool:
+    def add(self, parameter: Tensor) -> bool:
         """Count one; whether it is the last one that is expected."""
-        self.seen += 1
-        return self.seen == self.expected
+        self._seen[parameter] += 1
+        return self._seen[parameter] == max(1, self._before[parameter])
 
     def begin_step(self) -> None:
         """Expect as many as there were."""
-        self.expected, self.seen = max(1, self.seen), 0
+        self._before, self._seen = self._seen, Counter()
 
 
 def watch_gradients(
@@ -111,7 +111,7 @@ class _Agreed:
     resends: bool  # Whether any rank sends a sum over the ranks again.
     computed: set[Tensor]  # Parameters that any rank has a gradient for.
     left_over: set[Tensor]  # Those of launched buckets for which any rank has a gradient that was not sent.
-    kept: set[Tensor] | None  # Those with sums of an earlier step on all ranks; `None` if ranks differ.
+    kept: set[Tensor]  # Those with sums of an earlier step on any rank.
 
 
 class GradientReducer:
@@ -140,7 +140,7 @@ class GradientReducer:
         # For which any rank has computed a gradient since the last `forget`; the same on all ranks.
         self.present: set[Tensor] = set()
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
-        self._arrivals = {parameter: Arrivals() for parameter in self._parameters}
+        self._arrivals = Arrivals()
         self._divisor = float(group.size)
         self._is_syncing = True
         # What has been sent together before, so that the connections for it are open.
@@ -181,7 +181,7 @@ class GradientReducer:
         with self._lock:
             missing = self._missing[self._bucket_of[parameter]]
             self._advance()
-            if not self._arrivals[parameter].add() or parameter not in missing:
+            if not self._arrivals.add(parameter) or parameter not in missing:
                 return
             missing.remove(parameter)
             while self._num_launched < len(self.buckets) and not self._missing[self._num_launched]:
@@ -195,10 +195,10 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> frozenset[Tensor] | None:
-        """Send what the hooks have not sent; returns the parameters that have a gradient on all ranks now.
+        """Send what the hooks have not sent; returns the parameters that have a gradient on any rank now.
 
-        ``None`` if ranks differ, or if a plan of :attr:`step` is out of date on any of them. Collective over the group
-        and the groups of the transport; every rank must call it after the last backward pass of a step, also one that
+        ``None`` if a plan of :attr:`step` is out of date on any of them. Collective over the group and the groups of
+        the transport; every rank must call it after the last backward pass of a step, also one that
         had none. Calling it again changes nothing.
         """
         agreed = self._agree()
@@ -228,7 +228,7 @@ class GradientReducer:
         self._expected = agreed.computed or self._expected
         self.launched = self._launched
         self._begin_step()
-        return None if agreed.kept is None or self.step.is_stale else frozenset(agreed.computed | agreed.kept)
+        return None if self.step.is_stale else frozenset(agreed.computed | agreed.kept)
 
     def give_up(self) -> None:
         """A backward pass has raised, on all ranks: drop all gradients, and in :meth:`finish` what was sent. Local."""
@@ -262,8 +262,7 @@ class GradientReducer:
         self._resends = False
         self._launched: list[int] = []
         self._missing = [self._expected.intersection(bucket) for bucket in self.buckets]
-        for arrivals in self._arrivals.values():
-            arrivals.begin_step()
+        self._arrivals.begin_step()
 
     def _launch(self, index: int, parameters: Collection[Tensor]) -> None:
         """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
@@ -292,7 +291,6 @@ class GradientReducer:
         """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
         results = self._transport.results
         kept = [results.is_untouched(parameter) for parameter in self._parameters]
-        lacks = [not own for own in kept]
         has = {
             parameter
             for parameter, is_kept in zip(self._parameters, kept, strict=True)
@@ -306,29 +304,20 @@ class GradientReducer:
         resends = self._resends or any(map(results.holds, has))
         given_up = [self._num_given_up, -self._num_given_up]
         most, fewest, num_launched, resends, *flags = self.step.ask(
-            [*given_up, self._num_launched, resends, *computed, *left_over, *kept, *lacks]
+            [*given_up, self._num_launched, resends, *computed, *left_over, *kept]
         )
         count = len(self._parameters)
-        any_computed, any_left_over, any_kept, any_lacks = (
-            {p for p, flag in zip(self._parameters, flags[kind * count : (kind + 1) * count], strict=True) if flag}
-            for kind in range(4)
-        )
-        differs = not (any_kept & any_lacks) <= any_computed
-        return _Agreed(
-            (most, -fewest), num_launched, bool(resends), any_computed, any_left_over, None if differs else any_kept
-        )
+        sets = [set(compress(self._parameters, flags[kind * count :])) for kind in range(3)]
+        return _Agreed((most, -fewest), num_launched, bool(resends), *sets)
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:
     """Refuse, on all ranks alike, what cannot be reduced; collective over ``host``."""
-    if host.group is not None:
-        lines = [(names[p], f"{tuple(p.shape)} {p.dtype} {type(p).__name__}") for p in parameters]
-        require_equal(lines, host.group, "the list of replicated parameters")
+    lines = [(names[p], f"{tuple(p.shape)} {p.dtype} {type(p).__name__}") for p in parameters]
+    require_equal(lines, host, "the list of replicated parameters")
     for parameter in parameters:
         if parameter.is_complex():
             raise TypeError(
                 f"{names[parameter]} {tuple(parameter.shape)} is {parameter.dtype}: complex gradients are not reduced. "
                 "Hold it as a real tensor (torch.view_as_real)."
             )
-        if isinstance(parameter, DTensor):
-            raise TypeError(f"{names[parameter]} {tuple(parameter.shape)} is a DTensor: plain tensors are reduced only")

@@ -83,7 +83,7 @@ class ShardedLayout(Layout):
         return [batch for batch in batches if batch]
 
     @override
-    def updated(self, parameters: Collection[Tensor]) -> None:
+    def updated(self) -> None:
         """The ops of :meth:`step_part` send them."""
         self._all_gather.is_disturbed = True
 
@@ -191,10 +191,7 @@ class ShardedLayout(Layout):
                     f"state {tuple(state.shape)} is laid out as {state.placements} on {state.device_mesh}, but its "
                     f"parameter wants {placements} on {self._shard_map.mesh}; load it as it was saved, or as a whole"
                 )
-        if self._shard_map.shard.size > 1:
-            fail_together(error, self._shard_map.shard.group)
-        elif error is not None:
-            raise error
+        fail_together(error, self._shard_map.shard)
         self._require_equal(rows)
         return [
             self._part_of_whole(parameter, rows[index].full_tensor() if index in rows else state)
@@ -203,9 +200,8 @@ class ShardedLayout(Layout):
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
         """Raise on all ranks if these states are not alike. Collective over the shard axis; every rank must call it."""
-        if self._shard_map.shard.size > 1:
-            lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
-            require_equal(lines, self._shard_map.shard.group, "optimizer state")
+        lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
+        require_equal(lines, self._shard_map.shard, "optimizer state")
 
     def _rows_of_owner(self, parameter: Tensor, state: Tensor) -> Tensor:
         """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""

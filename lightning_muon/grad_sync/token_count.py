@@ -82,8 +82,7 @@ class TokenCount:
             if num_problems:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 problem = f"rank {rank} {self._problems[0]}" if self._problems else ""
-                everyone = [problem] if self._group.group is None else gather(problem, self._group.group)
-                raise ValueError(next(filter(None, everyone)))
+                raise ValueError(next(filter(None, gather(problem, self._group))))
             self._total = float(total)
         return self._total
 

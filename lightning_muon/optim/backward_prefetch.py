@@ -46,14 +46,14 @@ class _Progress:
 class BackwardPrefetch(ABC):
     """Sends the buckets of one plan in their order, each as soon as its gradients are there; local to construct."""
 
-    def __init__(self, buckets: Mapping[str, Sequence[Tensor]], leader: Mapping[str, str]) -> None:
-        self._buckets, self._leader = buckets, leader
+    def __init__(self, buckets: Mapping[str, Sequence[Tensor]], names: Mapping[Tensor, str]) -> None:
+        self._buckets, self._names = buckets, names
         self._progress = {key: _Progress(set(tensors)) for key, tensors in buckets.items()}
         self._keys_of: dict[Tensor, list[str]] = {}
         for key, tensors in buckets.items():
             for tensor in tensors:
                 self._keys_of.setdefault(tensor, []).append(key)
-        self._arrivals = {tensor: Arrivals() for tensor in self._keys_of}
+        self._arrivals = Arrivals()
         self._num_steps = 0
         # On CUDA gradients are read on a stream of its own, and whoever writes to them has to come after that.
         self._reads_late = local_tensor(next(iter(self._keys_of))).is_cuda if self._keys_of else False
@@ -117,8 +117,7 @@ class BackwardPrefetch(ABC):
         for key, progress in self._progress.items():
             progress.is_sent = False
             progress.missing = set(self._buckets[key])
-        for arrivals in self._arrivals.values():
-            arrivals.begin_step()
+        self._arrivals.begin_step()
 
     def succeeded(self, valid: Collection[str]) -> None:
         """These buckets were used by the step; the same on all ranks."""
@@ -145,14 +144,14 @@ class BackwardPrefetch(ABC):
                 _log.info(
                     "Gradients of %s, ... are missing, or change between backward and the step (by clipping, for "
                     "example): they are sent by the step in the next %d steps. overlap='step' says so from the start.",
-                    self._leader[key],
+                    self._names[self._buckets[key][0]],
                     pause,
                 )
 
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
         """Send what a new gradient completes; a bucket waits for all before it, so that all ranks have one order."""
-        if not self._arrivals[tensor].add():
+        if not self._arrivals.add(tensor):
             return
         for key in self._keys_of[tensor]:
             self._progress[key].missing.discard(tensor)
@@ -192,8 +191,7 @@ class GatherPrefetch(BackwardPrefetch):
     """Runs the ops of the backward phase of :class:`MatrixStep`; ``is_valid``: are the hyper-parameters right?"""
 
     def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
-        leaders = {each.key: each.group.jobs[each.taken[0]].matrix.name for each in step.early_buckets}
-        super().__init__({each.key: each.tensors for each in step.early_buckets}, leaders)
+        super().__init__({each.key: each.tensors for each in step.early_buckets}, step.plan.names)
         self._step, self._states, self._is_valid = step, states, is_valid
 
     @override

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.agreement import StepAgreement, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.compat import foreach
+from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, MeshMembers
@@ -177,7 +177,9 @@ def _agree_on_mesh(
     for tensor, has, bad in zip(tensors, have, unusable, strict=True):
         if has and not bad:
             found.promise(tensor)
-    nonfinite = _nonfinite(tensors, found) if check and looks else [False] * len(tensors)
+    nonfinite = [False] * len(tensors)
+    if check and looks:
+        (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
     keys, sent, void = list[str](), list[bool](), list[bool]()
     if early is not None:
         keys = early.keys(set(tensors))
@@ -239,28 +241,13 @@ def _is_unreduced(tensor: Tensor) -> bool:
     return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
-def _nonfinite(tensors: Sequence[Tensor], found: Gradients) -> list[bool]:
-    """Whether each gradient of the calling rank has a NaN or an Inf, or a norm that overflows; waits for the device."""
-    norms = _norms(tensors, found)
-    if not norms:
-        return [False] * len(tensors)
-    # All at once: one operation per norm would take a quarter of a step with many small parameters.
-    (flags,) = start_reading([torch.stack(list(norms.values())).isfinite()])()
-    are_finite = dict(zip(norms, flags, strict=True))
-    return [not are_finite.get(tensor, True) for tensor in tensors]
-
-
-def _norms(tensors: Sequence[Tensor], found: Gradients) -> dict[Tensor, Tensor]:
-    """Norm of each local gradient that has elements."""
+def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device) -> Tensor:
+    """Whether each gradient of the calling rank has a NaN or an Inf, or a norm that overflows; bools on the device."""
     filled = [tensor for tensor in tensors if tensor in found and found[tensor].numel()]
-    # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
-    norms: dict[Tensor, Tensor] = {}
-    for is_half in (False, True):
-        members = [tensor for tensor in filled if (found[tensor].dtype == torch.float16) is is_half]
-        if members:  # In float16 a norm ends at 65504; bfloat16 has the range of float32, which takes twice as long.
-            dtype = torch.float32 if is_half else None
-            norms.update(zip(members, foreach.norm([found[t] for t in members], 2, dtype=dtype), strict=True))
-    return {tensor: norms[tensor] for tensor in filled}
+    norms = dict(zip(filled, local_norms([found[tensor] for tensor in filled], is_exact=False), strict=True))
+    fine = torch.zeros((), device=device)
+    # All at once: one operation per norm would take a quarter of a step with many small parameters.
+    return torch.stack([norms.get(tensor, fine) for tensor in tensors]).isfinite().logical_not()
 
 
 def _deferred_check(
@@ -295,11 +282,9 @@ def _deferred_check(
         work: dist.Work | None = None
         for members, keys in keys_of.items():
             # 1 for each parameter whose gradient is not finite, and for each bucket that differs on this rank.
-            norms = _norms(members.tensors, found) if check else {}
-            fine = torch.zeros((), device=plan.device)
-            every = torch.stack([norms[tensor].float() if tensor in norms else fine for tensor in members.tensors])
+            broken = _nonfinite(members.tensors, found if check else {}, plan.device)
             differs = [early.differs(key, found).reshape(1) for key in keys] if early is not None else []
-            flags = torch.cat([torch.cat([every.isfinite().logical_not(), *differs]).int(), changed, stop])
+            flags = torch.cat([torch.cat([broken, *differs]).int(), changed, stop])
             axes = members.axes if flags.device.type != "cpu" else members.host
             work = None if axes.group is None else start_all_reduce_sum(flags, axes)
             results.append(flags)

@@ -196,7 +196,7 @@ class MatrixStep:
                     group,
                     self._agreed.numbers,
                 )
-                layout.updated(tensors)
+                layout.updated()
         return ()
 
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
@@ -271,7 +271,7 @@ class MatrixStep:
         keys = ("lr", "muon_lr_factor", "weight_decay", "adjust_lr_fn")
         for (shared_lr, factor, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
-            views = [job.local_view(job.parameter.local) for job in jobs]
+            views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
             if self._pool.device.type == "cpu":
                 for view in views:
                     # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
@@ -284,7 +284,7 @@ class MatrixStep:
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
-        self.plan.layout.updated([tensor for tensor in self.plan.done[op.name] if tensor in self._agreed.gradients])
+        self.plan.layout.updated()
         return ()
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:

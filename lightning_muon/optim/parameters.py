@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import fail_together, gather
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters
-from lightning_muon.params.layout import AxisPlacement, Layout
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 States = dict[Tensor, dict[str, Any]]
@@ -109,16 +108,6 @@ class BoundParameter:
     route: Route
     layout: Layout
 
-    @property
-    def local(self) -> Tensor:
-        """What the calling rank updates of it; shares memory."""
-        return self.layout.local(self.tensor)
-
-    @property
-    def mesh_and_placements(self) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        """See :meth:`.Layout.mesh_and_placements`."""
-        return self.layout.mesh_and_placements(self.tensor)
-
 
 @dataclass(frozen=True, eq=False)
 class MeshMembers:
@@ -141,18 +130,6 @@ def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMember
         host = axes if mesh is None or mesh.device_type == "cpu" else host_group(axes)
         groups.append(MeshMembers(mesh, axes, host, tuple(members)))
     return tuple(sorted(groups, key=lambda group: group.axes.size))
-
-
-def fail_on_all_meshes(error: Exception | None, meshes: Sequence[MeshMembers]) -> None:
-    """Raise on all ranks of meshes that share a rank with an ``error``. Collective; every rank of them must call it."""
-    for members in meshes:
-        try:
-            if members.axes.group is not None:
-                fail_together(error, members.axes.group)
-        except Exception as problem:
-            error = error or problem
-    if error is not None:
-        raise error
 
 
 class KnownRoutes:
@@ -184,13 +161,12 @@ class KnownRoutes:
 
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
     """One route for every parameter of ``groups``."""
-    patterns: dict[str, Any] = {key: getattr(options, key) for key in ("adamw_patterns", "muon_patterns", "fused")}
     known: dict[Tensor, Route]
     if module is None:
         named = _named_parameters(groups)
-        known = dict(zip(named.values(), route_named(named, **patterns).values(), strict=True))
+        known = dict(zip(named.values(), route_named(named, options).values(), strict=True))
     else:
-        known = dict(zip(module.parameters(), route_module(module, **patterns).values(), strict=True))
+        known = dict(zip(module.parameters(), route_module(module, options).values(), strict=True))
         strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
         if strangers:
             raise RuntimeError(
@@ -308,16 +284,13 @@ class StateCompletion:
         local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
         has_made = {name: tensor in self._made for name, tensor in local.items()}
         for members in meshes:
-            if members.host.group is not None:
-                everyone = gather(has_made, members.host.group)
-                for name, tensor in local.items():
-                    if len({each[name] for each in everyone if name in each}) > 1:
-                        lost[tensor] = None
-                made = [tensor in self._made for tensor in members.tensors]
-                counts = torch.tensor(made, dtype=torch.int32, device="cpu")
-                start_all_reduce_sum(counts, members.host).wait()
-                is_lost = (counts > 0).logical_and(counts < members.host.size)
-                lost |= dict.fromkeys(compress(members.tensors, is_lost))
+            made = bytes(tensor in self._made for tensor in members.tensors)
+            everyone = gather((made, has_made), members.host)
+            differs = [len(set(flags)) > 1 for flags in zip(*(of_mesh for of_mesh, _ in everyone), strict=True)]
+            lost |= dict.fromkeys(compress(members.tensors, differs))
+            for name, tensor in local.items():
+                if len({of_local[name] for _, of_local in everyone if name in of_local}) > 1:
+                    lost[tensor] = None
         for tensor in lost:
             states.pop(tensor, None)
         self.complete(parameters, states)

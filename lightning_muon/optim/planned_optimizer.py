@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import StepAgreement
+from lightning_muon.comm.agreement import StepAgreement, together
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
@@ -332,20 +332,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
         options = self._options
         meshes = parameters.group_by_mesh(self._all_parameters(), self._layout)
-        bound: list[BoundParameter] = []
-        error: Exception | None = None
-        try:
+
+        def check() -> list[BoundParameter]:
             self._checked_groups.check(self.param_groups)
             bound = self._bind_parameters()
             # A user who sends every group to AdamW means it.
             if any(group["algorithm"] != "adamw" for group in self.param_groups):
                 require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
             self._completion.complete(bound, self._existing_state)
-        except Exception as problem:
-            error = problem
-        parameters.fail_on_all_meshes(error, meshes)
+            return bound
+
+        bound = together(check, [members.axes for members in meshes])
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
-        device = bound[0].local.device
+        device = self._layout.local(bound[0].tensor).device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
         wire_dtype = compute_dtype if options.wire_dtype == "auto" else _DTYPES[options.wire_dtype]
         plan_options = from_arguments(

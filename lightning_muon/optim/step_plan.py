@@ -84,8 +84,6 @@ class StepPlan:
     # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
-    # Names of the ops that update parameters, in their order -> those that have their new values after it.
-    done: Mapping[str, Sequence[Tensor]]
     part: StepPart  # What the layout or the optimizer adds to the step.
     # Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
     # checked here, and nowhere changed.
@@ -94,7 +92,7 @@ class StepPlan:
     @cached_property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.parameters[0].local.device
+        return self.layout.local(self.parameters[0].tensor).device
 
     @cached_property
     def names(self) -> dict[Tensor, str]:
@@ -150,14 +148,13 @@ def make_step_plan(
     ).values()
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     for group in groups:
-        if group.axes.group is not None:
-            owners = zip(group.jobs, group.plan.owners, strict=True)
-            lines = [(job.matrix.name, f"is owned by {ranks}") for job, ranks in owners]
-            own = {key: each for key, each in buckets.items() if each.group is group}
-            lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
-            lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
-            require_equal(lines, group.axes.group, "the plan of ParallelMuon")
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, done, part, tuple(ops))
+        owners = zip(group.jobs, group.plan.owners, strict=True)
+        lines = [(job.matrix.name, f"is owned by {ranks}") for job, ranks in owners]
+        own = {key: each for key, each in buckets.items() if each.group is group}
+        lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
+        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
+        require_equal(lines, group.axes, "the plan of ParallelMuon")
+    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, tuple(ops))
 
 
 def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
@@ -190,7 +187,7 @@ def _exchange_groups(
     matrices = [each for each in parameters if each.tensor.requires_grad and each.route.kind != "elementwise"]
     to_plan: list[exchange.ParameterToPlan] = []
     for each in matrices:
-        mesh, placements = each.mesh_and_placements
+        mesh, placements = each.layout.mesh_and_placements(each.tensor)
         shape = tuple(each.tensor.shape)
         to_plan.append(exchange.ParameterToPlan(each.route, shape, ranks[mesh], placements, each.group["ns_steps"]))
     mesh_of = {found: mesh for mesh, found in ranks.items()}
@@ -222,9 +219,8 @@ def _estimates(
                 between = (_spans_nodes(nodes, each.ranks.sharded), _spans_nodes(nodes, each.ranks.mesh_axes))
                 machine = machine_of(options.device_type, is_between_machines=between)
                 own[number] = rank_seconds(each.plan.program[each.ranks.rank], machine)
-        of_ranks = gather(own, members.host.group) if members.host.group is not None else [own]
         # Groups have other numbers on ranks that belong to other meshes, too.
-        by_group = zip(*(each.values() for each in of_ranks), strict=True)
+        by_group = zip(*(each.values() for each in gather(own, members.host)), strict=True)
         found.update(zip(own, map(estimate_prefetch, by_group), strict=True))
     return found
 
@@ -245,7 +241,8 @@ def require_equal_parameters(
     """Raise on all ranks if they differ in any of these. Collective over ``meshes``; every rank must call it."""
     lines: dict[Tensor, tuple[str, str]] = {}
     for each in parameters:
-        tensor, route, (_, placements) = each.tensor, each.route, each.mesh_and_placements
+        tensor, route = each.tensor, each.route
+        _, placements = each.layout.mesh_and_placements(tensor)
         options = {key: value for key, value in each.group.items() if key in COMPARED}
         lines[tensor] = (
             route.name,
@@ -254,11 +251,7 @@ def require_equal_parameters(
         )
     # Compare the list of meshes on each mesh, smaller ones first, so that a missing mesh raises and does not hang.
     sizes = [members.axes.size for members in meshes if members.axes.group is not None]
+    common = [("settings", settings), ("meshes of", f"{sizes} ranks")]
     for members in meshes:
-        if members.axes.group is not None:
-            own = [
-                *(lines[tensor] for tensor in members.tensors),
-                ("settings", settings),
-                ("meshes of", f"{sizes} ranks"),
-            ]
-            require_equal(own, members.axes.group, "the list of parameters of ParallelMuon")
+        own = [lines[tensor] for tensor in members.tensors]
+        require_equal([*own, *common], members.axes, "the list of parameters of ParallelMuon")

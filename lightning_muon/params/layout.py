@@ -110,8 +110,8 @@ class Layout:
         """These parameters in the order in which their gradients arrive, those together that arrive together."""
         return [parameters]
 
-    def updated(self, parameters: Collection[Tensor]) -> None:
-        """The local parts of these have their new values."""
+    def updated(self) -> None:
+        """Some local parts have their new values."""
 
     def end_step(self) -> None:
         """All parameters of :meth:`begin_step` are updated."""

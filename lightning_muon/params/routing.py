@@ -6,13 +6,13 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
-from lightning_muon.config import check_fused
+from lightning_muon.config import OptimizerConfig
 from lightning_muon.params.layers import Kind, find_output_heads, is_transposed_linear, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
 from lightning_muon.schedule.shapes import ParameterShape
@@ -36,24 +36,18 @@ class Route:
         return "adamw" if self.kind == "elementwise" else "muon"
 
 
-Fused = Mapping[str, int | Sequence[int]]
+_DEFAULTS = OptimizerConfig()
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
 
-def route_module(
-    module: nn.Module,
-    *,
-    adamw_patterns: Sequence[str] = (),
-    muon_patterns: Sequence[str] = (),
-    fused: Fused | None = None,
-) -> dict[str, Route]:
+def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:
     """One route for each distinct parameter of ``module``, in the order of ``module.named_parameters()``.
 
     Found by the type of the layer, by ties and by use. A parameter that an embedding or an output head uses anywhere
     is elementwise. The last linear layer counts as output head if nothing better is known, unless it is all that Muon
     would get: a model of one linear layer is a matrix, not a head. Only shapes are read, so parameters may lie on the
-    meta device or be DTensors; frozen parameters are routed too. Options as in :class:`~lightning_muon.MuonConfig`.
+    meta device or be DTensors; frozen parameters are routed too.
     """
     places = parameter_uses(module)
     known, guessed = find_output_heads(module)
@@ -67,16 +61,10 @@ def route_module(
         ]
         if any(route.algorithm == "muon" for route in with_guess):
             routes = with_guess
-    return _apply_patterns(routes, places, adamw=adamw_patterns, muon=muon_patterns, fused=fused or {})
+    return _apply_patterns(routes, places, options)
 
 
-def route_named(
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    adamw_patterns: Sequence[str] = (),
-    muon_patterns: Sequence[str] = (),
-    fused: Fused | None = None,
-) -> dict[str, Route]:
+def route_named(parameters: Mapping[str, nn.Parameter], options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:
     """As :func:`route_module` when no module is at hand: by shape, then by the patterns."""
     owner = nn.Module()
     places = [
@@ -84,7 +72,7 @@ def route_named(
         for name, parameter in parameters.items()
     ]
     routes = [route_by_shape(name, parameter.shape) for name, parameter in parameters.items()]
-    return _apply_patterns(routes, places, adamw=adamw_patterns, muon=muon_patterns, fused=fused or {})
+    return _apply_patterns(routes, places, options)
 
 
 def route_by_shape(name: str, shape: Sequence[int]) -> Route:
@@ -97,13 +85,7 @@ def route_by_shape(name: str, shape: Sequence[int]) -> Route:
 
 def route_of(parameter: ParameterShape) -> Route:
     """The route that a shape file gives a parameter."""
-    return Route(
-        name=parameter.name,
-        kind=parameter.kind,  # type: ignore[arg-type]
-        reason=parameter.reason,
-        splits=parameter.splits,
-        split_dim=parameter.split_dim,
-    )
+    return Route(**{field.name: getattr(parameter, field.name) for field in fields(Route)})
 
 
 def require_muon(routes: Iterable[Route]) -> None:
@@ -134,23 +116,18 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
 
 
 def _apply_patterns(
-    routes: list[Route], places: Sequence[tuple[Use, ...]], *, adamw: Sequence[str], muon: Sequence[str], fused: Fused
+    routes: list[Route], places: Sequence[tuple[Use, ...]], options: OptimizerConfig
 ) -> dict[str, Route]:
     names = [use.name for uses in places for use in uses]
-    for key, patterns in (("adamw_patterns", adamw), ("muon_patterns", muon), ("fused", fused)):
-        if isinstance(patterns, str):
-            raise ValueError(
-                f"{key} must be a sequence of patterns, got the string {patterns!r}; write ({patterns!r},)"
-            )
-        for pattern in patterns:
+    for key in ("adamw_patterns", "muon_patterns", "fused"):
+        for pattern in getattr(options, key):
             if not any(fnmatchcase(name, pattern) for name in names):
                 nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
                 raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {nearest}")
-    check_fused(fused)
-    routes = [_override(route, uses, adamw, muon) for route, uses in zip(routes, places, strict=True)]
-    for pattern, parts in fused.items():
+    routes = [_override(route, uses, options) for route, uses in zip(routes, places, strict=True)]
+    for pattern, parts in options.fused.items():
         _declare_fused_(routes, places, pattern, parts)
-    undeclared = [_first_match(fused, uses) is None for uses in places]
+    undeclared = [_first_match(options.fused, uses) is None for uses in places]
     return {route.name: _ask_fused(route) if asks else route for route, asks in zip(routes, undeclared, strict=True)}
 
 
@@ -161,8 +138,8 @@ def _ask_fused(route: Route) -> Route:
     return replace(route, reason=f"{route.reason}; fused? see fused=")
 
 
-def _override(route: Route, uses: tuple[Use, ...], adamw: Sequence[str], muon: Sequence[str]) -> Route:
-    to_adamw, to_muon = _first_match(adamw, uses), _first_match(muon, uses)
+def _override(route: Route, uses: tuple[Use, ...], options: OptimizerConfig) -> Route:
+    to_adamw, to_muon = _first_match(options.adamw_patterns, uses), _first_match(options.muon_patterns, uses)
     if to_adamw is not None and to_muon is not None:
         raise ValueError(
             f"{route.name} matches both adamw_patterns ({to_adamw!r}) and muon_patterns ({to_muon!r}); narrow one"

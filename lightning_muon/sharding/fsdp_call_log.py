@@ -157,7 +157,7 @@ class FsdpCallLog:
         problem = None
         if self.differs(maxima):
             lists = ((self.shard_ranks[0], self.all_calls.tail()), (0, self.crossing.tail()))
-            gathered = gather(lists, self.everyone.group)
+            gathered = gather(lists, self.everyone)
             ranks = dist.get_process_group_ranks(self.everyone.group)
             found = self.find_difference(dict(zip(ranks, gathered, strict=True)), complete=True)
             problem = found or f"The ranks run different units of the model. {self.advice(())}"

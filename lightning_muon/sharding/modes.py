@@ -204,8 +204,7 @@ class Zero2(Ddp):
         for coordinate, node in sorted(zip(everyone.coordinates, nodes_of(everyone), strict=True)):
             replicas.setdefault(coordinate[:-1], []).append(node)
         trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        if everyone.group is not None:
-            trained = max(gather(trained, host_group(everyone).group))
+        trained = max(gather(trained, host_group(everyone)))
         chosen = self.options.bucket_bytes
         ways = shard_exchanges(
             list(replicas.values()),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
@@ -99,23 +99,8 @@ def agree_on_units(
 
     Collective over each of ``groups``; every rank of it must call it.
     """
-    units: list[nn.Module] = []
-    error: Exception | None = None
-    try:
-        units = plan()
-    except Exception as problem:  # A policy is user code, which may raise anything.
-        error = problem
-    # What goes wrong in one group reaches the ranks of the others through those that follow.
-    for group in groups:
-        if group.group is not None:
-            try:
-                fail_together(error, group.group)
-                require_equal(describe_model(module, units), group.group, f"the model {type(module).__name__}")
-            except Exception as problem:
-                error = error or problem
-    if error is not None:
-        raise error
-    return units
+    what = f"the model {type(module).__name__}"
+    return together(plan, groups, lambda units, ranks: require_equal(describe_model(module, units), ranks, what))
 
 
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import Leg, Transfer
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule.traffic import MatrixSpec, count_elements, traffic_floor
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
@@ -69,7 +70,7 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
             kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
             transfer = Transfer(group, taken, pool)
             transfer.slots = {"gather": "0", "scatter": "0"}
-            pieces = [job.local_view(job.parameter.local).detach() for job in transfer.jobs]
+            pieces = [job.local_view(local_tensor(job.parameter.tensor)).detach() for job in transfer.jobs]
             transfer.pack(transfer.jobs, pieces)
             for work in _start(transfer, transfer.gather) if "gather" in kinds else ():
                 work.wait()

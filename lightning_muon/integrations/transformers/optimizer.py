@@ -97,8 +97,7 @@ class OptimizerFactory:
         else:
             optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                patterns = {name: getattr(config, name) for name in ("adamw_patterns", "muon_patterns", "fused")}
-                rows = zip(route_module(model, **patterns).values(), model.parameters(), strict=True)
+                rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
                 table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
                 _log.info("%s", table)
         # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
