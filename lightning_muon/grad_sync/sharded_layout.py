@@ -45,8 +45,7 @@ class ShardedLayout(Layout):
 
     def finish_gradients(self) -> None:
         """Every gradient has been sent. Collective over the mesh; every rank must call it."""
-        is_known = self._reducer.finish() is not None
-        self.agreed = frozenset(self._reducer.present) if is_known else None
+        self.agreed = None if self._reducer.finish() is None else frozenset(self._reducer.present)
         self.arrives_late = self.may_arrive_late
 
     @override

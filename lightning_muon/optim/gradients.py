@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
 from lightning_muon.comm.agreement import StepAgreement, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
@@ -57,32 +59,21 @@ class _Findings:
     unused: tuple[Tensor, ...] = ()
 
 
-class LocalGradients(dict[Tensor, Tensor]):
-    """Local gradient of each parameter; one that may still be on its way is asked for when it is needed."""
+class LocalGradients(dict[Tensor, Any]):
+    """Local gradient of each parameter; ``None`` is one that the layout has, maybe later, and is asked for here."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self._layout = layout
-        self._promised: set[Tensor] = set()
 
-    def promise(self, tensor: Tensor) -> None:
-        """The layout has a gradient of this parameter."""
-        self._promised.add(tensor)
-
-    def drop(self, tensor: Tensor) -> None:
-        """The gradient of this parameter is not wanted."""
-        self.pop(tensor, None)
-        self._promised.discard(tensor)
-
-    def __contains__(self, tensor: object) -> bool:
-        return super().__contains__(tensor) or tensor in self._promised
-
-    def __missing__(self, tensor: Tensor) -> Tensor:
-        gradient = self._layout.gradient(tensor) if tensor in self._promised else None
-        if gradient is None:
-            raise KeyError(tensor)
-        self[tensor] = gradient.to(tensor.dtype)
-        return self[tensor]
+    @override
+    def __getitem__(self, tensor: Tensor) -> Tensor:
+        found = super().__getitem__(tensor)
+        if found is None:
+            gradient = self._layout.gradient(tensor)
+            assert gradient is not None
+            found = self[tensor] = gradient.to(tensor.dtype)
+        return found
 
 
 def agree_on_gradients(
@@ -145,10 +136,8 @@ def _with_known_gradients(
         is_wrong = has and (_is_unusable(tensor) or _is_unreduced(tensor))
         is_expected = layout.agreed is not None and tensor in layout.agreed
         has_changed = has_changed or is_wrong or has is not is_expected
-        if has and is_expected and not is_wrong:
-            found.promise(tensor)
-        elif is_expected:
-            found[tensor] = torch.zeros_like(layout.local(tensor))
+        if is_expected:
+            found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))
     check = _deferred_check(plan, found, numbers, check=True, has_changed=has_changed)
     return AgreedGradients(gradients=found, deferred_check=check, numbers=numbers, is_given_up=findings.is_stale)
 
@@ -174,9 +163,7 @@ def _agree_on_mesh(
     have = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     unusable = [has and _is_unusable(tensor) for tensor, has in zip(tensors, have, strict=True)]
     unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
-    for tensor, has, bad in zip(tensors, have, unusable, strict=True):
-        if has and not bad:
-            found.promise(tensor)
+    found.update((tensor, None) for tensor, has, bad in zip(tensors, have, unusable, strict=True) if has and not bad)
     nonfinite = [False] * len(tensors)
     if check and looks:
         (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
@@ -202,7 +189,7 @@ def _agree_on_mesh(
     of_any_rank = [list(islice(raised, len(each))) for each in flags]
     has_any, lacks_any, bad, partial, infinite, sent, void, (stale, stop, left, may_lack) = of_any_rank
     for tensor in unused:
-        found.drop(tensor)
+        found.pop(tensor, None)
     partly = [
         has and lacks and tensor not in unused for tensor, has, lacks in zip(tensors, has_any, lacks_any, strict=True)
     ]

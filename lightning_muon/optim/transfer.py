@@ -66,11 +66,9 @@ class Transfer:
 
     def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool) -> None:
         self.group, self.taken, self._pool = group, tuple(taken), pool
-        me, owners = group.axes.rank, group.plan.owners
-        self._held = [index for index in taken if me in group.jobs[index].pieces.by_rank]
-        self._owned = [index for index in taken if me in owners[index]]
-        self.jobs = [group.jobs[index] for index in self._held]  # Of which the calling rank holds a piece.
-        self.owned = [group.jobs[index] for index in self._owned]  # Whose matrices it orthogonalizes.
+        me, self._owners = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
+        self.jobs = [job for job in self._owners if me in job.pieces.by_rank]  # Of which the calling rank has a piece.
+        self.owned = [job for job, owners in self._owners.items() if me in owners]  # Whose matrices it orthogonalizes.
         self.slots: Mapping[str, str] = {}  # Leg -> the buffers that it uses in this step.
         self._to_keep = frozenset(self.owned)
         self._own_pieces: dict[MatrixJob, Tensor] = {}
@@ -79,34 +77,34 @@ class Transfer:
     @cached_property
     def gather(self) -> Leg:
         """Pieces to the owners of the same replica."""
-        replica_of, me, owners = self.group.replica_of, self.group.axes.rank, self.group.plan.owners
+        replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
         incoming: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        for index, job in zip(self._held, self.jobs, strict=True):
-            for rank in owners[index]:
+        for job in self.jobs:
+            for rank in self._owners[job]:
                 if rank != me and replica_of[rank] == replica_of[me]:
                     outgoing[rank].append((job, job.pieces.by_rank[me]))
         for job in self.owned:
             for rank, piece in job.pieces.by_rank.items():
                 if rank != me and replica_of[rank] == replica_of[me]:
                     incoming[rank].append((job, piece))
-        has_single_owners = all(len(ranks) == 1 for ranks in owners)
+        has_single_owners = all(len(ranks) == 1 for ranks in self.group.plan.owners)
         return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
 
     @cached_property
     def scatter(self) -> Leg:
         """Updates to all ranks that hold pieces, each from one owner."""
-        replica_of, me, owners = self.group.replica_of, self.group.axes.rank, self.group.plan.owners
+        replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
         incoming: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        for index, job in zip(self._owned, self.owned, strict=True):
-            have_it = set(owners[index])
+        for job in self.owned:
+            have_it = set(self._owners[job])
             for rank, piece in job.pieces.by_rank.items():
-                if rank not in have_it and server_of(owners[index], rank, replica_of) == me:
+                if rank not in have_it and server_of(self._owners[job], rank, replica_of) == me:
                     outgoing[rank].append((job, piece))
-        for index, job in zip(self._held, self.jobs, strict=True):
-            if me not in owners[index]:
-                incoming[server_of(owners[index], me, replica_of)].append((job, job.pieces.by_rank[me]))
+        for job in self.jobs:
+            if me not in self._owners[job]:
+                incoming[server_of(self._owners[job], me, replica_of)].append((job, job.pieces.by_rank[me]))
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 

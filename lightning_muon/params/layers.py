@@ -151,7 +151,7 @@ def _declared_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
         except (AttributeError, RuntimeError, TypeError):
             # A model without a head may inherit a getter that raises; another library's may want arguments.
             continue
-        weight = _registered_weight(head) if isinstance(head, nn.Module) else None
+        weight = head._parameters.get("weight") if isinstance(head, nn.Module) else None
         if weight is not None:
             yield id(weight), "output head"
 
@@ -169,7 +169,8 @@ def _vocabulary_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
     }
     for path in walk(module):
         layer = path[-1][1]
-        weight = _registered_weight(layer) if isinstance(layer, nn.Linear) else None
+        # Not `layer.weight`: a parametrization computes it anew at each access.
+        weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if weight is not None and tuple(weight.shape) in tables and not inside_repeated_block(path):
             yield id(weight), "output head (size of the embedding)"
 
@@ -183,10 +184,5 @@ def _last_linear(module: nn.Module) -> int | None:
             last = path
     if last is None or not isinstance(last[-1][1], nn.Linear) or inside_repeated_block(last):
         return None
-    weight = _registered_weight(last[-1][1])
+    weight = last[-1][1]._parameters.get("weight")
     return None if weight is None else id(weight)
-
-
-def _registered_weight(layer: nn.Module) -> nn.Parameter | None:
-    """The parameter ``weight``, ``None`` if a parametrization computes it anew at each access."""
-    return dict(layer.named_parameters(recurse=False)).get("weight")

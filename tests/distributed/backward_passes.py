@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import ParallelMuon
+from tests.distributed.sharding.training import mesh_of
 
 
 class Net(nn.Module):
@@ -38,8 +38,7 @@ class Net(nn.Module):
 def sharded(mesh_shape: tuple[int, ...]) -> Net:
     torch.manual_seed(0)
     model = Net()
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    mesh = mesh_of(mesh_shape)
     for unit in (model.first, model.second, model.branch, model.last):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)

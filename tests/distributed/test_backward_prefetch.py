@@ -33,6 +33,7 @@ from tests.distributed.backward_passes import (
 )
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
+from tests.support.tensors import weights_of
 
 NUM_STEPS = 4
 EARLY = {"overlap": "backward"}
@@ -49,7 +50,7 @@ def _train(
             backward(model, optimizer, step)
             optimizer.step()
             assert any(name.startswith("update") for name in recorded.check())
-    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    return weights_of(model)
 
 
 def _compare(mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None]) -> list[str]:

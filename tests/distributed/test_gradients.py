@@ -6,21 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.params.layout import local_tensor
+from tests.distributed.sharding.training import mesh_of
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 SHAPES = {"first": (13, 7), "second": (7, 13), "bias": (5,), "third": (6, 6)}
 
 
-def _mesh(shape: tuple[int, ...] | None = None) -> DeviceMesh:
-    shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+def _mesh() -> DeviceMesh:
+    return mesh_of((dist.get_world_size(),))
 
 
 def _tensors(seed: int) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ def _train_tied(mesh_shape: tuple[int, ...] | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Tied()
     if mesh_shape is not None:
-        fully_shard(model, mesh=_mesh(mesh_shape))
+        fully_shard(model, mesh=mesh_of(mesh_shape))
     optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32")
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
@@ -95,10 +96,7 @@ def _train_tied(mesh_shape: tuple[int, ...] | None) -> dict[str, Tensor]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        name: parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        for name, parameter in model.named_parameters()
-    }
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (4, 1)], ids=str)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal, weights_of, whole
 
 
 def _model() -> nn.Sequential:
@@ -36,10 +37,6 @@ def _steps(model: nn.Module, optimizer: ParallelMuon, first: int, last: int) -> 
         optimizer.zero_grad()
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-
-
 def _train(path: str, *, is_resumed: bool) -> list[Tensor]:
     """Three steps more, after three of which the state is saved, or after its state is loaded."""
     model = _model()
@@ -55,7 +52,7 @@ def _train(path: str, *, is_resumed: bool) -> list[Tensor]:
     else:
         dcp.save(state, checkpoint_id=path)
     _steps(model, optimizer, 3, 6)
-    return _weights(model)
+    return list(weights_of(model).values())
 
 
 def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -92,8 +89,7 @@ def _mixed_meshes() -> list[Tensor]:
             parameter.grad, one.grad = put(grad), grad.clone()
         optimizer.step()
         reference.step()
-    mine = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
-    return [(a - b.detach()).abs().max() for a, b in zip(mine, alone, strict=True)]
+    return [(whole(mine) - one.detach()).abs().max() for mine, one in zip(parameters, alone, strict=True)]
 
 
 def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool) -> None:
@@ -127,7 +123,7 @@ def _train_and_lose(how: str, ranks: Sequence[int], when: str, **options: Any) -
             _lose(optimizer, how)
         optimizer.step()
         optimizer.zero_grad()
-    return _weights(model)
+    return list(weights_of(model).values())
 
 
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
@@ -139,6 +135,6 @@ def test_state_that_is_lost_begins_with_zeros_on_all_ranks(
     early = gloo.run(_train_and_lose, how, ranks, when, world_size=3)
     late = gloo.run(_train_and_lose, how, ranks, when, overlap="off", world_size=3)
     for rank, weights in enumerate(early):
-        assert all(torch.equal(one, other) for one, other in zip(weights, late[rank], strict=True))
+        assert are_equal(weights, late[rank])
         for found, wanted in zip(weights, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)

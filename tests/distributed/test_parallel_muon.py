@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
+from tests.distributed.sharding.training import mesh_of
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import whole
 
 # Odd sizes: rows that do not divide, fewer rows than ranks, tall, flat, a stack of experts, a convolution.
 SHAPES = {
@@ -38,8 +39,7 @@ def _tensors(seed: int) -> dict[str, Tensor]:
 
 
 def _distribute(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
-    names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    mesh = mesh_of(mesh_shape)
     last = Replicate() if shard_dim is None else Shard(shard_dim)
     placements = [Replicate()] * (len(mesh_shape) - 1) + [last]
     return lambda tensor: distribute_tensor(tensor, mesh, placements)
@@ -53,11 +53,7 @@ def _train(place: Callable[[Tensor], Tensor], **options: object) -> dict[str, Te
         for name, grad in _tensors(1 + step).items():
             parameters[name].grad = place(grad)
         optimizer.step()
-    return {name: _full(parameter.detach()) for name, parameter in parameters.items()}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
 def _train_on_mesh(mesh_shape: tuple[int, ...], shard_dim: int | None, options: dict[str, object]) -> dict[str, Tensor]:
@@ -65,8 +61,7 @@ def _train_on_mesh(mesh_shape: tuple[int, ...], shard_dim: int | None, options: 
 
 
 def _train_on_plain_tensors(mesh_shape: tuple[int, ...], options: dict[str, object]) -> dict[str, Tensor]:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    return _train(lambda tensor: tensor.clone(), mesh=mesh, **options)
+    return _train(lambda tensor: tensor.clone(), mesh=mesh_of(mesh_shape), **options)
 
 
 def _reference(dtype: torch.dtype = torch.float32, **options: object) -> dict[str, Tensor]:

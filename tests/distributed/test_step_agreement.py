@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_muon.sharding.base import ShardingMode
 from tests.distributed.test_step_program import Net, start
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 _OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
 
@@ -113,10 +114,6 @@ def test_one_process_waits_for_nobody(gloo: ProcessPool) -> None:
     assert gloo.run(_count_of_fourth_step, "none", (1,), world_size=1) == [0]
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()  # type: ignore[operator]
-
-
 def _change(kind: str, net: Net, optimizer: torch.optim.Optimizer) -> None:
     """What a callback on one rank may do between the end of backward and the step."""
     weight = net.layers[0][0].weight
@@ -150,7 +147,7 @@ def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
             error = str(problem)
             break
     mode.finish_parameters()
-    return [_whole(parameter) for parameter in net.parameters()], optimizer.skipped_steps, error
+    return list(weights_of(net).values()), optimizer.skipped_steps, error
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon import ParallelMuon
@@ -19,6 +19,7 @@ from tests.distributed.sharding.models import attach_fsdp
 from tests.reference.muon import ReferenceMuon
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 LR, NUM_STEPS = 0.02, 3
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -130,10 +131,7 @@ def _train(sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], list[str]]:
         mode.finish_gradients()
         optimizer.step()
     kinds = [str(placement) for placement in model.up.weight.placements]  # type: ignore[attr-defined]
-    return {
-        name: parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        for name, parameter in model.named_parameters()
-    }, kinds
+    return weights_of(model), kinds
 
 
 def _reference() -> dict[str, Tensor]:
@@ -145,7 +143,7 @@ def _reference() -> dict[str, Tensor]:
         model.zero_grad()
         model(batch).backward()
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return weights_of(model)
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), MESHES)

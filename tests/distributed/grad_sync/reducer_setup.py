@@ -8,13 +8,13 @@ from copy import deepcopy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
+from tests.distributed.sharding.training import mesh_of
 
 ALL_REDUCE, HOLDERS = "all_reduce", "reduce_to_holders"
 # Sums over the ranks are added in another order than those of the reference.
@@ -47,8 +47,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 def shard_map_of(parameters: Sequence[Tensor], whole: Mapping[Tensor, int], mesh_shape: tuple[int, ...]) -> ShardMap:
     """Those of ``whole`` have one owner each on the last axis of a mesh of all ranks."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    return ShardMap(mesh, place_shards(parameters, whole, mesh_shape[-1]))
+    return ShardMap(mesh_of(mesh_shape), place_shards(parameters, whole, mesh_shape[-1]))
 
 
 class Setup:

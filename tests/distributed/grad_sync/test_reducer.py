@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_muon.grad_sync.reducer import make_buckets, watch_gradients
@@ -203,8 +201,6 @@ def _unused_does_not_delay(kind: str) -> None:
 def _refused(kind: str) -> None:
     width = 6 if kind == "different" and dist.get_rank() == 1 else 5
     model = nn.Linear(3, width, dtype=torch.complex64 if kind == "complex" else torch.float32)
-    if kind == "DTensor":
-        model.weight = nn.Parameter(distribute_tensor(torch.ones(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)]))
     Setup(ALL_REDUCE, (2,), model)
 
 
@@ -213,7 +209,6 @@ def _refused(kind: str) -> None:
     [
         ("different", RuntimeError, "weight.*differs|differs.*weight"),
         ("complex", TypeError, r"weight \(5, 3\).*complex64"),
-        ("DTensor", TypeError, r"weight \(5, 3\).*DTensor"),
     ],
 )
 def test_what_cannot_be_reduced_is_refused_on_all_ranks(

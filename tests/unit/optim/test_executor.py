@@ -47,17 +47,6 @@ def _actions(log: list[str]) -> dict[str, Any]:
     return {"gather": gather, "compute": compute}
 
 
-class _Recorder:
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def started(self, op: Op) -> None:
-        self._log.append(f"started {op.name}")
-
-    def ended(self, op: Op) -> None:
-        self._log.append(f"ended {op.name}")
-
-
 def test_finish_waits_for_what_nobody_needed_once() -> None:
     log: list[str] = []
     executor = HostExecutor(_actions(log))
@@ -72,7 +61,8 @@ def test_finish_waits_for_what_nobody_needed_once() -> None:
 def test_the_recorder_sees_a_transfer_end_when_it_is_waited_for(has_future: bool) -> None:
     log: list[str] = []
     executor = HostExecutor(_actions(log))
-    executor.recorder = _Recorder(log)
+    notes = {what: lambda op, what=what: log.append(f"{what} {op.name}") for what in ("started", "ended")}
+    executor.recorder = mock.Mock(**notes)
     error = contextlib.nullcontext() if has_future else mock.patch.object(_Work, "get_future", side_effect=RuntimeError)
     with error:
         executor.execute(GATHER)
@@ -105,15 +95,11 @@ class _Stream:
         return f"{self.name}:{len(self.log)}"
 
 
-class _Use:
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._before, _Stream.current = _Stream.current, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        _Stream.current = self._before
+@contextlib.contextmanager
+def _use(stream: _Stream) -> Iterator[None]:
+    before, _Stream.current = _Stream.current, stream
+    yield
+    _Stream.current = before
 
 
 @pytest.fixture
@@ -121,7 +107,7 @@ def log() -> Iterator[list[str]]:
     log: list[str] = []
     _Stream.log, _Stream.current = log, _Stream("main")
     names = iter(("transfer", "early"))
-    cuda = mock.Mock(Stream=lambda _: _Stream(next(names)), stream=_Use, current_stream=lambda: _Stream.current)
+    cuda = mock.Mock(Stream=lambda _: _Stream(next(names)), stream=_use, current_stream=lambda: _Stream.current)
     with mock.patch.object(executor_module.torch, "cuda", cuda):
         yield log
 
@@ -156,12 +142,12 @@ def test_early_ops_run_beside_the_stream_of_the_hook(log: list[str]) -> None:
 def test_memory_of_early_ops_is_that_of_the_stream_of_the_step(log: list[str]) -> None:
     executor = _stream_executor(log)
     hook, other = _Stream("hook"), _Stream("other")
-    with _Use(hook), executor.memory_of_step():
+    with _use(hook), executor.memory_of_step():
         assert _Stream.current.name == "main"
-    with _Use(hook):
+    with _use(hook):
         executor.execute_early(OTHER)
     # A step on another stream: what was used there must not be given away on the first one before.
-    with _Use(other):
+    with _use(other):
         executor.finish()
         with executor.memory_of_step():
             assert _Stream.current is other

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_muon import ParallelMuon
 from tests.reference.muon import ReferenceMuon
-from tests.unit.optim.test_planned_optimizer import _equal, _make, _model, _set_grads, _train
+from tests.support.tensors import are_equal, set_gradients
+from tests.unit.optim.test_planned_optimizer import _make, _model, _train
 
 BAD_VALUES: list[tuple[str, Any]] = [
     ("lr", "fast"),
@@ -40,18 +41,18 @@ def test_a_bad_value_is_refused_before_anything_changes(key: str, value: Any, wh
         _train(model, optimizer, range(1))
     group = optimizer.param_groups[1]
     before, was = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["state"])), group[key]
-    _set_grads(model, 1)
+    set_gradients(model.parameters(), 1)
     group.pop(key)
     if value is not KeyError:
         group[key] = value
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match=key if key != "lr" else ""):
             optimizer.step()
-    assert _equal(before[0], list(model.parameters()))
+    assert are_equal(before[0], list(model.parameters()))
     group[key] = was
     _assert_same_state(optimizer.state_dict()["state"], before[1])
     optimizer.step()
-    assert not _equal(before[0], list(model.parameters()))
+    assert not are_equal(before[0], list(model.parameters()))
 
 
 def _assert_same_state(found: dict[int, Any], expected: dict[int, Any]) -> None:
@@ -77,13 +78,11 @@ def test_a_state_of_torch_muon_goes_on_with_its_rule() -> None:
             for one, other in zip(mine, theirs, strict=True):
                 one.data.copy_(other)
         for parameters in (mine, theirs):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            set_gradients(parameters, step)
         optimizer.param_groups[step % 2]["adjust_lr_fn"] = None
         optimizer.step()
         reference.step()
-    assert _equal(mine, theirs)
+    assert are_equal(mine, theirs)
 
 
 def test_each_group_has_a_factor_of_its_own_under_a_scheduler() -> None:
@@ -134,7 +133,7 @@ def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> 
                 if parameter.ndim == 1 and number:
                     optimizer.state.pop(parameter)  # AdamW goes on with these.
         steps = range(2 * number, 2 * number + 2)
-        assert _equal(_train(models[0], optimizer, steps), _train(models[1], reference, steps))
+        assert are_equal(_train(models[0], optimizer, steps), _train(models[1], reference, steps))
         assert {p: set(s) for p, s in optimizer.state.items()} == {
             mine: set(reference.state[theirs])
             for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True)
@@ -151,25 +150,24 @@ def test_a_tensor_that_becomes_nan_is_refused(key: str) -> None:
     before = copy.deepcopy(list(model.parameters()))
     with pytest.raises(ValueError, match=f"{key} must be finite"):
         _train(model, optimizer, range(1, 2))
-    assert _equal(before, list(model.parameters()))
+    assert are_equal(before, list(model.parameters()))
 
 
 def test_the_state_of_torchs_adamw_brings_its_eps() -> None:
-    weights, copies = ([nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))] for _ in range(2))
+    shapes = [(5, 3), (3,), (), (0, 4)]
+    weights, copies = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     theirs = torch.optim.AdamW(weights, lr=0.01, eps=1e-2, fused=True)
     ours = ParallelMuon(copies, algorithm="adamw")
     for step in range(4):
-        for number, (weight, other) in enumerate(zip(weights, copies, strict=True)):
-            generator = torch.Generator().manual_seed(10 * step + number)
-            weight.grad = torch.randn(weight.shape, generator=generator)
-            other.grad = weight.grad.clone()
+        for parameters in (weights, copies):
+            set_gradients(parameters, step)
         if step == 1:
             ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
             for weight, other in zip(weights, copies, strict=True):
                 other.data.copy_(weight)
         theirs.step()
         ours.step()
-    assert _equal(weights, copies)
+    assert are_equal(weights, copies)
     assert ours.param_groups[0]["eps"] == 1e-7
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_muon import ParallelMuon
+from tests.support.tensors import are_equal, set_gradients
 
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]
 
@@ -20,12 +21,6 @@ SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]
 def _parameters(seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-def _set_grads(parameters: list[nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,11 +34,11 @@ def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov:
     ours = ParallelMuon(mine, algorithm="muon", compute_dtype="bfloat16", chunk_bytes=1000, **options)
     reference = torch.optim.Muon(theirs, **options)
     for step in range(10):
-        _set_grads(mine, step)
-        _set_grads(theirs, step)
+        set_gradients(mine, step)
+        set_gradients(theirs, step)
         ours.step()
         reference.step()
-    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert are_equal(mine, theirs)
 
 
 def test_arguments_have_names_and_defaults_of_torch() -> None:
@@ -72,11 +67,11 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
         torch.optim.Muon(theirs[4:], adjust_lr_fn="match_rms_adamw"),
     ]
     for step in range(3):
-        _set_grads(mine, step)
-        _set_grads(theirs, step)
+        set_gradients(mine, step)
+        set_gradients(theirs, step)
         for each in (optimizer, *reference):
             each.step()
-    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert are_equal(mine, theirs)
     assert [set(optimizer.state[p]) for p in mine] == [
         *[{"momentum_buffer"}] * 2, *[{"step", "exp_avg", "exp_avg_sq"}] * 2, {"momentum_buffer"},
     ]  # fmt: skip
@@ -126,7 +121,7 @@ def test_nothing_for_muon_is_an_error_that_lists_the_parameters() -> None:
 def test_the_nan_check_can_be_turned_off() -> None:
     parameters = _parameters()
     optimizer = ParallelMuon(parameters, error_if_nonfinite=False)
-    _set_grads(parameters, 0)
+    set_gradients(parameters, 0)
     parameters[0].grad[0, 0] = torch.nan  # type: ignore[index]
     optimizer.step()
     assert parameters[0].isnan().all() and not parameters[1].isnan().any()
@@ -138,7 +133,7 @@ def test_schedulers_and_settings_after_a_load_count() -> None:
         optimizer = ParallelMuon([weight], lr=lr)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(3):
-            _set_grads([weight], step)
+            set_gradients([weight], step)
             optimizer.step()
             scheduler.step()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -157,7 +152,7 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 
 def test_guessing_by_shape_is_said_once() -> None:
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 9))
-    _set_grads(list(model.parameters()), 0)
+    set_gradients(model.parameters(), 0)
     with pytest.warns(UserWarning, match="by their shape alone"):
         ParallelMuon(model.parameters()).step()
     with warnings.catch_warnings():

@@ -14,6 +14,7 @@ from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
 from lightning_muon.params.layout import Layout
+from tests.support.tensors import are_equal, set_gradients
 
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
 
@@ -32,23 +33,12 @@ def _make(kind: Any, params: Any, **options: Any) -> Any:
     return kind(params, lr=0.05, **({"base": "muon"} if kind is FlexDeMo else {}), **FLOAT32, **options)
 
 
-def _set_grads(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-
-
 def _train(model: nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]:
     for step in steps:
         optimizer.zero_grad()
-        _set_grads(model, step)
+        set_gradients(model.parameters(), step)
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
@@ -64,7 +54,7 @@ def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
     found = _train(model, optimizer, range(3))
     assert {key: set(state) for key, state in optimizer.state.items()} == before
     model = _model()
-    assert _equal(found, _train(model, _make(kind, model), range(3))), "as one that is made from the module"
+    assert are_equal(found, _train(model, _make(kind, model), range(3))), "as one that is made from the module"
 
 
 def test_state_that_is_there_cannot_be_laid_out_anew() -> None:
@@ -135,17 +125,17 @@ def test_steps_with_a_nan_are_skipped_until_there_are_too_many(kind: Any) -> Non
     before = _train(model, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     for count in (1, 2):
-        _set_grads(model, count)
+        set_gradients(model.parameters(), count)
         model[3].weight.grad[3, 3] = float("nan")
         optimizer.step()
         assert optimizer.skipped_steps == count
-    assert _equal([p.detach() for p in model.parameters()], before)
+    assert are_equal(model.parameters(), before)
     for number, entry in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, state["state"][number][key]) for key, value in entry.items())
     with pytest.raises(NonFiniteGradientError, match=r"3\.weight"):
         optimizer.step()
     _train(model, optimizer, range(3, 4))
-    assert not _equal([p.detach() for p in model.parameters()], before)
+    assert not are_equal(model.parameters(), before)
 
 
 def test_copies_train_on_with_equal_bits(kind: Any) -> None:
@@ -156,7 +146,7 @@ def test_copies_train_on_with_equal_bits(kind: Any) -> None:
     expected = _train(model, optimizer, range(2, 4))
     for other_model, other in copies:
         assert other._bound is None
-        assert _equal(_train(other_model, other, range(2, 4)), expected)
+        assert are_equal(_train(other_model, other, range(2, 4)), expected)
         assert [route.name for route in other.routes] == [route.name for route in optimizer.routes]
 
 
@@ -230,13 +220,13 @@ def test_the_default_device_is_not_that_of_the_optimizer(kind: Any) -> None:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.step()
         results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert _equal(*results)
+    assert are_equal(*results)
 
 
 def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
     model = _model()
     optimizer = _make(ParallelMuon, model)
-    _set_grads(model, 0)
+    set_gradients(model.parameters(), 0)
     model[1].weight.requires_grad_(False)
     before = model[1].weight.clone()
     with pytest.warns(UserWarning, match=r"1\.weight.*requires_grad=False and a gradient, which is not applied"):
@@ -258,9 +248,7 @@ def test_parameters_between_other_elements_are_trained_alone(options: Any) -> No
             FlexDeMo(parameters, lr=0.05, **options) if options else ParallelMuon(parameters, lr=0.05, **FLOAT32)
         )
         for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            set_gradients(parameters, step)
             optimizer.step()
         results.append(parameters)
         if is_between:

@@ -12,17 +12,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon import FlexDeMo, ParallelMuon
+from tests.support.tensors import are_equal, set_gradients
 
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 3, bias=False))
-
-
-def _set_gradients(net: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for parameter in net.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def _lose(how: str, optimizer: Any, net: Any) -> None:
@@ -53,11 +48,11 @@ def test_state_that_is_lost_begins_with_zeros_as_in_torch(how: str) -> None:
         if step in (2, 3):
             for each, net in ((optimizer, mine), (muon, theirs), (adamw, theirs)):
                 _lose(how, each, net)
-        _set_gradients(mine, step)
-        _set_gradients(theirs, step)
+        set_gradients(mine.parameters(), step)
+        set_gradients(theirs.parameters(), step)
         for each in (optimizer, muon, adamw):
             each.step()
-    assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), theirs.parameters(), strict=True))
+    assert are_equal(mine.parameters(), theirs.parameters())
 
 
 @pytest.mark.parametrize("entry", ["exp_avg_sq", "step", "exp_avg"])
@@ -70,9 +65,9 @@ def test_a_state_without_one_of_its_entries_begins_with_zeros(entry: str) -> Non
                 optimizers[0].state[nets[0][0].bias].pop(key)
             optimizers[1].state[nets[1][0].bias].pop(entry)
         for net, optimizer in zip(nets, optimizers, strict=True):
-            _set_gradients(net, step)
+            set_gradients(net.parameters(), step)
             optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert are_equal(nets[0].parameters(), nets[1].parameters())
 
 
 def _as_saved(net: nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> dict[str, Any]:
@@ -90,15 +85,15 @@ def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: d
     assert all(not value.any() for state in optimizers[1].state.values() for value in state.values())
     for step in range(2):
         for net, optimizer in zip((plain, asked), optimizers, strict=False):
-            _set_gradients(net, step)
+            set_gradients(net.parameters(), step)
             optimizer.step()
     for step in range(2):  # From the beginning once more, in an optimizer that has learnt something else.
-        _set_gradients(resumed, 10 + step)
+        set_gradients(resumed.parameters(), 10 + step)
         optimizers[2].step()
     resumed.load_state_dict(_net().state_dict())
     set_optimizer_state_dict(resumed, optimizers[2], saved, options=StateDictOptions(**options))
     for step in range(2):
-        _set_gradients(resumed, step)
+        set_gradients(resumed.parameters(), step)
         optimizers[2].step()
     fresh = _net()
     later = kind(fresh, **made)
@@ -106,10 +101,10 @@ def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: d
     set_optimizer_state_dict(fresh, later, now, options=StateDictOptions(**options))
     fresh.load_state_dict(asked.state_dict())
     for net, optimizer in ((plain, optimizers[0]), (asked, optimizers[1]), (resumed, optimizers[2]), (fresh, later)):
-        _set_gradients(net, 2)
+        set_gradients(net.parameters(), 2)
         optimizer.step()
     for other in (asked, resumed, fresh):
-        assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+        assert are_equal(plain.parameters(), other.parameters())
 
 
 def test_no_state_is_left_for_parameters_that_are_replaced() -> None:
