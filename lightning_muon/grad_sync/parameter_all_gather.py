@@ -60,25 +60,22 @@ class ParameterAllGather:
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
-        self.is_disturbed = False  # Set before the first update of a step, which from then on cannot be given up.
         self.travelling: dict[int, _Travelling] = {}
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
         self._handles = self._register_hooks(units)
 
     def begin(self, participating: Collection[Tensor]) -> None:
-        """Start a step that will update just these parameters, the same on all ranks; waits for the step before."""
-        if self._is_broken_off:
+        """Begin to update just these parameters, the same on all ranks; waits for what the step before has sent."""
+        if self._to_leave:
             raise RuntimeError(
                 "the last step was broken off between its first update and finish_updates(), so parameters differ "
                 "between ranks; load a checkpoint into a new process group"
             )
-        self._to_leave = {}
         self.wait_all()
         chosen = set(participating)
         members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self.buckets]
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
-        self.is_disturbed = False
 
     def send(self, index: int) -> None:
         """Send a bucket, if it takes part and has not left. Collective over the shard axis; every rank must call it."""
@@ -111,18 +108,13 @@ class ParameterAllGather:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if not self._is_broken_off:
+        if not self._to_leave:
             self.wait_all()
-
-    @property
-    def _is_broken_off(self) -> bool:
-        """Whether a step has begun to update parameters and has not come to its end."""
-        return bool(self._to_leave) and self.is_disturbed
 
     def _wait(self, indices: Collection[int]) -> None:
         if not self.travelling and not self._to_leave:
             return
-        if self._is_broken_off and not self._to_leave.keys().isdisjoint(indices):
+        if not self._to_leave.keys().isdisjoint(indices):
             raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
         chosen = sorted(self.travelling.keys() & set(indices))
         for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.

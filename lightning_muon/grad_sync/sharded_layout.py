@@ -72,7 +72,6 @@ class ShardedLayout(Layout):
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """Wait for what the last step has sent."""
         self._updating = parameters
-        self.agreed = None
         self._all_gather.begin(parameters)
 
     @override
@@ -80,11 +79,6 @@ class ShardedLayout(Layout):
         wanted = set(parameters)
         batches = [[p for p in bucket if p in wanted] for bucket in self._reducer.buckets]
         return [batch for batch in batches if batch]
-
-    @override
-    def updated(self) -> None:
-        """The ops of :meth:`step_part` send them."""
-        self._all_gather.is_disturbed = True
 
     @override
     def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:

@@ -99,8 +99,9 @@ def agree_on_gradients(
     if step is not None and step.is_due and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
     sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
-    if error_if_nonfinite and layout.agreed and len(plan.meshes) == 1 and not sends_early:
-        return _with_known_gradients(plan, found, findings, numbers)
+    expected, layout.agreed = layout.agreed, None
+    if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
+        return _with_known_gradients(plan, expected, found, findings, numbers)
     looks = _looks_at_once(plan.device) and not layout.arrives_late
     for members in plan.meshes:
         _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
@@ -126,15 +127,19 @@ def agree_on_gradients(
 
 
 def _with_known_gradients(
-    plan: StepPlan, found: LocalGradients, findings: _Findings, numbers: dict[Tensor, float]
+    plan: StepPlan,
+    expected: Collection[Tensor],
+    found: LocalGradients,
+    findings: _Findings,
+    numbers: dict[Tensor, float],
 ) -> AgreedGradients:
-    """The gradients on which the ranks have agreed; what has changed since is looked for in the background."""
+    """The ``expected`` gradients; whether the ranks have others by now is looked for in the background."""
     layout = plan.layout
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
         is_wrong = has and (_is_unusable(tensor) or _is_unreduced(tensor))
-        is_expected = layout.agreed is not None and tensor in layout.agreed
+        is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected:
             found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))

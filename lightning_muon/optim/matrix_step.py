@@ -138,10 +138,16 @@ class MatrixStep:
             Condition.VALID: agreed.valid,
             Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
+        if not self._may_be_given_up:
+            self._begin_updates()
         for op in self._in_step:
             if program.runs(op, self.facts):
                 self.executor.execute(op)
         self._finish()
+
+    def _begin_updates(self) -> None:
+        tensors = [parameter.tensor for parameter in self.plan.parameters]
+        self.plan.layout.begin_step([tensor for tensor in tensors if tensor in self._agreed.gradients])
 
     def _finish(self) -> None:
         """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
@@ -181,6 +187,7 @@ class MatrixStep:
             self._finish()  # The same on all ranks, so what is on its way arrives.
             raise
         self._may_be_given_up = False
+        self._begin_updates()
         return ()
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
@@ -196,7 +203,6 @@ class MatrixStep:
                     group,
                     self._agreed.numbers,
                 )
-                layout.updated()
         return ()
 
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
@@ -284,7 +290,6 @@ class MatrixStep:
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
-        self.plan.layout.updated()
         return ()
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:

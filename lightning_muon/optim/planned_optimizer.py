@@ -192,7 +192,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             agreed = self._agree_on_gradients(bound, has_loss=has_loss)
             assert agreed is not None, "parameters changed during the step"
         self.is_fresh = False
-        self._layout.begin_step([each.tensor for each in bound.plan.parameters if each.tensor in agreed.gradients])
         return bound, agreed
 
     def _end_step(self, bound: Bound, agreed: AgreedGradients) -> None:

@@ -65,7 +65,7 @@ class Layout:
     arrives_late = False
     may_arrive_late = False
     # Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients of this
-    # step. `None` if an optimizer has to ask; equal on all ranks.
+    # step. `None` if an optimizer has to ask; equal on all ranks. Whoever uses it takes it away.
     agreed: Collection[Tensor] | None = None
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -103,15 +103,11 @@ class Layout:
         free_unsharded(module)
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """These parameters, the same on all ranks, will be updated."""
-        self.agreed = None
+        """These parameters, the same on all ranks, are updated from now on; nothing gives the step up any more."""
 
     def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """These parameters in the order in which their gradients arrive, those together that arrive together."""
         return [parameters]
-
-    def updated(self) -> None:
-        """Some local parts have their new values."""
 
     def end_step(self) -> None:
         """All parameters of :meth:`begin_step` are updated."""

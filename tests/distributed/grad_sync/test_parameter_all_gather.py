@@ -83,7 +83,6 @@ def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None
     parameters, shard_map, all_gather = setup
     generator = torch.Generator().manual_seed(seed)
     all_gather.begin(set(parameters if chosen is None else chosen))
-    all_gather.is_disturbed = True
     expected: dict[Tensor, Tensor] = {parameter: parameter.detach().clone() for parameter in parameters}
     for parameter in parameters if chosen is None else chosen:
         expected[parameter] += torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -259,9 +258,7 @@ def _broken_off() -> None:
     """A step that was broken off is an error."""
     model = Model()
     parameters, _, all_gather = _setup(model, list(model.blocks))
-    all_gather.begin(parameters)
-    all_gather.begin(parameters[:4])  # Nothing was updated yet, so the step may be dropped.
-    all_gather.is_disturbed = True
+    all_gather.begin(parameters[:4])
     with pytest.raises(RuntimeError, match="finish_updates"):
         model(torch.arange(3))
     with pytest.raises(RuntimeError, match="broken off"):
