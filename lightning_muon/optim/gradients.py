@@ -101,7 +101,7 @@ def agree_on_gradients(
     sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
     expected, layout.agreed = layout.agreed, None
     if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
-        return _with_known_gradients(plan, expected, found, findings, numbers)
+        return _with_known_gradients(plan, expected, findings)
     looks = _looks_at_once(plan.device) and not layout.arrives_late
     for members in plan.meshes:
         _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
@@ -126,15 +126,9 @@ def agree_on_gradients(
     return AgreedGradients(gradients=found, sent=sent, valid=valid, deferred_check=deferred_check, numbers=numbers)
 
 
-def _with_known_gradients(
-    plan: StepPlan,
-    expected: Collection[Tensor],
-    found: LocalGradients,
-    findings: _Findings,
-    numbers: dict[Tensor, float],
-) -> AgreedGradients:
+def _with_known_gradients(plan: StepPlan, expected: Collection[Tensor], findings: _Findings) -> AgreedGradients:
     """The ``expected`` gradients; whether the ranks have others by now is looked for in the background."""
-    layout = plan.layout
+    layout, found, numbers = plan.layout, LocalGradients(plan.layout), dict[Tensor, float]()
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)

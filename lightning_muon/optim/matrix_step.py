@@ -139,15 +139,11 @@ class MatrixStep:
             Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
         if not self._may_be_given_up:
-            self._begin_updates()
+            self.plan.layout.begin_step(list(agreed.gradients))
         for op in self._in_step:
             if program.runs(op, self.facts):
                 self.executor.execute(op)
         self._finish()
-
-    def _begin_updates(self) -> None:
-        tensors = [parameter.tensor for parameter in self.plan.parameters]
-        self.plan.layout.begin_step([tensor for tensor in tensors if tensor in self._agreed.gradients])
 
     def _finish(self) -> None:
         """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
@@ -187,7 +183,7 @@ class MatrixStep:
             self._finish()  # The same on all ranks, so what is on its way arrives.
             raise
         self._may_be_given_up = False
-        self._begin_updates()
+        self.plan.layout.begin_step(list(self._agreed.gradients))
         return ()
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:

@@ -25,12 +25,11 @@ def _model() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(24, 24) for _ in range(_NUM_LAYERS)])
 
 
-def _loss(model: nn.ModuleList, *, skips: bool) -> Tensor:
-    """Rank 1 may skip a layer in the middle of the order of backward; its messages come later than those of rank 0."""
-    x = torch.randn(8, 24)
-    for index, layer in enumerate(model):
-        if not (skips and dist.get_rank() == 1 and index == _NUM_LAYERS - 1):
-            x = layer(x)
+def _loss(model: nn.ModuleList, *, skips: bool = False) -> Tensor:
+    """Rank 1 may skip the layer that comes first in backward; its messages come later than those of rank 0."""
+    x = torch.randn(8, next(model.parameters()).size(1))
+    for layer in list(model)[: len(model) - (skips and dist.get_rank() == 1)]:
+        x = layer(x)
     return x.square().mean()
 
 
@@ -59,7 +58,7 @@ def _train_on_more_layers() -> None:
     optimizer = ParallelMuon(model, lr=1e-3)
     mode.attach(model, [optimizer])
     for num_layers in (1, 2, 1 if dist.get_rank() == 1 else 2):
-        _used_loss(model, num_layers).backward()
+        _loss(model[:num_layers]).backward()  # type: ignore[arg-type]
         mode.finish_gradients()
         optimizer.step()
         optimizer.zero_grad()
@@ -80,13 +79,6 @@ def _train_decoupled_nodes(replicator: Any, delay: int) -> None:
     optimizer.state_dict()
 
 
-def _used_loss(model: nn.ModuleList, num_layers: int) -> Tensor:
-    x = torch.randn(8, next(model.parameters()).size(1))
-    for layer in list(model)[:num_layers]:
-        x = layer(x)
-    return x.square().mean()
-
-
 def _train_hybrid() -> None:
     """Early gathers inside of replicas and over all ranks, of which one rank has to leave a chunk to the step."""
     model, mesh = _model(), nccl_like_mesh(2, 2)
@@ -97,7 +89,7 @@ def _train_hybrid() -> None:
     if dist.get_rank() == 1:
         del optimizer.state[list(model.parameters())[2]]
     for _ in range(3):
-        _used_loss(model, _NUM_LAYERS).backward()
+        _loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
 

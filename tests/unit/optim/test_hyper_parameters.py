@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_muon import ParallelMuon
-from tests.reference.muon import ReferenceMuon
 from tests.support.tensors import are_equal, set_gradients
 from tests.unit.optim.test_planned_optimizer import _make, _model, _train
 
@@ -83,29 +82,6 @@ def test_a_state_of_torch_muon_goes_on_with_its_rule() -> None:
         optimizer.step()
         reference.step()
     assert are_equal(mine, theirs)
-
-
-def test_each_group_has_a_factor_of_its_own_under_a_scheduler() -> None:
-    torch.manual_seed(0)
-    shapes = {"tall": (13, 7), "flat": (7, 13)}
-    mine = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    factors = {"tall": 0.5, "flat": 4.0}
-    references = {
-        name: ReferenceMuon({name: p.data}, lr=0.02, muon_lr_factor=factors[name]) for name, p in mine.items()
-    }
-    groups = [{"params": [mine["tall"]], "muon_lr_factor": 0.5}, {"params": [mine["flat"]]}]
-    optimizer = ParallelMuon(groups, lr=0.02, muon_lr_factor=4.0, compute_dtype="float32")
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(4):
-        for name, parameter in mine.items():
-            parameter.grad = torch.randn(shapes[name])
-            references[name].lr = 0.02 * 0.5**step
-            references[name].step({name: parameter.grad})
-        optimizer.step()
-        scheduler.step()
-    for name, reference in references.items():
-        # The same arithmetic in the same order, but for what foreach fuses.
-        torch.testing.assert_close(mine[name].data, reference.matrices[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(ParallelMuon, 1.0), (torch.optim.AdamW, 2.0)])

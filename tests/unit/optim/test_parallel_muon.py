@@ -54,22 +54,24 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     mine = _parameters()
     optimizer = ParallelMuon(
         [
-            {"params": mine[:2], "lr": 0.1, "momentum": 0.5},
+            {"params": mine[:2], "lr": 0.2, "muon_lr_factor": 0.5, "momentum": 0.5},
             {"params": mine[2:4], "algorithm": "adamw", "betas": (0.8, 0.95), "adamw_eps": 1e-6, "weight_decay": 0.0},
             {"params": mine[4:]},
         ],
+        muon_lr_factor=4.0,
         compute_dtype="bfloat16",
     )
     theirs = _parameters()
     reference = [
         torch.optim.Muon(theirs[:2], lr=0.1, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(theirs[2:4], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, fused=True),
-        torch.optim.Muon(theirs[4:], adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(theirs[4:], lr=0.004, adjust_lr_fn="match_rms_adamw"),
     ]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, *reference)]
     for step in range(3):
         set_gradients(mine, step)
         set_gradients(theirs, step)
-        for each in (optimizer, *reference):
+        for each in (optimizer, *reference, *schedulers):
             each.step()
     assert are_equal(mine, theirs)
     assert [set(optimizer.state[p]) for p in mine] == [
