@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,24 +19,15 @@ from lightning_muon.params.routing import require_muon
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """An optimizer of torch that ours can stand in for."""
-
-    keys: Mapping[str, str]  # Its hyper-parameters that ours have, too -> our names of them.
-    bases: tuple[str | None, ...]  # Those of FlexDeMo that can; `None` is ParallelMuon.
-
-
 _MUON_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-_ADAMW = _Source(
-    keys={"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"},
-    bases=(None, "sgd", "adamw", "muon"),
-)
-_SOURCES: dict[type[torch.optim.Optimizer], _Source] = {
-    torch.optim.AdamW: _ADAMW,
-    torch.optim.Adam: _ADAMW,
-    torch.optim.SGD: _Source(keys={"lr": "lr", "weight_decay": "weight_decay"}, bases=("sgd",)),
-    torch.optim.Muon: _Source(keys={name: name for name in _MUON_KEYS}, bases=(None, "muon")),
+_ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
+# Optimizer of torch that ours can stand in for -> its hyper-parameters that ours have, too, with our names of them, and
+# the bases of FlexDeMo that can; `None` is ParallelMuon.
+_SOURCES: dict[type[torch.optim.Optimizer], tuple[Mapping[str, str], tuple[str | None, ...]]] = {
+    torch.optim.AdamW: (_ADAMW_KEYS, (None, "sgd", "adamw", "muon")),
+    torch.optim.Adam: (_ADAMW_KEYS, (None, "sgd", "adamw", "muon")),
+    torch.optim.SGD: ({"lr": "lr", "weight_decay": "weight_decay"}, ("sgd",)),
+    torch.optim.Muon: ({name: name for name in _MUON_KEYS}, (None, "muon")),
 }
 # Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
 _OWN_MOMENTUM = ("momentum", "nesterov")
@@ -63,17 +54,10 @@ def convert_optimizers(
     module: nn.Module,
     *,
     choice: OptimizerChoice,
-    is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
 ) -> list[Conversion]:
     """Return what becomes of each optimizer of the sharded ``module``, in their order. Local."""
-    given = [each for each in optimizers if not is_placeholder(each)]
-    has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in given) > 1
-    conversions = [
-        convert_optimizer(each, module, choice, is_one_of_several=has_several)
-        if each in given
-        else Conversion(optimizer=each, summary="none")
-        for each in optimizers
-    ]
+    has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1
+    conversions = [convert_optimizer(each, module, choice, is_one_of_several=has_several) for each in optimizers]
     ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
     routes = [route for optimizer in ours for route in optimizer.routes]
     # A user who sends every group to AdamW means it.
@@ -105,11 +89,11 @@ def convert_optimizers(
 
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:
     """What runs on Muon, what on AdamW, and what was kept."""
-    return "\n".join(
-        f"Optimizer: {each.summary}"
-        + (f"\n{each.optimizer.summary()}" if isinstance(each.optimizer, PlannedOptimizer) else "")
-        for each in conversions
-    )
+    lines: list[str] = []
+    for each in conversions:
+        table = [each.optimizer.summary()] if isinstance(each.optimizer, PlannedOptimizer) else []
+        lines += [f"Optimizer: {each.summary}", *table]
+    return "\n".join(lines or ["Optimizer: none"])
 
 
 def optimizer_warnings(
@@ -173,12 +157,12 @@ def convert_optimizer(
 def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
     """Why ParallelMuon, or FlexDeMo with this ``base``, cannot stand in for ``optimizer``; empty if it can."""
     kind, ours = type(optimizer), "FlexDeMo" if base else "ParallelMuon"
-    source = _SOURCES.get(kind)
-    if source is None or (base is None and None not in source.bases):
-        known = [each.__name__ for each, known in _SOURCES.items() if base or None in known.bases]
+    _, bases = _SOURCES.get(kind, ({}, ()))
+    if base not in bases and (base is None or not bases):
+        known = [each.__name__ for each, (_, others) in _SOURCES.items() if base or None in others]
         return f"only these of torch become a {ours}: {', '.join(known)}"
-    if base not in source.bases:
-        return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base={source.bases[-1]!r})"
+    if base not in bases:
+        return f"its learning rate means nothing with base={base!r}; set FlexDeMoConfig(base={bases[-1]!r})"
     if kind is torch.optim.Muon:
         return ""
     for group in optimizer.param_groups:
@@ -238,7 +222,7 @@ def _tables_on_muon(converted: PlannedOptimizer) -> str:
 def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptimizer, name: str) -> str:
     """Options that the user has set, and that the optimizer of the program says otherwise."""
     defaults, unused = type(config)(), list[str]()
-    for key in sorted({*_MUON_KEYS, *_ADAMW.keys.values()}):
+    for key in sorted({*_MUON_KEYS, *_ADAMW_KEYS.values()}):
         value = getattr(config, key, None)
         used = [group[key] for group in converted.param_groups if key in group]
         if value != getattr(defaults, key, None) and used and value not in used:
@@ -252,7 +236,7 @@ def _translated(
     kind: type[ParallelMuon | FlexDeMo], optimizer: torch.optim.Optimizer, config: Any
 ) -> ParallelMuon | FlexDeMo:
     """A ``kind`` of optimizer with the groups of ``optimizer``; ``config`` says what that does not."""
-    keys = _SOURCES[type(optimizer)].keys
+    keys, _ = _SOURCES[type(optimizer)]
     added = {"algorithm": "muon"} if type(optimizer) is torch.optim.Muon else {}
     has_momentum = kind is ParallelMuon or config.has_inner_momentum
     known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}

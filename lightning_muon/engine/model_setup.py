@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -54,14 +55,7 @@ def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, war
     with _own_random_numbers(module, device):
         for unit in units:
             uninitialized |= initialize_meta(unit, device, replaced)
-            shard_model(
-                unit,
-                mode.mesh,
-                wrap_policy=(),
-                mp_policy=options.mp_policy,
-                reshard_after_forward=options.reshard_after_forward,
-                decoupled_nodes=options.decoupled_nodes,
-            )
+            shard_model(unit, mode.mesh, replace(options, wrap_policy=(), shard_root=True))
         uninitialized |= initialize_meta(module, device, replaced)
     if uninitialized:
         warn(

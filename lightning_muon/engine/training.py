@@ -87,7 +87,7 @@ class TrainingEngine:
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
-        self._proxies: list[OptimizerProxy] = []
+        self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
         self._is_explaining = False
         self._is_attached = False
         self._names: dict[Tensor, str] = {}
@@ -126,7 +126,6 @@ class TrainingEngine:
         schedulers: Sequence[Any] = (),
         *,
         source: str,
-        is_placeholder: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
         """Train with these optimizers, and return what takes their places; schedulers follow it.
@@ -139,7 +138,7 @@ class TrainingEngine:
         forget_own(given)
         self.rebind(given)
         choice = options.optimizer
-        conversions = convert_optimizers(given, module, choice=choice, is_placeholder=is_placeholder)
+        conversions = convert_optimizers(given, module, choice=choice)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
@@ -147,7 +146,7 @@ class TrainingEngine:
             if new is not old:
                 repoint_schedulers(schedulers, old, new)
                 if self._is_loop_of_user:  # It holds the given one, and may make schedulers of it.
-                    self._proxies.append(OptimizerProxy(old, new))
+                    self.proxies.append(OptimizerProxy(old, new))
 
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.
@@ -196,7 +195,7 @@ class TrainingEngine:
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""
-        used = next((proxy.used for proxy in self._proxies if proxy.given is optimizer), optimizer)
+        used = next((proxy.used for proxy in self.proxies if proxy.given is optimizer), optimizer)
         return next((own for own in self.optimizers if own is used), None)
 
     # ---- micro-batches

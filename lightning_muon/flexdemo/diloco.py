@@ -54,9 +54,6 @@ class DiLoCoSync(InterNodeSync):
         self._trained = Trained((), {})  # In this step.
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
-        # Weights of this node while its parameters show the common ones.
-        self._own: dict[Tensor, Tensor] = {}
-        self._is_for_good = False
 
     @property
     @override
@@ -97,7 +94,7 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def common(self, trained: Trained) -> Sequence[Tensor]:
-        return [trained.states[parameter]["anchor"] for parameter in trained.parameters]
+        return [trained.states[parameter].get("anchor", parameter) for parameter in trained.parameters]
 
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
@@ -154,43 +151,9 @@ class DiLoCoSync(InterNodeSync):
     @override
     def load(self, parameter: Tensor, state: State, saved: Mapping[str, Any]) -> None:
         super().load(parameter, state, saved)
-        self._own.pop(parameter, None)
         self._in_flight.clear()
         if "anchor" in saved:
             self._without_anchor.discard(parameter)
-
-    @override
-    def show_common(self, trained: Trained, *, for_good: bool) -> bool:
-        if self._own:  # They are there already.
-            self._is_for_good |= for_good
-            return False
-        self._is_for_good = for_good
-        for parameter in trained.parameters:
-            if "anchor" in trained.states[parameter]:
-                local = local_tensor(parameter.detach())
-                self._own[parameter] = local.to("cpu" if for_good else local.device, copy=True)
-                local.copy_(_anchor(trained.states[parameter]))
-        return bool(self._own)
-
-    @override
-    def show_own(self) -> bool:
-        if self._is_for_good or not self._own:
-            return False
-        for parameter, weights in self._own.items():
-            local_tensor(parameter.detach()).copy_(weights)
-        self._own = {}
-        return True
-
-    @override
-    def forget_own(self) -> None:
-        self._own = {}
-
-    @override
-    def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        saved = super().saved(parameter, state)
-        if parameter in self._own:
-            saved["node_weights"] = self.of_all_nodes(parameter, self._own[parameter].to(parameter.device, copy=True))
-        return saved
 
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:

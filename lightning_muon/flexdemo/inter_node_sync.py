@@ -65,6 +65,9 @@ class InterNodeSync(StateCompletion):
         self.num_nodes = 1 if mesh is None else mesh.size(0)
         self.num_steps = 0  # That were taken before the one that is being taken.
         self.early: EarlyExchanges | None = None  # What the plan sends during backward.
+        # Weights of this node while its parameters show the common ones.
+        self._own: dict[Tensor, Tensor] = {}
+        self._is_for_good = False
 
     @cached_property
     def groups(self) -> NodeGroups:
@@ -115,7 +118,6 @@ class InterNodeSync(StateCompletion):
 
     def common(self, trained: Trained) -> Sequence[Tensor]:
         """What must have the same bits on all nodes, one tensor for each parameter, or nothing; local."""
-        del trained
         return ()
 
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
@@ -123,7 +125,6 @@ class InterNodeSync(StateCompletion):
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """Ops of this way; ``reads``: ops of the step that read updates, and of which parameters. Local."""
-        del reads
         return StepPart()
 
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
@@ -140,8 +141,10 @@ class InterNodeSync(StateCompletion):
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a checkpoint has beside the state of a parameter, or in its place; local."""
-        own = {"node_weights": parameter.detach()} | {key: state[key] for key in MOMENTS if key in state}
-        return {key: self.of_all_nodes(parameter, local_tensor(value).clone()) for key, value in own.items()}
+        own = {"node_weights": self._own.get(parameter, parameter.detach())}
+        own |= {key: state[key] for key in MOMENTS if key in state}
+        copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
+        return {key: self.of_all_nodes(parameter, copy) for key, copy in copies.items()}
 
     def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise if the states are of a checkpoint that was made with another way of synchronizing; local."""
@@ -161,6 +164,7 @@ class InterNodeSync(StateCompletion):
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         """Take ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
+        self._own.pop(parameter, None)
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
             local_tensor(parameter.detach()).copy_(weights)
@@ -174,18 +178,31 @@ class InterNodeSync(StateCompletion):
                 local_tensor(state[key]).copy_(value)
 
     def show_common(self, trained: Trained, *, for_good: bool) -> bool:
-        """Let the parameters be equal on all nodes, if there are such weights; whether they were not. Local."""
-        del trained, for_good
-        return False
+        """Let the parameters be :meth:`common`, if there are such weights; whether they were not. Local."""
+        if self._own:  # They are there already.
+            self._is_for_good |= for_good
+            return False
+        self._is_for_good = for_good
+        for parameter, weights in zip(trained.parameters, self.common(trained), strict=False):
+            if weights is not parameter:
+                local = local_tensor(parameter.detach())
+                self._own[parameter] = local.to("cpu" if for_good else local.device, copy=True)
+                local.copy_(local_tensor(weights))
+        return bool(self._own)
 
     def show_own(self) -> bool:
         """Undo :meth:`show_common`, unless it was for good; whether there was something to undo. Local."""
-        return False
+        if self._is_for_good or not self._own:
+            return False
+        for parameter, weights in self._own.items():
+            local_tensor(parameter.detach()).copy_(weights)
+        self.forget_own()
+        return True
 
     def forget_own(self) -> None:
         """The parameters are those to go on with; local."""
+        self._own = {}
 
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
-        del parameters
         return 0

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
+from lightning_muon.sharding.shard_model import shard_axis
 
-AXES = ("replicate", "shard")
 # What another number of nodes gets of what each saved node had, see `shared_among`.
 Rule = Literal["sum", "mean"]
 _NOT_SHARDED = (
@@ -30,7 +30,7 @@ class NodeLayout(Layout):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self._nodes = mesh
+        self._nodes, self._node = mesh, shard_axis(mesh)
         # The parameters in the order in which their updates arrive, those together that arrive together.
         self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
@@ -69,23 +69,13 @@ class NodeLayout(Layout):
                     "fully_shard(module, mesh=mesh['shard']) on the whole module, after its parts"
                 )
             return (Replicate(),)
-        if parameter.device_mesh != self._nodes["shard"]:
+        if parameter.device_mesh != self._node:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} lies on {parameter.device_mesh}, but FlexDeMo averages "
                 f"between the nodes of {self._nodes} itself; shard the model inside of a node only: "
                 "fully_shard(module, mesh=mesh['shard'])"
             )
         return tuple(parameter.placements)
-
-
-def require_node_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh; raises unless its axes are those of FlexDeMo."""
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(
-            f"FlexDeMo takes a mesh with the axes {AXES} (nodes, ranks of a node), got {mesh.mesh_dim_names}; for "
-            f"example init_device_mesh(device_type, (num_nodes, ranks_per_node), mesh_dim_names={AXES})"
-        )
-    return mesh
 
 
 def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_muon.flexdemo.config import (
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
-from lightning_muon.flexdemo.node_state import Rule, check_equal, require_node_mesh
+from lightning_muon.flexdemo.node_state import Rule, check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
@@ -107,7 +107,6 @@ class FlexDeMo(PlannedOptimizer):
         max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,
     ) -> None:
         self.config = from_arguments(FlexDeMoConfig, locals())
-        mesh = None if mesh is None else require_node_mesh(mesh)
         self._sync = make_sync(self.config, mesh)
         self._checked: Bound | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
@@ -127,8 +126,7 @@ class FlexDeMo(PlannedOptimizer):
                 f"FlexDeMo was made for {self._mesh}, but the model is trained on {mesh}; leave out mesh=, or set the "
                 "replicate_size and shard_size of the strategy to it"
             )
-        self._mesh = require_node_mesh(mesh)
-        self._sync = make_sync(self.config, self._mesh)
+        self._mesh, self._sync = mesh, make_sync(self.config, mesh)
         self._completion = self._own_completion()
         self._layout = self._own_layout()
         if self.is_fresh:
@@ -297,7 +295,6 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.plan(self._trained(), names)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        del plan
         if self._sync.early is not None:
             self._sync.early.executor = step.executor
         return self._sync.early

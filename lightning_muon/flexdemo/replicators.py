@@ -80,7 +80,6 @@ class Replicator(ABC):
 
         ``()``: not cut at all; then all parameters of a bucket come together, flattened, as one block.
         """
-        del rows, cols
         return ()
 
     @abstractmethod

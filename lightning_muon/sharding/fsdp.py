@@ -119,16 +119,7 @@ class Fsdp(ShardingMode):
 
     @override
     def prepare(self, module: nn.Module) -> None:
-        options = self.options
-        shard_model(
-            module,
-            self.mesh,
-            wrap_policy=options.wrap_policy,
-            mp_policy=options.mp_policy,
-            reshard_after_forward=options.reshard_after_forward,
-            shard_root=options.shard_root,
-            decoupled_nodes=options.decoupled_nodes,
-        )
+        shard_model(module, self.mesh, self.options)
         initialize_roots(module)
         follow_state_dict(module)
 
@@ -173,7 +164,7 @@ class Fsdp(ShardingMode):
             for unit in fsdp_modules(module):
                 self._watch_weights(unit, self.call_log)
         # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
-        self._is_deferred = all(map(is_attachable, optimizers))
+        self._is_deferred = bool(optimizers) and all(map(is_attachable, optimizers))
         nodes = self.mesh if self.options.decoupled_nodes else None
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._step)
 
@@ -207,20 +198,15 @@ class Fsdp(ShardingMode):
     def no_sync(self) -> Generator[None]:
         # Each micro-batch gathers the weights anew; or whole weights stay from the first forward to the last backward.
         stays_whole = not self.options.reshard_after_backward
-        units = list(fsdp_modules(self._module))
         if stays_whole and not self._resharding:
-            self._resharding = [(unit, forward_resharding(unit)) for unit in units]
+            self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
             for unit, meshes in self._resharding:
                 set_forward_resharding(unit, [None] * len(meshes))
-        for unit in units if stays_whole else ():
-            unit.set_reshard_after_backward(False, recurse=False)
-        set_gradient_sync(self._module, False)
+        set_gradient_sync(self._module, False, stays_whole=stays_whole)
         try:
             yield
         finally:
-            set_gradient_sync(self._module, True)
-            for unit in units if stays_whole else ():
-                unit.set_reshard_after_backward(True, recurse=False)
+            set_gradient_sync(self._module, True, stays_whole=stays_whole)
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:

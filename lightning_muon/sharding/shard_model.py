@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +20,28 @@ from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
 
+if TYPE_CHECKING:
+    from lightning_muon.sharding.base import ModeOptions
+
 WrapPolicy = Literal["auto"] | Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
 # Every unit costs two collectives per step; blocks that together hold less than this share are left to the root.
 _MIN_SHARE = 0.1
 
 
-def shard_model(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    wrap_policy: WrapPolicy = "auto",
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | int = True,
-    shard_root: bool = True,
-    decoupled_nodes: bool = False,
-) -> None:
+def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
     Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The first rank's weights and
     buffers are broadcast; tensors on the meta device stay there. Modules that the user sharded are left alone, DTensors
     of ``parallelize_module`` are sharded further. 0-d parameters, which FSDP2 does not take, stay plain.
 
-    Without ``shard_root`` each child is a root of its own: FSDP2 reduces the gradients of a root only in a backward
-    pass that starts from what its forward returned, which is not so where backward runs inside ``training_step``
-    (manual optimization). Parameters that belong to no single child then stay plain, too. With ``decoupled_nodes``
-    FSDP2 knows nothing of the replicas.
+    Without ``options.shard_root`` each child is a root: FSDP2 reduces the gradients of a root only in a backward
+    in a backward pass that starts from what its forward returned, which is not so where backward runs inside
+    ``training_step`` (manual optimization). Parameters that belong to no single child then stay plain, too. With
+    ``decoupled_nodes`` FSDP2 knows nothing of the replicas.
     """
+    shard_root, decoupled_nodes = options.shard_root, options.decoupled_nodes
     inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
 
     def plan() -> list[nn.Module]:
@@ -57,7 +52,7 @@ def shard_model(
                     f"shard axis of a node, {inner_mesh}; shard it with fully_shard(module, "
                     "mesh=self.device_mesh['shard']), or do not shard it yourself"
                 )
-        return plan_units(module, wrap_policy, shard_root=shard_root)
+        return plan_units(module, options.wrap_policy, shard_root=shard_root)
 
     everyone = axis_group(mesh, tuple(range(mesh.ndim)))
     units = agree_on_units(module, plan, [everyone, *groups_beside(module, mesh)])
@@ -66,7 +61,7 @@ def shard_model(
         # What is sharded inside of a node already does not know of the other nodes.
         broadcast_initial_state(module, mesh["replicate"])
 
-    policy = mp_policy or MixedPrecisionPolicy()
+    policy, reshard_after_forward = options.mp_policy or MixedPrecisionPolicy(), options.reshard_after_forward
     plain = _prepare_parameters(module, mesh) | (set() if shard_root else _of_no_child(module, units))
     shard = partial(fully_shard, mesh=inner_mesh, ignored_params=plain)
     roots = [module] if shard_root else units
@@ -85,9 +80,9 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
     if mesh.mesh_dim_names != ("replicate", "shard"):
         raise ValueError(
-            "decoupled nodes need a 2-D mesh with the axes ('replicate', 'shard'), also for a single node, got "
-            f"{mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, (nodes, ranks of a "
-            "node), mesh_dim_names=('replicate', 'shard'))"
+            "FlexDeMo and decoupled nodes take a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), "
+            f"also for a single node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh("
+            "device_type, (num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh["shard"]
 
@@ -404,12 +399,17 @@ def initialize_roots(module: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local."""
+def set_gradient_sync(module: nn.Module, enabled: bool, *, stays_whole: bool = False) -> None:
+    """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local.
+
+    With ``stays_whole`` a pass that does not reduce them leaves whole weights.
+    """
     for unit in fsdp_modules(module):
         unit.set_requires_gradient_sync(enabled, recurse=False)
         # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
         unit.set_is_last_backward(enabled)
+        if stays_whole:
+            unit.set_reshard_after_backward(enabled, recurse=False)
 
 
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:

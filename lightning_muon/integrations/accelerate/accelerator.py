@@ -165,7 +165,6 @@ class Accelerator(accelerate.Accelerator):
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As :meth:`prepare`, after the model."""
-        del device_placement  # Its state is where its parameters are.
         return self.prepare(optimizer)
 
     @override

@@ -47,7 +47,6 @@ class FabricStrategy(MuonStrategy):
 
     def _begin(self, **arguments: Any) -> None:
         self._engines: list[TrainingEngine] = []
-        self._converted: list[TrainingEngine] = []  # Those whose optimizers have become others.
         self._tokens: TokenCount | None = None
         super()._begin(parallelize_fn=lambda module, _: module, **arguments)
         set_no_backward_sync(self, self._no_backward_sync)
@@ -162,7 +161,6 @@ class FabricStrategy(MuonStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by one norm, and return the norm before. Collective over all ranks; every rank must call it."""
-        del module
         if float(norm_type) != 2.0:
             raise ValueError(f"clip_gradients takes norm_type=2.0, the norm over all shards, got {norm_type}")
         engine, current = self._engine_of(optimizer)
@@ -175,7 +173,6 @@ class FabricStrategy(MuonStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element. Collective over all ranks; every rank must call it."""
-        del module
         engine, current = self._engine_of(optimizer)
         engine.clip_by_value(parameters_of(current), clip_val)
 
@@ -236,15 +233,12 @@ class FabricStrategy(MuonStrategy):
         every = [*engine.optimizers, *given]
         used = engine.attach(every, schedulers, source="the optimizers that were set up")
         self._tokens = engine.tokens
-        used = used[len(every) - len(given) :]
-        if any(new is not old for new, old in zip(used, given, strict=True)):
-            self._converted.append(engine)
-        if self.options.optimizer == "auto" and len({*self._converted} & {*self._engines}) > 1:
+        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._engines) > 1:
             self.package.fabric("utilities.rank_zero").rank_zero_warn(
                 "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
                 "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
             )
-        return used
+        return used[len(every) - len(given) :]
 
     def _engine_of(self, optimizer: torch.optim.Optimizer) -> tuple[TrainingEngine, torch.optim.Optimizer]:
         for engine in self._engines:

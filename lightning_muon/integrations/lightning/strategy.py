@@ -124,13 +124,14 @@ class TrainerStrategy(MuonStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.optimizers = self._running_engine.attach(
-            self.optimizers,
+        given = [each for each in self.optimizers if not is_placeholder_optimizer(self.package, each)]
+        used = self._running_engine.attach(
+            given,
             [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
             source="what configure_optimizers returned",
-            is_placeholder=partial(is_placeholder_optimizer, self.package),
             is_default=has_default_optimizer(self.lightning_module),
         )
+        self.optimizers = used or self.optimizers
 
     # ---- steps
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.shard_model import fsdp_modules, shard_model
 from tests.distributed.sharding.models import assert_close, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
@@ -25,7 +26,7 @@ def _t5(shape: tuple[int, int]) -> tuple[list[str], dict[str, Tensor | None], di
     single(input_ids=tokens, labels=tokens).loss.backward()
     torch.manual_seed(dist.get_rank())
     model = transformers.T5ForConditionalGeneration(config)
-    shard_model(model, make_mesh(shape))
+    shard_model(model, make_mesh(shape), ModeOptions())
     register_fsdp_forward_method(model, "generate")
     mine = tokens[dist.get_rank()][None]
     model(input_ids=mine, labels=mine).loss.backward()

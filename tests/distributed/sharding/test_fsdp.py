@@ -129,7 +129,7 @@ def _thaw() -> list[bool]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    shard_model(model, make_mesh((1, 2)), mp_policy=policy)
+    shard_model(model, make_mesh((1, 2)), ModeOptions(mp_policy=policy))
     initialize_roots(model)
     results = []
     for _ in range(2):

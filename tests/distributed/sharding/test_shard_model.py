@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.shard_model import initialize_roots, shard_model
 from tests.distributed.sharding.models import (
     Block,
@@ -81,7 +82,7 @@ def _shard_different(what: str) -> None:
         "policy": lambda *_: {}["missing"] if rank == 1 else False,
     }
     try:
-        shard_model(model, make_mesh((1, 3)), wrap_policy=policies[what])
+        shard_model(model, make_mesh((1, 3)), ModeOptions(wrap_policy=policies[what]))
     except (RuntimeError, ValueError, KeyError) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -102,7 +103,7 @@ def test_what_differs_between_ranks_is_an_error_on_all(gloo: ProcessPool, what: 
 def _no_root() -> tuple[list[str], list[Tensor | None]]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"one": nn.Linear(5, 5), "list": nn.ModuleList([nn.Linear(5, 3)])})
-    shard_model(model, make_mesh((1, 2)), shard_root=False)
+    shard_model(model, make_mesh((1, 2)), ModeOptions(shard_root=False))
     initialize_roots(model)
     for _ in range(2):  # Two passes in a row, as in a training step with manual optimization.
         model["list"][0](model["one"](torch.ones(2, 5))).sum().backward()
@@ -123,7 +124,7 @@ def test_without_a_root_every_child_is_one(gloo: ProcessPool) -> None:
 def _mixed_dtypes() -> tuple[list[str], list[torch.dtype]]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
-    shard_model(model, make_mesh((1, 2)))
+    shard_model(model, make_mesh((1, 2)), ModeOptions())
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     for parameter in model.parameters():
@@ -145,7 +146,7 @@ def _output_dtypes(shard_root: bool) -> list[torch.dtype]:
     model = nn.ModuleDict({"net": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 2)))})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     root = model if not shard_root else model["net"]
-    shard_model(root, make_mesh((1, 2)), mp_policy=policy, shard_root=shard_root)
+    shard_model(root, make_mesh((1, 2)), ModeOptions(mp_policy=policy, shard_root=shard_root))
     model["net"][0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
     seen.append(model["net"](torch.ones(2, 4)).dtype)
     return seen

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.shard_model import check_tensor_parallel, shard_model
 from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of
 from tests.support.processes import ProcessPool
@@ -101,7 +102,7 @@ def _different(num_outputs: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Net(num_outputs=num_outputs[dist.get_rank()])
     _parallelize(model, meshes)
-    shard_model(model, meshes.data)
+    shard_model(model, meshes.data, ModeOptions())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def _without_a_plan(has_plan: bool) -> None:
         _parallelize(model, meshes)
     for sharded in (False, True):
         if sharded:
-            shard_model(model, meshes.data)
+            shard_model(model, meshes.data, ModeOptions())
         check_tensor_parallel(model, meshes.tensor)
 
 

@@ -48,7 +48,7 @@ def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: st
     model = _plain()
     if compiled:
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    shard_model(model, make_mesh(shape), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shard_model(model, make_mesh(shape), ModeOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     if evaluated:
         with torch.no_grad():
             model(tokens_of_all(1)[0])
@@ -129,7 +129,7 @@ def _initial() -> tuple[dict[str, Any], Tensor]:
     model.register_buffer("phase", torch.rand(3).to(torch.complex64))
     model.register_buffer("mask", torch.rand(5) > 0.5)
     fully_shard(model[2], mesh=mesh)
-    shard_model(model, mesh)
+    shard_model(model, mesh, ModeOptions())
     return {name: full(tensor) for name, tensor in model.state_dict().items()}, model[2].weight.to_local().clone()
 
 
