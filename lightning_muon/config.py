@@ -111,12 +111,9 @@ def option_docs(config: type[Any]) -> dict[str, str]:
 def _with_arguments(doc: str, docs: Mapping[str, str], names: Collection[str]) -> str:
     """``doc`` with those of ``docs`` in its section of arguments that are in ``names`` and not there yet."""
     before, section, after = doc.partition("Args:\n")
-    if not section:
-        before, section, after = doc.rstrip() + "\n\n    ", "Args:\n", ""
-    given, _, rest = after.partition("\n\n")
-    known = {entry[1] for entry in map(_ENTRY.match, given.splitlines()) if entry}
-    lines = [f"        {name}: {text}" for name, text in docs.items() if name in names and name not in known]
-    return before + section + "\n".join([*([given.rstrip()] if given else []), *lines]) + "\n\n" + rest
+    known = {entry[1] for entry in map(_ENTRY.match, after.splitlines()) if entry}
+    lines = [f"        {name}: {text}\n" for name, text in docs.items() if name in names and name not in known]
+    return (before if section else f"{doc.rstrip()}\n\n    ") + "".join(["Args:\n", *lines, after])
 
 
 @dataclass(frozen=True, kw_only=True)

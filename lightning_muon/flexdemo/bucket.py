@@ -42,20 +42,11 @@ class MomentumBucket:
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:
         """Blocks <- decay * residual + gradient, with the local gradient of every parameter."""
         gradients = {tensor: gradients[tensor].contiguous() for tensor in self.parameters}
-        is_on_cpu = self._device.type == "cpu"
-        if not is_on_cpu:
-            self.load()
-        for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
-            added = [gradient for _, _, gradient in self._views_of(part, batch, gradients)]
-            if not is_on_cpu:
-                batch.mul_(decay)
-                foreach.add_([into for _, into, _ in views], added)
-                continue
-            if part.has_padding:
-                batch.zero_()
-            # Piece by piece, so that the sum finds the product in a cache.
-            for (_, into, residual), gradient in zip(views, added, strict=True):
-                torch.mul(residual, decay, out=into).add_(gradient)
+        self.load()
+        for part, batch in zip(self.plan.parts, self._batches, strict=True):
+            batch.mul_(decay)
+            views = self._views_of(part, batch, gradients)
+            foreach.add_([into for _, into, _ in views], [gradient for _, _, gradient in views])
 
     def is_accumulated(self, gradients: Mapping[Tensor, Tensor], decay: float) -> Tensor:
         """Whether :meth:`accumulate` would change nothing; a bool on the device."""

@@ -37,7 +37,7 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
     of ``parallelize_module`` are sharded further. 0-d parameters, which FSDP2 does not take, stay plain.
 
     Without ``options.shard_root`` each child is a root: FSDP2 reduces the gradients of a root only in a backward
-    in a backward pass that starts from what its forward returned, which is not so where backward runs inside
+    pass that starts from what its forward returned, which is not so where backward runs inside
     ``training_step`` (manual optimization). Parameters that belong to no single child then stay plain, too. With
     ``decoupled_nodes`` FSDP2 knows nothing of the replicas.
     """
@@ -80,9 +80,9 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
     if mesh.mesh_dim_names != ("replicate", "shard"):
         raise ValueError(
-            "FlexDeMo and decoupled nodes take a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), "
-            f"also for a single node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh("
-            "device_type, (num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
+            "FlexDeMo takes a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), also for a single "
+            f"node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, "
+            "(num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh["shard"]
 

@@ -308,13 +308,6 @@ def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choi
         assert [_groups(each.optimizer, "algorithm") for each in conversions] == [[("muon",)], [("adamw",)]]
 
 
-def test_a_placeholder_is_left_alone(model: nn.Module) -> None:
-    placeholder = torch.optim.SGD(model.parameters(), lr=0.1)
-    (conversion,) = convert_optimizers([placeholder], model, choice="auto", is_placeholder=lambda o: o is placeholder)
-    assert conversion.optimizer is placeholder and conversion.summary == "none"
-    assert optimizer_warnings([conversion], "auto") == []
-
-
 @pytest.mark.parametrize("choice", ["auto", "keep", MuonConfig()])
 def test_a_flexdemo_without_nodes_is_an_error(model: nn.Module, choice: Any) -> None:
     with pytest.raises(ValueError, match=r"or Trainer\(strategy='flexdemo'\)"):
