@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -148,16 +148,6 @@ def test_gradients_and_weights_of_other_nodes_are_an_error(
     gloo: ProcessPool, optimizer: str, options: dict[str, Any], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_attach, optimizer, **options, world_size=2, match=match)
-
-
-def _on_mesh(names: tuple[str, ...]) -> None:
-    shape = (2, 1, 1)[: len(names)]
-    make_mode("fsdp", init_device_mesh("cpu", shape, mesh_dim_names=names), ModeOptions(decoupled_nodes=True))
-
-
-@pytest.mark.parametrize("names", [("shard",), ("replicate", "shard", "tensor")])
-def test_other_axes_are_an_error(gloo: ProcessPool, names: tuple[str, ...]) -> None:
-    gloo.expect_error_on_all_ranks(_on_mesh, names, world_size=2, match="need a 2-D mesh with the axes")
 
 
 def _one_node_alone(shape: tuple[int, int]) -> bool:
