@@ -73,11 +73,8 @@ def convert_optimizers(
             first = conversions[0]
             return [replace(first, warning=f"{first.warning} {_WAITS_FOR_MATRICES}".strip()), *conversions[1:]]
     for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
-        new = conversion.optimizer
-        if new is old:
-            continue
-        assert isinstance(new, PlannedOptimizer)
-        if any(route.algorithm == "muon" for route in new.routes):
+        new: Any = conversion.optimizer
+        if new is old or any(route.algorithm == "muon" for route in new.routes):
             continue
         # One of several, such as the AdamW beside a Muon.
         if isinstance(new, ParallelMuon):

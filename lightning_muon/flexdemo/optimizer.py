@@ -285,11 +285,8 @@ class FlexDeMo(PlannedOptimizer):
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         return (is_alone or self._mesh is not None) and super()._can_make_state()
 
-    def _bind(self) -> Bound:
-        self._require_mesh()
-        return super()._bind()
-
     def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
+        self._require_mesh()
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained(), names)

@@ -115,20 +115,14 @@ def _among_hooks(
     return result
 
 
-class _Part(Checkpoint):
-    """The directory with the shards of one object, or the file with all of it."""
-
-    weights_advice = ""  # load_state has no argument for it.
-
-
-def _find(directory: Path, name: str, index: int, key: str) -> _Part:
+def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
     """Open what is there. Collective over all ranks; every rank must call it."""
     paths = _paths(directory, name, index)
     # Rank 0 decides: a save may be about to end while the ranks look.
     found = [next((path for path in map(last_written, paths) if path.exists()), None)]
     dist.broadcast_object_list(found, src=0)
 
-    def look() -> _Part:
+    def look() -> Checkpoint:
         path = found[0]
         if path is None or not path.exists():
             raise FileNotFoundError(
@@ -136,11 +130,13 @@ def _find(directory: Path, name: str, index: int, key: str) -> _Part:
                 "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
             )
         if path.is_dir():
-            return _Part(path, {}, is_sharded=True)
+            return Checkpoint(path, {}, is_sharded=True)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return _Part(path, {key: content}, is_sharded=False)
+        return Checkpoint(path, {key: content}, is_sharded=False)
 
-    return together(look)
+    part = together(look)
+    part.weights_advice = ""  # load_state has no argument for it.
+    return part
 
 
 def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import fail_together
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
@@ -172,15 +172,16 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     """Give all ranks the weights of the first one, and shard the model. Collective; every rank must call it."""
     options: Options = accelerator.options
     state = accelerator.state
-    error = None
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            error = ValueError(
-                f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values come "
-                "from the first rank), for example with model.to_empty(device='cpu')"
-            )
-            break
-    fail_together(error, None)
+
+    def check() -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values "
+                    "come from the first rank), for example with model.to_empty(device='cpu')"
+                )
+
+    together(check)
     free_unsharded(module)  # It may have been sharded and evaluated before.
     if accelerator.mixed_precision != "no":
         for parameter in module.parameters():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.sharding.fsdp_call_log import Barrier, FsdpCallLog
+from lightning_muon.sharding import fsdp_call_log
+from lightning_muon.sharding.fsdp_call_log import Barrier, CallList, FsdpCallLog
 from lightning_muon.sharding.outputs import tensors_in
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
 from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of, make_mesh
@@ -203,3 +204,27 @@ def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool) -> Non
     for results in gloo.run(_different_crops, (3, 1), world_size=2):
         for result, reference in zip(results, expected, strict=True):
             assert_close(result, reference)
+
+
+def _calls_of(*values: int, ranks: tuple[int, ...] = (0, 3)) -> CallList:
+    calls = CallList("some", ranks)
+    for value in values:
+        calls.add(value)
+    return calls
+
+
+def test_equal_calls_have_equal_words_and_others_do_not() -> None:
+    assert _calls_of(1, 2, 3).words() == _calls_of(1, 2, 3).words()
+    assert len({tuple(_calls_of(*values).words()) for values in ((), (1,), (1, 2), (2, 1), (1, 2, 2), (1, -2))}) == 6
+    first, negative, *_ = _calls_of(7).words()
+    assert first == -negative and 0 <= first < 2**31
+
+
+def test_the_last_calls_are_kept_and_the_others_counted() -> None:
+    count = 2 * fsdp_call_log._NUM_KEPT + 5
+    skipped, kept = _calls_of(*range(count)).tail()
+    assert kept == list(range(skipped, count)) and len(kept) >= fsdp_call_log._NUM_KEPT
+    calls = _calls_of(1, 2)
+    calls.restart()
+    assert (calls.tail(), calls.count) == ((0, []), 0)
+    assert calls.words() == _calls_of().words()

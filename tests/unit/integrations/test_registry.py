@@ -1,16 +1,21 @@
-"""Registration with each package, in any order of imports, without importing one."""
+"""Strategy classes: registration with each package, in any order of imports, without importing one; their arguments."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 import lightning_muon
+from lightning_muon import MuonConfig, Options
 from lightning_muon.integrations import fabric, registry
+from lightning_muon.integrations.registry import strategy_class
+from tests.integration.training import PACKAGES
 
 _ROOM = "lightning_muon.integrations"
 
@@ -76,3 +81,34 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setattr(importlib.util, "find_spec", without_lightning)
     pytest.importorskip(second)
     assert getattr(registry, name).package.name == "pytorch_lightning"
+
+
+def _fabric(package: str, **options: Any) -> Any:
+    fabric = pytest.importorskip(package)
+    return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true", "16-mixed"])
+def test_other_precisions_are_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match="precision="):
+        _fabric("lightning.fabric", precision=precision)
+
+
+def test_a_trainer_that_refuses_it_says_what_to_do() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    with pytest.raises(ValueError, match="for Fabric; the names 'parallel_muon' and 'flexdemo' find the right class"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy_class("lightning.fabric")())
+
+
+@pytest.fixture(params=PACKAGES)
+def cls(request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip(request.param)
+    return strategy_class(request.param)
+
+
+def test_the_arguments_are_the_options_and_those_of_model_parallel_strategy(cls: Any) -> None:
+    base = cls.__mro__[-1 - [c.__name__ for c in reversed(cls.__mro__)].index("ModelParallelStrategy")]
+    arguments = inspect.signature(cls).parameters.keys()
+    assert inspect.signature(base).parameters.keys() <= arguments == {field.name for field in fields(Options)}
+    given: Any = {"data_parallel_size": 2, "optimizer": MuonConfig(lr=0.5), "save_distributed_checkpoint": False}
+    assert cls(**given).options == Options(**given) and not cls(**given)._save_distributed_checkpoint
