@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
-from lightning_muon.config import MuonConfig, check_hyperparameters, option_docs, takes_options, unknown_option
+from lightning_muon.config import MuonConfig, check_hyperparameters, takes_options, unknown_option
 from lightning_muon.engine.options import Options
 
 
@@ -104,10 +104,4 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
         default = parameters[field.name].default
         assert default == getattr(made, field.name) or (field.name, default) == ("fused", None)
         assert parameters[field.name].annotation is not inspect.Parameter.empty
-        assert f"        {field.name}: " in (kind.__doc__ or ""), f"{field.name} has no documentation"
-
-
-def test_docs_of_options_come_from_where_they_are_declared() -> None:
-    assert option_docs(Options).keys() == {field.name for field in dataclasses.fields(Options)}
-    assert option_docs(FlexDeMoConfig)["ns_steps"] == option_docs(MuonConfig)["ns_steps"]
-    assert "Args:" in (ParallelMuonStrategy.__doc__ or "") and "wrap_policy: " in (ParallelMuonStrategy.__doc__ or "")
+        assert (kind.__doc__ or "").count(f"        {field.name}: ") == 1, f"{field.name} has no documentation"

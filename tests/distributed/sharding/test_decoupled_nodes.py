@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon import ParallelMuon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
+from tests.distributed.sharding.models import full, gradients_of
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
@@ -34,10 +35,6 @@ def _net(seed: int = 5) -> nn.Sequential:
     net = nn.Sequential(nn.Linear(13, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     net.register_parameter("scale", nn.Parameter(torch.rand(())))
     return net
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _batch(rank: int) -> Tensor:
@@ -59,7 +56,7 @@ def _train(
         fully_shard(net[0], mesh=mesh["shard"])
     mode = make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True))
     mode.prepare(net)
-    state = {name: _whole(tensor) for name, tensor in net.state_dict().items()}
+    state = {name: full(tensor).detach().clone() for name, tensor in net.state_dict().items()}
     optimizer = _Nodes(net.parameters(), lr=0.1)
     mode.attach(net, [optimizer])
     mode.set_gradient_divisor(divisor)
@@ -71,7 +68,7 @@ def _train(
     meshes = {p.device_mesh for p in net.parameters() if isinstance(p, DTensor)}
     assert meshes == {mesh["shard"]} and optimizer.mesh is mesh
     mode.close()
-    return state, {name: _whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}, norm
+    return state, {name: full(g).clone() for name, g in gradients_of(net).items() if g is not None}, norm
 
 
 def _expected(state: dict[str, Tensor], shape: tuple[int, int], divisor: float | None) -> list[dict[str, Tensor]]:

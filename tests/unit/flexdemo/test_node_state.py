@@ -17,14 +17,13 @@ from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, checksum
 from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
 
-AXES = ("replicate", "shard")
 # Rows that do not divide, fewer rows than ranks, a stack.
 SHAPES = [(13, 7), (1, 5), (3, 4, 2), (6,)]
 MESHES = [(2, 2), (3, 1), (1, 3), (4, 1)]
 
 
 def _mesh(shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _saved(shape: tuple[int, ...], num_nodes: int) -> Tensor:
@@ -116,7 +115,7 @@ def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) 
 
 
 def _on_a_mesh() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+    mesh = _mesh((2, 2))
     sync = InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
     rank = torch.distributed.get_rank()
     assert (sync.node, sync.num_nodes) == (rank // 2, 2)
@@ -157,7 +156,7 @@ NAMES = ("layer.weight", "layer.bias", "head.weight")
 
 def _check(mesh_shape: tuple[int, int], changed: dict[int, str]) -> None:
     """Change the last element of the shards of some ranks: rank -> name."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    mesh = _mesh(mesh_shape)
     torch.manual_seed(0)
     weights: dict[str, Tensor] = {
         name: distribute_tensor(torch.randn(shape), mesh["shard"], [Shard(0)], src_data_rank=None)
