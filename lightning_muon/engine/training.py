@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -106,16 +105,12 @@ class TrainingEngine:
         module = self.module
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
-        before = {name: weakref.ref(p) for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
         self.mode.prepare(module)
-        current = set(module.parameters())
-        for name, reference in before.items():
-            parameter = reference()
-            if parameter is not None and parameter not in current:
-                self._replaced[parameter] = name
-        before.clear()  # Module.to fails on a parameter with a weak reference.
+        for parameter in module.parameters():
+            self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
         self._watch()
