@@ -197,6 +197,17 @@ def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
             )
 
 
+def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
+    if mesh.mesh_dim_names != ("replicate", "shard"):
+        raise ValueError(
+            "FlexDeMo takes a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), also for a single "
+            f"node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, "
+            "(num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
+        )
+    return mesh["shard"]
+
+
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several; all ranks must call it."""
     # Found once: on a large mesh looking up the coordinates of all its ranks takes milliseconds.

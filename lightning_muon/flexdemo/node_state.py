@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.groups import AxisGroup, shard_axis
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
-from lightning_muon.sharding.shard_model import shard_axis
 
 # What another number of nodes gets of what each saved node had, see `shared_among`.
 Rule = Literal["sum", "mean"]

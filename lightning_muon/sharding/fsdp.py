@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import StepAgreement
-from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.comm.groups import axis_group, host_group, shard_axis
 from lightning_muon.compat.torch import (
     collective_counts,
     default_store,
@@ -44,7 +44,6 @@ from lightning_muon.sharding.shard_model import (
     own_places,
     set_gradient_divisor,
     set_gradient_sync,
-    shard_axis,
     shard_model,
 )
 from lightning_muon.sharding.weights import follow_state_dict, mesh_device

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
 from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
@@ -74,17 +74,6 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
         # None, not True: FSDP2 then keeps the root's weights from the end of forward to the start of backward.
         root_reshard = None if reshard_after_forward is True else reshard_after_forward
         shard(module, reshard_after_forward=root_reshard, mp_policy=policy)
-
-
-def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
-    if mesh.mesh_dim_names != ("replicate", "shard"):
-        raise ValueError(
-            "FlexDeMo takes a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), also for a single "
-            f"node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, "
-            "(num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
-        )
-    return mesh["shard"]
 
 
 def agree_on_units(
