@@ -39,12 +39,8 @@ def clip_norm_(
     _reduce_partial_sums(listed)
     sets = by_ranks(listed, layout, sharded=True)
     squares = [_square(_gradients(each.parameters, layout), each.device) for each in sets]
-    pending = [
-        start_all_reduce_sum(square, each.group)
-        for square, each in zip(squares, sets, strict=True)
-        if each.group.group is not None
-    ]
-    for work in pending:
+    shared = [(square, each.group) for square, each in zip(squares, sets, strict=True) if each.group.group is not None]
+    for work in [start_all_reduce_sum(square, group) for square, group in shared]:
         work.wait()
     # In float64, which holds the square where the norm is more than float32 can hold.
     total = torch.zeros((), dtype=torch.float64, device=_common_device(sets))

@@ -172,7 +172,8 @@ class MatrixStep:
         if transfer is None or transfer.taken != taken:
             transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool)
         transfer.slots = slots
-        transfer.take_gather_buffers()
+        for is_sent in (True, False):  # Take the memory now: on CUDA it belongs to the stream that is current.
+            transfer.buffer(transfer.gather, is_sent=is_sent)
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
         """Wait for what must be known before anything changes."""

@@ -116,11 +116,6 @@ class Transfer:
             places[job].append(place)
         return dict(places)
 
-    def take_gather_buffers(self) -> None:
-        """Take the memory for the way to the owners now: on CUDA it belongs to the stream that is current then."""
-        for is_sent in (True, False):
-            self.buffer(self.gather, is_sent=is_sent)
-
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
         views = self._views(self.gather, is_sent=True)

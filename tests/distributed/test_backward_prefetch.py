@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim import gradients, step_plan
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule.cost import CostModel
 from tests.distributed.backward_passes import (
     BACKWARDS,
@@ -33,7 +34,7 @@ from tests.distributed.backward_passes import (
 )
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
-from tests.support.tensors import weights_of
+from tests.support.tensors import are_equal, weights_of
 
 NUM_STEPS = 4
 EARLY = {"overlap": "backward"}
@@ -165,8 +166,12 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
     optimizer = make_optimizer(model, max_skipped_steps=0)
     plain(model, optimizer, 0)
     optimizer.step()
-    before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
-    state = [s["momentum_buffer"].to_local().clone() for s in optimizer.state.values() if "momentum_buffer" in s]
+
+    def snapshot() -> list[Tensor]:
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+        return [local_tensor(tensor.detach()).clone() for tensor in (*model.parameters(), *momenta)]
+
+    before = snapshot()
     optimizer.zero_grad()
     loss = model(tokens(1)).square().mean()
     (loss * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
@@ -175,12 +180,10 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
         pytest.raises(NonFiniteGradientError),
     ):
         optimizer.step()
-    after = [p.detach().to_local() for p in model.parameters()]  # type: ignore[attr-defined]
-    state_after = [s["momentum_buffer"].to_local() for s in optimizer.state.values() if "momentum_buffer" in s]
-    unchanged = all(map(torch.equal, before, after)) and all(map(torch.equal, state, state_after))
+    unchanged = are_equal(before, snapshot())
     plain(model, optimizer, 2)
     optimizer.step()
-    return unchanged, all(p.detach().to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    return unchanged, all(tensor.isfinite().all() for tensor in snapshot())
 
 
 @pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])

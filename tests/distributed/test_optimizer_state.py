@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from tests.support.processes import ProcessPool
-from tests.support.tensors import are_equal, weights_of, whole
+from tests.support.tensors import are_equal, set_gradients, weights_of, whole
 
 
 def _model() -> nn.Sequential:
@@ -70,23 +70,20 @@ def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: P
 def _mixed_meshes() -> list[Tensor]:
     """Parameters on a 1-D mesh, on a 2-D mesh and local ones, in one optimizer."""
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    shapes = [(9, 5), (5, 9), (6, 6), (8,)]
     torch.manual_seed(0)
-    full = [torch.randn(shape) for shape in shapes]
-    grads = [torch.randn(shape) for shape in shapes]
-    place = [
-        lambda t: distribute_tensor(t, line, [Shard(0)]),
-        lambda t: distribute_tensor(t, grid, [Shard(1), Shard(0)]),
-        lambda t: t.clone(),
-        lambda t: distribute_tensor(t, line, [Shard(0)]),
-    ]
-    parameters = [nn.Parameter(put(t)) for put, t in zip(place, full, strict=True)]
+    alone = [nn.Parameter(torch.randn(shape)) for shape in ((9, 5), (5, 9), (6, 6), (8,))]
+    layouts: list[Any] = [(line, [Shard(0)]), (grid, [Shard(1), Shard(0)]), None, (line, [Shard(0)])]
+
+    def place(tensor: Tensor, layout: Any) -> Tensor:
+        return tensor.clone() if layout is None else distribute_tensor(tensor, *layout)
+
+    parameters = [nn.Parameter(place(one.detach(), layout)) for one, layout in zip(alone, layouts, strict=True)]
     optimizer = ParallelMuon(parameters, lr=0.1, compute_dtype="float32")
-    alone = [nn.Parameter(t.clone()) for t in full]
     reference = ParallelMuon(alone, lr=0.1, compute_dtype="float32")
-    for _ in range(3):
-        for parameter, one, put, grad in zip(parameters, alone, place, grads, strict=True):
-            parameter.grad, one.grad = put(grad), grad.clone()
+    for step in range(3):
+        set_gradients(alone, step)
+        for parameter, one, layout in zip(parameters, alone, layouts, strict=True):
+            parameter.grad = place(one.grad, layout)  # type: ignore[arg-type]
         optimizer.step()
         reference.step()
     return [(whole(mine) - one.detach()).abs().max() for mine, one in zip(parameters, alone, strict=True)]

@@ -53,22 +53,13 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape: tuple[in
 def test_a_batch_gives_each_matrix_the_bits_it_has_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     sides = torch.randint(32, 257, (40,)).tolist()
-    for short, longer, size in zip(sides[::2], sides[1::2], [2, 3, 5, 8] * 5, strict=True):
+    for short, longer, size in zip(sides[::2], sides[1::2], [1, 2, 3, 5, 8] * 4, strict=True):
         for rows, cols in ((short, longer), (longer, short)):
             assert worth_batching(rows, cols, "cpu")
             batch = torch.randn(size, rows, cols)
             result = orthogonalize(batch, compute_dtype=dtype, **OPTIONS)
             alone = [orthogonalize(matrix, compute_dtype=dtype, **OPTIONS) for matrix in batch]
             assert torch.equal(result, torch.stack(alone)), (size, rows, cols)
-
-
-@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (64, 40)], ids=str)
-def test_a_batch_of_one_has_the_bits_of_its_matrix(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    matrix = torch.randn(shape)
-    for dtype in (torch.bfloat16, torch.float32):
-        alone = orthogonalize(matrix, compute_dtype=dtype, **OPTIONS)
-        assert torch.equal(orthogonalize(matrix[None, None], compute_dtype=dtype, **OPTIONS)[0, 0], alone)
 
 
 def test_a_batch_of_small_matrices_gives_each_its_own_result() -> None:
