@@ -130,7 +130,6 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.comm.groups.host_group": lambda group: group,
         f"{package}.comm.groups.world_timeout": timedelta,
         f"{package}.optim.gradients.start_all_reduce_sum": reduce,
-        f"{package}.optim.parameters.start_all_reduce_sum": reduce,
         # There is nothing to read from these tensors.
         f"{package}.optim.planned_optimizer.agree_on_gradients": _without_check,
         f"{package}.optim.planned_optimizer.adamw_step_": nothing,
