@@ -37,15 +37,6 @@ class Parts:
         return buffer[: self.numel].split(list(self.splits))
 
 
-def parts(peers: Sequence[int], shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Parts:
-    """Describe a buffer whose parts are already in the order of their ``peers``."""
-    assert list(peers) == sorted(peers), "parts must be grouped by peer, in rank order"
-    splits = [0] * num_ranks
-    for peer, shape in zip(peers, shapes, strict=True):
-        splits[peer] += torch.Size(shape).numel()
-    return Parts(tuple(shapes), tuple(splits))
-
-
 class BufferPool:
     """Flat buffers by name, grown on demand and kept until they are released."""
 

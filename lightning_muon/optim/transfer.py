@@ -14,12 +14,11 @@ from functools import cached_property, partial
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool, Parts, parts, start_all_to_all, start_messages
+from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
-from lightning_muon.schedule.traffic import server_of
 
 # Pieces of matrices, and the message of pieces to or from each other rank.
 _Pieces = Sequence[tuple[MatrixJob, Box]]
@@ -57,8 +56,10 @@ class Leg:
 def _packed(messages: _Messages, num_ranks: int) -> tuple[_Pieces, Parts]:
     """The pieces in the order of a packed buffer, and where they lie in it."""
     pieces = [(rank, piece) for rank, message in sorted(messages.items()) for piece in message]
-    layout = parts([rank for rank, _ in pieces], [box.shape for _, (_, box) in pieces], num_ranks)
-    return [piece for _, piece in pieces], layout
+    splits = [0] * num_ranks
+    for rank, (_, box) in pieces:
+        splits[rank] += box.numel
+    return [piece for _, piece in pieces], Parts(tuple(box.shape for _, (_, box) in pieces), tuple(splits))
 
 
 class Transfer:
@@ -100,11 +101,11 @@ class Transfer:
         for job in self.owned:
             have_it = set(self._owners[job])
             for rank, piece in job.pieces.by_rank.items():
-                if rank not in have_it and server_of(self._owners[job], rank, replica_of) == me:
+                if rank not in have_it:
                     outgoing[rank].append((job, piece))
         for job in self.jobs:
             if me not in self._owners[job]:
-                incoming[server_of(self._owners[job], me, replica_of)].append((job, job.pieces.by_rank[me]))
+                incoming[self._owners[job][0]].append((job, job.pieces.by_rank[me]))
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 

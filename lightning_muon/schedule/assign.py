@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal, get_args
 
+from lightning_muon.config import Assignment
 from lightning_muon.schedule.traffic import Owners
 
-Strategy = Literal["round_robin", "lpt", "redundant"]
 Load = tuple[int, int]
 """FLOPs and bytes of a rank."""
 
@@ -21,7 +20,7 @@ def assign_owners(
     sizes: Sequence[int],
     sole_holders: Sequence[int | None],
     loads: Sequence[Load],
-    strategy: Strategy,
+    strategy: Assignment,
 ) -> list[Owners]:
     """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks do already.
 
@@ -29,8 +28,6 @@ def assign_owners(
     :func:`even_out` on the last ones. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
     every rank, the baseline of Liu et al. 2025, arXiv:2502.16982.
     """
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
     loads = list(loads)
     for cost, holder in zip(costs, sole_holders, strict=True):
         if holder is not None:
@@ -77,11 +74,6 @@ EVENED_BUCKETS = 4
 MOST_COMPARISONS = 1_000_000
 
 
-# Give a matrix of a bucket to another rank, for another one or nothing (-1): the larger load of both ranks afterwards,
-# then bucket, matrix, rank, other. The least is the best.
-_Exchange = tuple[int, int, int, int, int]
-
-
 def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]) -> None:
     """Relieve the busiest rank by the exchange that helps most, until none does; in place, alike on all ranks.
 
@@ -91,11 +83,17 @@ def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequ
     compared = 0
     while compared < MOST_COMPARISONS:
         busiest = max(range(len(loads)), key=lambda rank: (loads[rank][0], -rank))
-        found: list[_Exchange] = []
+        idlest = min(range(len(loads)), key=lambda rank: (loads[rank][0], rank))
+        # The larger load of both ranks afterwards, the bucket, the matrix, to which rank, and for which one, if any.
+        found: list[tuple[int, int, int, int, int]] = []
         for number, bucket in enumerate(owners):
             for matrix in [matrix for matrix, owner in bucket.items() if owner == busiest]:
                 compared += len(bucket)
-                found += _exchanges(number, bucket, matrix, costs, loads)
+                for other, rank in [(-1, idlest), *bucket.items()]:
+                    relief = costs[matrix] - (costs[other] if other >= 0 else 0)
+                    if 0 < relief < loads[busiest][0] - loads[rank][0]:
+                        larger = max(loads[busiest][0] - relief, loads[rank][0] + relief)
+                        found.append((larger, number, matrix, rank, other))
         if not found:
             return
         _, number, given, rank, other = min(found)
@@ -104,18 +102,3 @@ def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequ
             loads[source] = (loads[source][0] - costs[matrix], loads[source][1] - sizes[matrix])
             loads[target] = (loads[target][0] + costs[matrix], loads[target][1] + sizes[matrix])
             owners[number][matrix] = target
-
-
-def _exchanges(
-    number: int, bucket: dict[int, int], matrix: int, costs: Sequence[int], loads: Sequence[Load]
-) -> list[_Exchange]:
-    """All that take load from the owner of ``matrix`` without making another rank as busy."""
-    load = loads[bucket[matrix]][0]
-    idlest = min(range(len(loads)), key=lambda rank: (loads[rank][0], rank))
-    partners = [(idlest, -1, costs[matrix])]
-    partners += [(rank, other, costs[matrix] - costs[other]) for other, rank in bucket.items()]
-    return [
-        (max(load - relief, loads[rank][0] + relief), number, matrix, rank, other)
-        for rank, other, relief in partners
-        if 0 < relief < load - loads[rank][0]
-    ]

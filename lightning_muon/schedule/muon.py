@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from lightning_muon.schedule.assign import Load, Strategy, assign_owners
+from lightning_muon.config import Assignment
+from lightning_muon.schedule.assign import Load, assign_owners
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 from lightning_muon.schedule.traffic import MatrixSpec, Owners, Traffic, count_elements
 
@@ -34,7 +35,7 @@ def plan_step(
     *,
     itemsize: int,
     chunk_bytes: int,
-    strategy: Strategy = "lpt",
+    strategy: Assignment = "lpt",
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
     ranks: Sequence[int] | None = None,
@@ -44,8 +45,7 @@ def plan_step(
     ``chunk_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
     ``loads`` are what each rank has to do already; ``ranks`` are those whose ops to list, all by default.
     """
-    replica_of = specs[0].shards.replica_of
-    num_ranks = len(replica_of)
+    num_ranks = len(specs[0].shards.replica_of)
     costs = [spec.flops for spec in specs]
     sizes = [spec.numel * itemsize for spec in specs]
     sole_holders = [spec.shards.sole_holder for spec in specs]
@@ -64,23 +64,15 @@ def plan_step(
     flops = [0] * num_ranks
     for rank, (_, cost) in chain.from_iterable(by_rank.items() for by_rank in shares):
         flops[rank] += cost
-    traffic = [count_elements({matrix: owners[matrix] for matrix in bucket}, specs) for bucket in buckets]
-    # A plan none of whose gathers moves anything (replicated parameters) has no gathers, and one none of whose scatters
-    # does (every rank owns everything) has no scatters.
-    wire = _Wire(
-        group=tuple(range(num_ranks)),
-        itemsize=itemsize,
-        has_replicas=len(set(replica_of)) > 1,
-        has_gathers=any(any(each.gather_received) for each in traffic),
-        has_scatters=any(any(received) for each in traffic for received in each.scatter_received),
-    )
-    program: Program = {rank: [] for rank in (range(num_ranks) if ranks is None else ranks)}
-    for number, (bucket, by_rank, moved) in enumerate(zip(buckets, shares, traffic, strict=True)):
-        travels = sole_holders[bucket[0]] is None
+    group = tuple(range(num_ranks))
+    program: Program = {rank: [] for rank in (group if ranks is None else ranks)}
+    for number, (bucket, by_rank) in enumerate(zip(buckets, shares, strict=True)):
+        moved = count_elements({matrix: owners[matrix] for matrix in bucket}, specs)
+        has_gather, has_scatter = any(moved.gather_received), any(map(any, moved.scatter_received))
         for rank, ops in program.items():
             items, cost = by_rank.get(rank, ((), 0))
             work = Op(kind=OpKind.NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
-            ops += _around(work, bucket, moved, wire, travels=travels)
+            ops += _around(work, bucket, moved, itemsize, group, has_gather=has_gather, has_scatter=has_scatter)
     return MuonPlan(owners=tuple(owners), buckets=tuple(buckets), flops=tuple(flops), program=program)
 
 
@@ -123,52 +115,49 @@ def _shares(
     return {rank: (tuple(items), sum(costs[matrix] for matrix in items)) for rank, items in owned.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wire:
-    """What the transfers of a plan have in common."""
-
-    group: tuple[int, ...]
-    itemsize: int
-    has_replicas: bool
-    has_gathers: bool
-    has_scatters: bool
-
-
-def _around(work: Op, bucket: tuple[int, ...], moved: Traffic, wire: _Wire, *, travels: bool) -> list[Op]:
+def _around(
+    work: Op,
+    bucket: tuple[int, ...],
+    moved: Traffic,
+    itemsize: int,
+    group: tuple[int, ...],
+    *,
+    has_gather: bool,
+    has_scatter: bool,
+) -> list[Op]:
     """All ops of a bucket on one rank, also if there is nothing to do: a collective needs all ranks."""
-    key, rank, itemsize = work.key, work.rank, wire.itemsize
+    key, rank = work.key, work.rank
+
+    def transfer(kind: str, *moves: tuple[int, int]) -> Op:
+        """Of ``moves``, elements sent and received, within the replica and between replicas."""
+        sent, received = (sum(column) * itemsize for column in zip(*moves, strict=True))
+        return Op(
+            kind=kind,
+            key=key,
+            rank=rank,
+            deps=(ops[-1].name,),
+            lane=TRANSFER,
+            bytes=max(sent, received),
+            axis_bytes=tuple(max(pair) * itemsize for pair in moves),
+            memory=received,
+            items=bucket,
+            group=group,
+        )
+
     held, packed = moved.held[rank], moved.gather_sent[rank] * itemsize
     updates = sum(sent[rank] for sent in moved.scatter_sent) * itemsize
     # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
     momentum_bytes = 3 * STATE_ITEMSIZE * held + packed
     ops = [Op(kind=OpKind.MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
-    if wire.has_gathers and travels:
-        moves = [(moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)]
-        ops.append(_transfer(OpKind.GATHER, ops[-1], bucket, moves, wire))
+    if has_gather:
+        ops.append(transfer(OpKind.GATHER, (moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)))
     # What came is read and the wholes are written; of the updates, what goes is read and written.
     work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
     ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
-    if wire.has_scatters and travels:
-        moves = [(sent[rank], got[rank]) for sent, got in zip(moved.scatter_sent, moved.scatter_received, strict=True)]
-        ops.append(_transfer(OpKind.SCATTER, ops[-1], bucket, moves, wire))
+    if has_scatter:
+        axes = zip(moved.scatter_sent, moved.scatter_received, strict=True)
+        ops.append(transfer(OpKind.SCATTER, *((sent[rank], received[rank]) for sent, received in axes)))
     # The update is read, the weight is read and written.
     update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * held
     ops.append(Op(kind=OpKind.UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
     return ops
-
-
-def _transfer(kind: str, before: Op, bucket: tuple[int, ...], moves: Sequence[tuple[int, int]], wire: _Wire) -> Op:
-    """Of ``moves``, elements sent and received, within the replica and between replicas."""
-    sent, received = (sum(column) * wire.itemsize for column in zip(*moves, strict=True))
-    return Op(
-        kind=kind,
-        key=before.key,
-        rank=before.rank,
-        deps=(before.name,),
-        lane=TRANSFER,
-        bytes=max(sent, received),
-        axis_bytes=tuple(max(pair) * wire.itemsize for pair in moves) if wire.has_replicas else (),
-        memory=received,
-        items=bucket,
-        group=wire.group,
-    )

@@ -19,9 +19,7 @@ def prefetch(program: Program, look_ahead: int) -> Program:
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
     for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
     """
-    if not look_ahead:
-        return program
-    return {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()}
+    return {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()} if look_ahead else program
 
 
 def scatter_buffers_for(look_ahead: int) -> int:
@@ -42,18 +40,18 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     buckets = list(by_key.values())
     scatter_buffers = scatter_buffers_for(look_ahead)
     delay = scatter_buffers - 1
+    stages = (
+        (0, (OpKind.NEWTON_SCHULZ, OpKind.SCATTER)),
+        (-delay, (OpKind.UPDATE,)),
+        (look_ahead, (OpKind.MOMENTUM, OpKind.GATHER)),
+    )
     issued: list[Op] = []
-    for bucket in buckets[:look_ahead]:
-        issued += _present(bucket, OpKind.MOMENTUM, OpKind.GATHER)
-    issued += adamw
-    for number, bucket in enumerate(buckets):
-        issued += _present(bucket, OpKind.NEWTON_SCHULZ, OpKind.SCATTER)
-        if number >= delay:
-            issued += _present(buckets[number - delay], OpKind.UPDATE)
-        if number + look_ahead < len(buckets):
-            issued += _present(buckets[number + look_ahead], OpKind.MOMENTUM, OpKind.GATHER)
-    for bucket in buckets[-delay:]:
-        issued += _present(bucket, OpKind.UPDATE)
+    for turn in range(-look_ahead, len(buckets) + delay):
+        issued += adamw if turn == 0 else []
+        for distance, kinds in stages:
+            if 0 <= turn + distance < len(buckets):
+                bucket = buckets[turn + distance]
+                issued += [bucket[kind] for kind in kinds if kind in bucket]
     frees = _buffer_deps(buckets, OpKind.MOMENTUM, OpKind.NEWTON_SCHULZ, look_ahead)
     frees |= _buffer_deps(buckets, OpKind.NEWTON_SCHULZ, OpKind.UPDATE, scatter_buffers)
     return [replace(op, deps=(*op.deps, frees[op.name])) if op.name in frees else op for op in issued]
@@ -66,10 +64,6 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
         for earlier, later in zip(buckets, buckets[distance:], strict=False)
         if kind in later and frees in earlier
     }
-
-
-def _present(bucket: Mapping[str, Op], *kinds: str) -> list[Op]:
-    return [bucket[kind] for kind in kinds if kind in bucket]
 
 
 def host_order(program: Program) -> Program:

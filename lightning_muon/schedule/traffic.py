@@ -1,17 +1,17 @@
 """How matrices lie on ranks, how many elements each sends and receives for given owners, and the fewest that could do.
 
 The gather: an owner takes pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
-every rank gets its piece of the update from :func:`server_of`. A rank's own piece never travels.
+every rank that is no owner gets its piece of the update from the only one. A rank's own piece never travels.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Owners = tuple[int, ...]
-"""Ranks of the exchange group that run Newton-Schulz for a matrix, ascending."""
+"""Ranks of the exchange group that run Newton-Schulz for a matrix, ascending: one, or all of them."""
 
 
 class MatrixShards:
@@ -50,13 +50,6 @@ class MatrixSpec:
         return self.rows * self.cols
 
 
-def server_of(owners: Owners, rank: int, replica_of: Sequence[int]) -> int:
-    """The owner that sends ``rank`` its piece of the update: itself, else one in the same replica, else the first."""
-    if rank in owners:
-        return rank
-    return next((owner for owner in owners if replica_of[owner] == replica_of[rank]), owners[0])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Elements of some matrices that each rank holds, owns, sends and receives. Gathers stay within a replica."""
@@ -75,35 +68,32 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
     held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
     sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
     num_alike: Counter[MatrixShards] = Counter()
-    # (shards, replica) -> owners there, and matrices with an owner there.
-    served: defaultdict[tuple[MatrixShards, int], list[int]] = defaultdict(lambda: [0, 0])
+    # By shards and replica: owners there, and matrices with an owner there.
+    num_owners, num_served = Counter[tuple[MatrixShards, int]](), Counter[tuple[MatrixShards, int]]()
     alike = Counter((specs[matrix].shards, specs[matrix].numel, chosen) for matrix, chosen in owners.items())
     for (shards, whole, chosen), times in alike.items():
         num_alike[shards] += times
-        owners_in: dict[int, list[int]] = {}
         for owner in chosen:
-            owners_in.setdefault(replica_of[owner], []).append(owner)
-        for replica, members in owners_in.items():
-            numel = whole if replica in shards.by_replica else 0
-            served[shards, replica][0] += times * len(members)
-            served[shards, replica][1] += times
-            for owner in members:
-                own = times * shards.held[owner]
-                owned[owner] += times * numel
-                gather_received[owner] += times * numel - own
-                # Below, ranks send all of their pieces and get all of their updates sent.
-                gather_sent[owner] -= own
-                received_within[owner] -= own
-            sent_within[members[0]] += times * (numel - sum(shards.held[owner] for owner in members))
-        sent_between[chosen[0]] += times * whole * len(shards.by_replica.keys() - owners_in)
+            own, replica = times * shards.held[owner], replica_of[owner]
+            numel = times * whole if replica in shards.by_replica else 0
+            num_owners[shards, replica] += times
+            owned[owner] += numel
+            gather_received[owner] += numel - own
+            # Below, ranks send all of their pieces and get all of their updates sent.
+            gather_sent[owner] -= own
+            received_within[owner] -= own
+            if len(chosen) == 1:
+                sent_within[owner] += numel - own
+                sent_between[owner] += times * whole * len(shards.by_replica.keys() - {replica})
+        for replica in {replica_of[owner] for owner in chosen}:
+            num_served[shards, replica] += times
     for shards, times in num_alike.items():
         for replica, holders in shards.by_replica.items():
-            num_owners, num_served = served[shards, replica]
             for rank, elements in holders:
                 held[rank] += elements * times
-                gather_sent[rank] += elements * num_owners
-                received_within[rank] += elements * num_served
-                received_between[rank] += elements * (times - num_served)
+                gather_sent[rank] += elements * num_owners[shards, replica]
+                received_within[rank] += elements * num_served[shards, replica]
+                received_between[rank] += elements * (times - num_served[shards, replica])
     return Traffic(
         held=held,
         owned=owned,

@@ -43,7 +43,10 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
     Where only some ranks are listed (not ``is_whole``), communications count as what a rank does alone: their order is
     compared between ranks.
     """
-    validate(program if is_whole else {rank: [_alone(op, rank) for op in ops] for rank, ops in program.items()})
+    if is_whole:
+        validate(program)
+    else:
+        validate({rank: [replace(op, group=(), rank=rank) for op in ops] for rank, ops in program.items()})
     for plan in plans:
         _check_owners(plan)
     for facts in _scenarios(program):
@@ -53,10 +56,6 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
             _take_off(ops, planned)
         for op in planned.values():
             raise ValueError(f"{where(op)} is in the plan and not in the step; each bucket needs one")
-
-
-def _alone(op: Op, rank: int) -> Op:
-    return replace(op, group=(), rank=rank) if op.group or op.rank != rank else op
 
 
 def _scenarios(program: Program) -> Iterator[Facts]:

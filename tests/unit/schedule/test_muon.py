@@ -60,7 +60,7 @@ def test_bytes_are_those_of_packing_sending_and_reading() -> None:
     momentum, gather, newton_schulz, scatter, update = plan.program[0]
     assert (momentum.memory, momentum.bytes) == (4 * 2, 10 * 12 + 4 * 2)
     # Rank 0 sends its 4 elements of matrix 1 and gets the 6 of matrix 0.
-    assert (gather.bytes, gather.memory, gather.axis_bytes) == (6 * 2, 6 * 2, ())
+    assert (gather.bytes, gather.memory, gather.axis_bytes) == (6 * 2, 6 * 2, (6 * 2, 0))
     assert (newton_schulz.memory, newton_schulz.bytes) == (6 * 2, 2 * 12 * 2 + 2 * 6 * 2)
     assert (scatter.bytes, scatter.memory) == (6 * 2, 4 * 2)
     assert (update.memory, update.bytes) == (0, 10 * (2 + 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec, Traffic, count_elements, server_of, traffic_floor
+from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec, Traffic, count_elements, traffic_floor
 from tests.unit.schedule.specs import grid, plan_of, sharded
 
 
@@ -15,11 +15,6 @@ def test_replicas_and_sole_holders_are_found() -> None:
     assert [MatrixShards(each, [0, 0]).sole_holder for each in held] == [None, 1, 0]
     # The first rank of each replica has all of it, so two ranks do; an expert may be in one replica only.
     assert [MatrixShards(each, [0, 1]).sole_holder for each in ((9, 9), (0, 9))] == [None, 1]
-
-
-def test_updates_come_from_oneself_the_replica_or_the_first() -> None:
-    replica_of = [0, 0, 1, 1, 2, 2]
-    assert [server_of((1, 2), rank, replica_of) for rank in (2, 0, 3, 5)] == [2, 1, 2, 1]
 
 
 def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec], replica_of: list[int]) -> Traffic:
@@ -33,10 +28,9 @@ def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec],
                 if owner != rank and replica_of[owner] == replica_of[rank]:
                     gather_sent[rank] += elements
                     gather_received[owner] += elements
-            server = server_of(chosen, rank, replica_of)
-            if server != rank:
-                axis = int(replica_of[server] != replica_of[rank])
-                sent[axis][server] += elements
+            if rank not in chosen:
+                axis = int(replica_of[chosen[0]] != replica_of[rank])
+                sent[axis][chosen[0]] += elements
                 received[axis][rank] += elements
     return Traffic(
         held=held,
@@ -57,8 +51,9 @@ def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec],
 def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int], data: st.DataObject) -> None:
     num_ranks = mesh[0] * mesh[1]
     specs, replica_of = sharded(numels, num_ranks, mesh[0]), grid(*mesh)
-    subsets = st.sets(st.integers(0, num_ranks - 1), min_size=1)
-    owners = {matrix: tuple(sorted(data.draw(subsets))) for matrix in range(len(numels))}
+    ranks = range(num_ranks)
+    chosen = st.sampled_from([*((rank,) for rank in ranks), tuple(ranks)])
+    owners = {matrix: data.draw(chosen) for matrix in range(len(numels))}
     assert count_elements(owners, specs) == _piece_by_piece(owners, specs, replica_of)
 
 
