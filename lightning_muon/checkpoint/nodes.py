@@ -55,11 +55,12 @@ def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
 def steps_left_out(optimizers: Sequence[Any]) -> int:
     """Last steps of the nodes that the weights of the last average do not have; local."""
     most = 0
-    for optimizer in filter(_is_averaging, optimizers):
-        period, steps = optimizer.config.replicator.period, optimizer.num_exchanges
-        # With overlap the average that was begun last is still to be applied.
-        is_begun = optimizer.config.replicator.overlap and steps >= period
-        most = max(most, steps % period + (period if is_begun else 0))
+    for optimizer in _training_alone(optimizers):
+        replicator, steps = optimizer.config.replicator, optimizer.num_exchanges
+        if isinstance(replicator, DiLoCo):
+            # With overlap the average that was begun last is still to be applied.
+            is_begun = replicator.overlap and steps >= replicator.period
+            most = max(most, steps % replicator.period + (replicator.period if is_begun else 0))
     return most
 
 
@@ -67,10 +68,6 @@ def _training_alone(optimizers: Sequence[Any]) -> list[FlexDeMo]:
     """Those whose nodes have been going their own ways; before the first step they have equal weights."""
     flexdemo = [each for each in optimizers if isinstance(each, FlexDeMo) and each.num_exchanges]
     return [each for each in flexdemo if isinstance(each.config.replicator, LocalSteps)]
-
-
-def _is_averaging(optimizer: Any) -> bool:
-    return isinstance(optimizer, FlexDeMo) and isinstance(optimizer.config.replicator, DiLoCo)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

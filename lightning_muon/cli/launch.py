@@ -61,7 +61,7 @@ def launch_command(words: Sequence[str]) -> None:
 
 @contextmanager
 def split_config(path: str | None) -> Generator[str | None]:
-    """Inside, ``LIGHTNING_MUON_CONFIG`` names a file with our section of ``path``; yields one for Accelerate."""
+    """Inside, ``LIGHTNING_MUON_CONFIG`` names ``path`` if it has our section; yields a file for Accelerate."""
     content = {} if path is None else read_yaml(path)
     if path is None or SECTION not in content:
         yield path
@@ -74,10 +74,9 @@ def split_config(path: str | None) -> Generator[str | None]:
     if other := os.environ.get(CONFIG_VARIABLE):
         raise ValueError(f"{path} has a section {SECTION}, and {CONFIG_VARIABLE} names {other}; use one of them")
     with tempfile.TemporaryDirectory(prefix="lightning-muon-") as directory:
-        side, rest = Path(directory, "options.yaml"), Path(directory, "accelerate.yaml")
-        side.write_text(yaml.safe_dump({SECTION: content.pop(SECTION)}), encoding="utf-8")
-        rest.write_text(yaml.safe_dump(content), encoding="utf-8")
-        os.environ[CONFIG_VARIABLE] = str(side)
+        rest = Path(directory, "accelerate.yaml")
+        rest.write_text(yaml.safe_dump({key: content[key] for key in content if key != SECTION}), encoding="utf-8")
+        os.environ[CONFIG_VARIABLE] = str(Path(path).resolve())
         try:
             yield str(rest)
         finally:

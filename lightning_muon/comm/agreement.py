@@ -103,14 +103,13 @@ class StepAgreement:
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host
-        self._ranks = _ranks(host)
         self._posted: tuple[Callable[[], Sequence[int]], Callable[[Sequence[int]], Collection[Tensor]]] | None = None
         self._asked: list[Callable[[], bool]] = []
         self.is_stale = False
 
     def is_over(self, host: AxisGroup) -> bool:
         """Whether these are the ranks that it is for; local."""
-        return _ranks(host) == self._ranks
+        return host.group is self._host.group
 
     @property
     def is_due(self) -> bool:
@@ -154,7 +153,3 @@ def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
     message = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group)
     return message.tolist()
-
-
-def _ranks(host: AxisGroup) -> tuple[int, ...]:
-    return () if host.group is None else tuple(sorted(dist.get_process_group_ranks(host.group)))

@@ -97,18 +97,13 @@ def describe_process() -> str:
     return f"{_host()} {os.getpid()} {_start(os.getpid())}"
 
 
-def is_on_this_host(description: str) -> bool:
-    """Whether a process can be looked up here; never where the system has no ``/proc``."""
-    host = description.split(" ")[0]
-    return bool(host) and host == _host()
-
-
 def is_gone(description: str) -> bool:
-    """Whether a process of this host has ended."""
-    _, pid, start = description.split(" ")
-    return _start(int(pid)) != start
+    """Whether this is a process of this host that has ended; never where the system has no ``/proc``."""
+    host, pid, start = description.split(" ")
+    return bool(host) and host == _host() and _start(int(pid)) != start
 
 
+@cache
 def _host() -> str:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

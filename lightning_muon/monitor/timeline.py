@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.passes import host_order
@@ -123,9 +124,7 @@ def record_step(optimizer: ParallelMuon) -> Recording:
             members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
             group = tuple(members[member] for member in op.group)
         spans.append(Span(replace(op, rank=rank, group=group), start + shift, end + shift))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (begun + shift, spans, matrices))
-    return _merge(everyone)
+    return _merge(gather((begun + shift, spans, matrices), None))
 
 
 def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -> Recording:
@@ -152,8 +151,7 @@ def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -
 def _clock_shift() -> float:
     """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective; every rank must call it."""
     dist.barrier()  # Ranks of several machines take its end for one moment, which is off by less than it takes.
-    moments: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(moments, (socket.gethostname(), time.monotonic()))
+    moments = gather((socket.gethostname(), time.monotonic()), None)
     here, now = moments[dist.get_rank()]
     return 0.0 if here == moments[0][0] else moments[0][1] - now
 

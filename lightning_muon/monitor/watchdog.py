@@ -27,7 +27,6 @@ from lightning_muon.monitor.processes import (
     TORCH_DISTRIBUTED,
     describe_process,
     is_gone,
-    is_on_this_host,
     signal_pipe,
     standing_place,
     waiting_place,
@@ -186,7 +185,7 @@ class Watchdog:
         self._barrier: Barrier | None = None
         self._barrier_keys: dict[str, str] = {}
         self._heard: dict[int, tuple[bytes, float, float]] = {}
-        self._neighbours: dict[int, str] | None = None
+        self._processes: list[str] = []
         self._num_waits, self._warned = 0, set[str]()
         self._main = threading.get_ident()
         self._signals = signal_pipe()
@@ -429,15 +428,12 @@ class Watchdog:
 
     def _look_for_dead_neighbours(self) -> None:
         """Tell all ranks which processes on this host are gone: only from here they can be seen."""
-        if self._neighbours is None:
-            keys = [f"process{rank}" for rank in range(self._size)]
-            if not self._store.check(keys):  # Some rank has not started its watchdog yet.
-                return
-            found = enumerate(text.decode() for text in self._store.multi_get(keys))
-            self._neighbours = {rank: process for rank, process in found if is_on_this_host(process)}
-        for rank in [rank for rank, process in self._neighbours.items() if is_gone(process)]:
-            self._store.set(f"dead{rank}", "")
-            del self._neighbours[rank]
+        keys = [f"process{rank}" for rank in range(self._size)]
+        if not self._processes and self._store.check(keys):  # All ranks have started their watchdogs.
+            self._processes = [text.decode() for text in self._store.multi_get(keys)]
+        for rank, process in enumerate(self._processes):
+            if is_gone(process):
+                self._store.set(f"dead{rank}", "")
 
     def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""

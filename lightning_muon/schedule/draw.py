@@ -54,11 +54,35 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
     Each rank is a row with two lanes, transfers above arithmetic. Of more than 16 ranks the busiest, the median and the
     idlest are shown, beside the load of all of them. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
     """
-    canvas = _Canvas(timelines, title)
-    for index, (name, timeline) in enumerate(timelines.items()):
-        canvas.draw_ranks(index, name, timeline)
-        canvas.draw_loads(index, timeline)
-    canvas.save(path)
+    rows = [rows_shown(timeline) for timeline in timelines.values()]
+    has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
+    lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
+    axis = _Axis(max(length for length in lengths if length <= _CUT * min(lengths)), 0.7 if has_loads else 0.93)
+    least = 3 * _ROW_HEIGHT if has_loads else _LEAST_PANEL
+    heights = [max(least, len(each) * _ROW_HEIGHT) + _TITLE_HEIGHT for each in rows]
+    figure = import_module("matplotlib.figure").Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained")
+    ratios = {"height_ratios": heights, **({"width_ratios": [4, 1]} if has_loads else {})}
+    panels = figure.subplots(len(heights), 2 if has_loads else 1, squeeze=False, gridspec_kw=ratios)
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    for (panel, *beside), labels, (name, timeline) in zip(panels, rows, timelines.items(), strict=True):
+        _draw_ranks(panel, labels, name, timeline, axis)
+        if panel is panels[-1][0]:
+            panel.set_xlabel("time (ms)", fontsize=8)
+        else:
+            panel.set_xticklabels([])
+        for of_loads in beside:
+            _draw_loads(of_loads, timeline)
+    patch = import_module("matplotlib.patches").Patch
+    handles = [
+        patch(color=style.color, label=f"{style.letter}[i] {style.title}".removeprefix("[i] "))
+        for style in (*_STYLES.values(), _OTHER)
+        if style in axis.used
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
+    with import_module("matplotlib").rc_context(settings):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def rows_shown(timeline: Timeline) -> dict[int, str]:
@@ -80,101 +104,62 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-class _Canvas:
-    """A figure with one panel per timeline."""
+class _Axis:
+    """The time axis that all panels have in common, and the styles of what is on it."""
 
-    def __init__(self, timelines: Mapping[str, Timeline], title: str) -> None:
-        self._patches = import_module("matplotlib.patches")
-        self._rows = [rows_shown(timeline) for timeline in timelines.values()]
-        self._has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
-        lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
-        self._end = max(length for length in lengths if length <= _CUT * min(lengths))
-        least = 3 * _ROW_HEIGHT if self._has_loads else _LEAST_PANEL
-        heights = [max(least, len(rows) * _ROW_HEIGHT) + _TITLE_HEIGHT for rows in self._rows]
-        self._figure = import_module("matplotlib.figure").Figure(
-            figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained"
-        )
-        self._panels = self._figure.subplots(
-            len(heights),
-            2 if self._has_loads else 1,
-            squeeze=False,
-            gridspec_kw={"height_ratios": heights, **({"width_ratios": [4, 1]} if self._has_loads else {})},
-        )
-        self._figure.suptitle(title, fontsize=11, fontweight="bold")
-        self._used: set[_Style] = set()
+    def __init__(self, end: float, share: float) -> None:
+        self.end = end  # Milliseconds.
+        self.points_per_ms = 72 * _WIDTH * share / end
+        self.used: set[_Style] = set()
 
-    def draw_ranks(self, index: int, name: str, timeline: Timeline) -> None:
-        """Draw the rows of a timeline in its panel."""
-        panel, rows = self._panels[index][0], self._rows[index]
-        for row, rank in enumerate(rows):
-            self._draw_rank(panel, row, timeline.spans[rank])
-        duration, hidden = _milliseconds(timeline.makespan), f"communication hidden {timeline.hidden:.1%}"
-        panel.set_title(f"{name}: {duration}, idle {timeline.idle:.1%}, {hidden}", fontsize=9, loc="left")
-        panel.set_xlim(0, self._end * 1.005)
-        panel.set_ylim(len(rows), 0)
-        panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
-        panel.tick_params(axis="y", length=0)
-        panel.tick_params(axis="x", labelsize=7)
-        for row in range(1, len(rows)):
-            panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-        if 1e3 * timeline.makespan > self._end * 1.001:
-            text = f"goes on until {_milliseconds(timeline.makespan)} $\\rightarrow$"
-            panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
-        else:
-            panel.axvline(1e3 * timeline.makespan, color="black", linewidth=0.8, linestyle=":")
-        if index == len(self._panels) - 1:
-            panel.set_xlabel("time (ms)", fontsize=8)
-        else:
-            panel.set_xticklabels([])
 
-    def _draw_rank(self, panel: Any, row: int, spans: Sequence[Span]) -> None:
-        boxes: dict[tuple[str, tuple[float, float]], list[tuple[float, float]]] = {}
-        for span in spans:
-            start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
-            if width <= 0 or start > self._end:
-                continue
-            lane = _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
-            boxes.setdefault((span.op.kind, lane), []).append((start, width))
-            self._label(panel, span, (start, width), row + lane[0] + lane[1] / 2)
-        for (kind, (top, height)), places in boxes.items():
-            style = _STYLES.get(kind, _OTHER)
-            self._used.add(style)
-            panel.broken_barh(places, (row + top, height), facecolors=style.color, edgecolors="white", linewidth=0.3)
+def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeline, axis: _Axis) -> None:
+    """Draw the rows of a timeline."""
+    for row, rank in enumerate(rows):
+        _draw_rank(panel, row, timeline.spans[rank], axis)
+    duration, hidden = _milliseconds(timeline.makespan), f"communication hidden {timeline.hidden:.1%}"
+    panel.set_title(f"{name}: {duration}, idle {timeline.idle:.1%}, {hidden}", fontsize=9, loc="left")
+    panel.set_xlim(0, axis.end * 1.005)
+    panel.set_ylim(len(rows), 0)
+    panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
+    panel.tick_params(axis="y", length=0)
+    panel.tick_params(axis="x", labelsize=7)
+    for row in range(1, len(rows)):
+        panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    if 1e3 * timeline.makespan > axis.end * 1.001:
+        text = f"goes on until {duration} $\\rightarrow$"
+        panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
+    else:
+        panel.axvline(1e3 * timeline.makespan, color="black", linewidth=0.8, linestyle=":")
 
-    def _label(self, panel: Any, span: Span, place: tuple[float, float], middle: float) -> None:
-        """Write the name of an op into its box if it fits."""
-        start, width = place
-        label = f"{_STYLES.get(span.op.kind, _OTHER).letter}[{span.op.key}]"
-        points_per_ms = 72 * _WIDTH * (0.7 if self._has_loads else 0.93) / self._end
-        if width * points_per_ms > _LETTER_WIDTH * len(label) and start + width <= self._end * 1.005:
+
+def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None:
+    """A box for each op, with its name if that fits."""
+    boxes: dict[tuple[_Style, tuple[float, float]], list[tuple[float, float]]] = {}
+    for span in spans:
+        start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
+        if width <= 0 or start > axis.end:
+            continue
+        style, lane = _STYLES.get(span.op.kind, _OTHER), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
+        boxes.setdefault((style, lane), []).append((start, width))
+        label, middle = f"{style.letter}[{span.op.key}]", row + lane[0] + lane[1] / 2
+        if width * axis.points_per_ms > _LETTER_WIDTH * len(label) and start + width <= axis.end * 1.005:
             panel.text(start + width / 2, middle, label, fontsize=6, ha="center", va="center")
+    for (style, (top, height)), places in boxes.items():
+        axis.used.add(style)
+        panel.broken_barh(places, (row + top, height), facecolors=style.color, edgecolors="white", linewidth=0.3)
 
-    def draw_loads(self, index: int, timeline: Timeline) -> None:
-        """Draw the load of all ranks, largest first, beside the timeline, if some are not in it."""
-        if not self._has_loads:
-            return
-        panel = self._panels[index][1]
-        loads = [each.compute_seconds for each in timeline.ranks.values()]
-        mean = sum(loads) / len(loads) or 1.0
-        values = [load / mean for load in sorted(loads, reverse=True)]
-        panel.stairs(values, baseline=0, fill=True, color=_STYLES[OpKind.NEWTON_SCHULZ].color)
-        panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
-        panel.set_title("load / mean, all ranks", fontsize=8, loc="left")
-        panel.set_ylim(0, 1.1 * max(1.0, *values))
-        panel.set_xlim(0, len(values))
-        panel.tick_params(labelsize=7)
-        panel.spines[["top", "right"]].set_visible(False)
 
-    def save(self, path: Path) -> None:
-        """Add the legend and write the file."""
-        handles = [
-            self._patches.Patch(color=style.color, label=f"{style.letter}[i] {style.title}".removeprefix("[i] "))
-            for style in (*_STYLES.values(), _OTHER)
-            if style in self._used
-        ]
-        self._figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-        # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
-        settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
-        with import_module("matplotlib").rc_context(settings):
-            self._figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+def _draw_loads(panel: Any, timeline: Timeline) -> None:
+    """Draw the load of all ranks, largest first."""
+    loads = [each.compute_seconds for each in timeline.ranks.values()]
+    mean = sum(loads) / len(loads) or 1.0
+    values = [load / mean for load in sorted(loads, reverse=True)]
+    panel.stairs(values, baseline=0, fill=True, color=_STYLES[OpKind.NEWTON_SCHULZ].color)
+    panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    panel.set_title("load / mean, all ranks", fontsize=8, loc="left")
+    panel.set_ylim(0, 1.1 * max(1.0, *values))
+    panel.set_xlim(0, len(values))
+    panel.tick_params(labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -33,9 +33,7 @@ class ParameterShape:
     def __post_init__(self) -> None:
         where = f"parameter {self.name!r} {self.shape}"
         if self.kind not in _KINDS:
-            raise ValueError(
-                f"{where}: kind must be one of {_KINDS}, got {self.kind!r}{_nearest(str(self.kind), _KINDS)}"
-            )
+            raise ValueError(f"{where}: kind must be one of {_KINDS}, got {self.kind!r}{_nearest(self.kind, _KINDS)}")
         if any(type(size) is not int or size < 0 for size in (*self.shape, *self.splits)):
             raise ValueError(f"{where}: sizes must be integers >= 0, splits are {self.splits}")
         smallest = {"matrix": 2, "convolution": 2, "stack": 3, "elementwise": 0}[self.kind]
@@ -141,6 +139,6 @@ def _checked(content: object, allowed: Sequence[str], what: str, *, required: Se
     return found
 
 
-def _nearest(wrong: str, right: Iterable[str]) -> str:
-    found = nearest(wrong, list(right))
+def _nearest(wrong: object, right: Iterable[str]) -> str:
+    found = nearest(str(wrong), list(right))
     return "" if found is None else f" (did you mean {found!r}?)"
