@@ -281,13 +281,13 @@ def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
             each["direction"],
             each["axis"],
             each["most"] / _MIB,
-            *(each[key] / len(outcome.plan.flops) / _MIB for key in ("total", "floor")),
+            each["total"] / len(outcome.plan.flops) / _MIB,
         )
         for outcome in outcomes
         for each in outcome.numbers["bytes"]
     ]
-    sizes = dict.fromkeys(("busiest MiB", "mean MiB", "floor MiB"), ",.1f")
-    return table({"strategy": "", "direction": "", "axis": "", **sizes}, rows) if rows else "Nothing travels."
+    columns = {"strategy": "", "direction": "", "axis": "", "busiest MiB": ",.1f", "mean MiB": ",.1f"}
+    return table(columns, rows) if rows else "Nothing travels."
 
 
 def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:

@@ -34,7 +34,7 @@ from lightning_muon.schedule.program import Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, step_program
-from lightning_muon.schedule.traffic import MatrixSpec, count_elements, traffic_floor
+from lightning_muon.schedule.traffic import MatrixSpec, count_elements
 from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"
@@ -139,9 +139,7 @@ class _Ranks:
             strategy=assignment,
             ranks=self._listed(assignment),
         )
-        # A single owner could do with less than the redundant strategy sends.
-        reference = self._planned("lpt")[0] if assignment == "redundant" else plan
-        return plan, {**self._plan_numbers(plan), "bytes": self._moved(plan, reference), "note": note}
+        return plan, {**self._plan_numbers(plan), "bytes": self._moved(plan), "note": note}
 
     def _listed(self, assignment: Assignment) -> Sequence[int]:
         """The ranks whose ops are made: where all of many ranks do the same, the first one."""
@@ -214,22 +212,20 @@ class _Ranks:
             "owners": "all ranks" if is_redundant else [owner for (owner,) in plan.owners],
         }
 
-    def _moved(self, plan: MuonPlan, reference: MuonPlan) -> list[dict[str, Any]]:
+    def _moved(self, plan: MuonPlan) -> list[dict[str, Any]]:
         """Bytes in each direction over each axis that carries any; ``most`` is of the busiest rank."""
         moved = count_elements(dict(enumerate(plan.owners)), self.specs)
-        within, between = traffic_floor(reference.owners, self.specs)
         return [
             {
                 "direction": direction,
                 "axis": axis,
                 "most": max(*sent, *received) * self._itemsize,
                 "total": sum(received) * self._itemsize,
-                "floor": floor * self._itemsize,
             }
-            for direction, axis, sent, received, floor in (
-                ("gather", "within a replica", moved.gather_sent, moved.gather_received, within),
-                ("scatter", "within a replica", moved.scatter_sent[0], moved.scatter_received[0], within),
-                ("scatter", "between replicas", moved.scatter_sent[1], moved.scatter_received[1], between),
+            for direction, axis, sent, received in (
+                ("gather", "within a replica", moved.gather_sent, moved.gather_received),
+                ("scatter", "within a replica", moved.scatter_sent[0], moved.scatter_received[0]),
+                ("scatter", "between replicas", moved.scatter_sent[1], moved.scatter_received[1]),
             )
             if any(received)
         ]

@@ -31,9 +31,8 @@ class TimelineRecorder:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._changed = threading.Condition()
-        self._ops: list[Op] = []
-        self._starts: list[Any] = []
-        self._ends: dict[str, Any] = {}
+        self._starts: dict[Op, Any] = {}
+        self._ends: dict[Op, Any] = {}
         if self._is_cuda:
             torch.cuda.synchronize()
             self._origin = (time.monotonic(), self._now())
@@ -41,31 +40,25 @@ class TimelineRecorder:
 
     def started(self, op: Op) -> None:
         """As :class:`~lightning_muon.optim.executor.Recorder` says."""
-        now = self._now()
-        with self._changed:
-            self._ops.append(op)
-            self._starts.append(now)
+        self._starts[op] = self._now()
 
     def ended(self, op: Op) -> None:
         """As :class:`~lightning_muon.optim.executor.Recorder` says."""
         now = self._now()
         with self._changed:
-            self._ends[op.name] = now
+            self._ends[op] = now
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
         """What was recorded, in order of issue, in seconds of the host's clock; waits until all ops have ended."""
         with self._changed:
             # A rank that waited for a communication goes on a moment before the backend's thread says that it ended.
-            if not self._changed.wait_for(lambda: len(self._ends) == len(self._ops), _LATEST_END_SECONDS):
-                missing = [op.name for op in self._ops if op.name not in self._ends]
+            if not self._changed.wait_for(lambda: len(self._ends) == len(self._starts), _LATEST_END_SECONDS):
+                missing = [op.name for op in self._starts if op not in self._ends]
                 raise RuntimeError(f"{missing[:4]} had not ended {_LATEST_END_SECONDS} s after the step")
             if self._is_cuda:
                 torch.cuda.synchronize()
-            return [
-                Span(op, self._seconds(start), self._seconds(self._ends[op.name]))
-                for op, start in zip(self._ops, self._starts, strict=True)
-            ]
+            return [Span(op, self._seconds(at), self._seconds(self._ends[op])) for op, at in self._starts.items()]
 
     def _now(self) -> Any:
         if not self._is_cuda:

@@ -77,42 +77,33 @@ def _with_branches(
         if op.key in early and op.kind in _EARLY_OF:
             deps = (f"{OpKind.EARLY_MOMENTUM}[{op.key}]",) if op.kind == OpKind.GATHER else ()
             backward.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
-    steps = [op for op in added.first if op.phase == IN_STEP]
-    needed, after = list(added.needed), dict(added.after)
-
-    def place(op: Op) -> None:
-        """Put an op behind what it needs and what is listed before that, and in front of what follows it."""
-        num_needed = max((number for number, (_, names) in enumerate(needed, 1) if op.name in names), default=0)
-        steps.extend(each for each, _ in needed[:num_needed])
-        del needed[:num_needed]
-        steps.append(op)
-        # Ops that only run without a deferred check have a copy behind it.
-        steps.extend(() if Condition.DEFERRED in op.unless else after.pop(op.name, ()))
-
-    def place_check() -> None:
-        steps.append(Op(kind=OpKind.CHECK, key="", rank=issued[0].rank, when=(Condition.DEFERRED,)))
-        for op in issued:
-            if op.kind == OpKind.ADAMW and is_late:
-                place(op)
-            elif op.kind == OpKind.ADAMW:
-                steps.append(replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)))
-
-    is_checked = False
+    ordered: list[Op] = []
     for op in issued:
-        if op.kind == OpKind.UPDATE and not is_checked:
-            place_check()
-            is_checked = True
-        if op.kind == OpKind.ADAMW and not is_late:
-            place(replace(op, unless=(Condition.DEFERRED,)))
-        elif op.kind != OpKind.ADAMW:
+        if op.kind != OpKind.ADAMW:
             op = replace(op, when=(Condition.GRADIENTS,))
             if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
                 op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
             elif op.key in early and op.kind in _EARLY_OF:
                 op = replace(op, unless=(Condition.VALID,))
-            place(op)
-    if issued and not is_checked:
-        place_check()
+            ordered.append(op)
+        elif not is_late:
+            ordered.append(replace(op, unless=(Condition.DEFERRED,)))
+    adamw = [op for op in issued if op.kind == OpKind.ADAMW]
+    if not is_late:
+        adamw = [replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)) for op in adamw]
+    check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in issued[:1]]
+    first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
+
+    steps = [op for op in added.first if op.phase == IN_STEP]
+    needed, after = list(added.needed), dict(added.after)
+    for op in (*ordered[:first], *check, *adamw, *ordered[first:]):
+        # Behind what it needs and what is listed before that, and in front of what follows it.
+        num_needed = max((number for number, (_, names) in enumerate(needed, 1) if op.name in names), default=0)
+        steps += [each for each, _ in needed[:num_needed]]
+        del needed[:num_needed]
+        steps.append(op)
+        # Ops that only run without a deferred check have a copy behind it.
+        steps += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
     for op, names in needed:
         raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")
     for name in after:

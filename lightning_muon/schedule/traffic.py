@@ -1,4 +1,4 @@
-"""How matrices lie on ranks, how many elements each sends and receives for given owners, and the fewest that could do.
+"""How matrices lie on ranks, and how many elements each sends and receives for given owners.
 
 The gather: an owner takes pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
 every rank that is no owner gets its piece of the update from the only one. A rank's own piece never travels.
@@ -102,14 +102,3 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
         scatter_sent=(sent_within, sent_between),
         scatter_received=(received_within, received_between),
     )
-
-
-def traffic_floor(owners: Sequence[Owners], specs: Sequence[MatrixSpec]) -> tuple[int, int]:
-    """Fewest elements, within and between replicas, with which first owners can compute matrices and tell others."""
-    within, between = 0, 0
-    for spec, (first, *_) in zip(specs, owners, strict=True):
-        replicas = spec.shards.by_replica
-        is_there = spec.shards.replica_of[first] in replicas
-        within += is_there * spec.numel - spec.shards.held[first]
-        between += (len(replicas) - is_there) * spec.numel
-    return within, between
