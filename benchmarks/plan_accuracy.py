@@ -13,8 +13,7 @@ import argparse
 from dataclasses import replace
 from statistics import median
 
-from lightning_muon.monitor.calibrate import Comparison, compare
-from lightning_muon.monitor.ranks import run_on_ranks
+from lightning_muon.monitor.calibrate import Comparison, compare, run_on_ranks
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 STRATEGIES = {

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
-from lightning_muon.monitor.calibrate import compare
-from lightning_muon.monitor.ranks import run_on_ranks
+from lightning_muon.monitor.calibrate import compare, run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines
 

@@ -103,18 +103,14 @@ class StepAgreement:
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host
+        self._ranks = _ranks(host)
         self._posted: tuple[Callable[[], Sequence[int]], Callable[[Sequence[int]], Collection[Tensor]]] | None = None
         self._asked: list[Callable[[], bool]] = []
         self.is_stale = False
 
     def is_over(self, host: AxisGroup) -> bool:
         """Whether these are the ranks that it is for; local."""
-        return host.group is self._host.group
-
-    @property
-    def is_due(self) -> bool:
-        """Whether something waits for the next message; the same on all ranks."""
-        return self._posted is not None
+        return _ranks(host) == self._ranks
 
     def post(self, numbers: Callable[[], Sequence[int]], settle: Callable[[Sequence[int]], Collection[Tensor]]) -> None:
         """Let int32 ``numbers``, equally many on all ranks, travel with the next message; local, alike on all ranks.
@@ -153,3 +149,7 @@ def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
     message = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group)
     return message.tolist()
+
+
+def _ranks(host: AxisGroup) -> tuple[int, ...]:
+    return () if host.group is None else tuple(sorted(dist.get_process_group_ranks(host.group)))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from operator import attrgetter
+from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
@@ -20,9 +26,9 @@ from torch.distributed.tensor import Replicate, Shard, empty
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.compat.torch import let_gloo_finish_at_exit
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import newton_schulz_flops
-from lightning_muon.monitor.ranks import run_on_ranks, this_device
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
@@ -31,6 +37,56 @@ from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, Timeline
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:
+    """Call ``function(*args)`` on ``num_ranks`` ranks of a default process group, and return what rank 0 returns.
+
+    Inside a process group, or under a launcher that sets ``RANK`` and ``WORLD_SIZE`` (torchrun), every rank must call
+    it with the same arguments; the group must have ``num_ranks`` ranks, and each rank gets its own result. Otherwise
+    gloo processes are started on this machine, and share its cores; then everything must be picklable.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not dist.is_initialized() and not is_launched:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_run_spawned, args=(num_ranks, folder, function, args), nprocs=num_ranks)
+            return pickle.loads(Path(folder, "result").read_bytes())
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if size != num_ranks:
+        raise ValueError(f"there is a process group of {size} ranks, but {num_ranks} were asked for; ask for {size}")
+    if dist.is_initialized():
+        return function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def this_device() -> torch.device:
+    """CUDA device of this rank if the default process group talks over NCCL, else the CPU."""
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _run_spawned(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    let_gloo_finish_at_exit()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
+    )
+    result = function(*args)
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
 
 
 def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any) -> ParallelMuon:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lightning_muon.comm.agreement import gather
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.passes import host_order
-from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program, without_absent
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program, without_absent
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 _LATEST_END_SECONDS = 30.0
@@ -88,6 +87,21 @@ class Recording:
 def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timeline:
     """The timeline of the recorded program from a cost model. A CPU starts no transfer while it computes."""
     return simulate(host_order(recording.program) if device_type == "cpu" else recording.program, cost)
+
+
+def host_order(program: Program) -> Program:
+    """Make each transfer wait for the compute op before it: on a CPU a host that computes starts nothing."""
+    ordered: Program = {}
+    for rank, ops in program.items():
+        last: str | None = None
+        ordered[rank] = []
+        for op in ops:
+            if op.lane == COMPUTE:
+                last = op.name
+            elif last is not None and last not in op.deps:
+                op = replace(op, deps=(*op.deps, last))
+            ordered[rank].append(op)
+    return ordered
 
 
 def record_step(optimizer: ParallelMuon) -> Recording:

@@ -157,7 +157,6 @@ class Watchdog:
         self._message = ""
         self._has_failed = False
         self._has_left = False
-        self._main = threading.main_thread().ident or 0
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
 
     def start(self) -> None:

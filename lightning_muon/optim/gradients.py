@@ -96,7 +96,7 @@ def agree_on_gradients(
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale, backward_has_failed, may_lack_gradients)
-    if step is not None and step.is_due and not any(step.is_over(members.host) for members in plan.meshes):
+    if step is not None and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
     sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
     expected, layout.agreed = layout.agreed, None

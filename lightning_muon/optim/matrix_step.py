@@ -21,8 +21,8 @@ from lightning_muon.optim.step_plan import MatrixJob, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.schedule import program
-from lightning_muon.schedule.passes import scatter_buffers_for
 from lightning_muon.schedule.program import Condition, Op, OpKind
+from lightning_muon.schedule.step import scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -21,15 +21,13 @@ from tests.support.programs import program_environment
 _VARIABLE = "LIGHTNING_MUON_CONFIG"
 _BOTH = """
 compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-mixed_precision: 'no'
+distributed_type: MULTI_CPU
+use_cpu: true
 num_machines: 1
 num_processes: 2
 main_process_port: 0
-fsdp_config: {fsdp_version: 2}
-parallelism_config: {parallelism_config_dp_replicate_size: 1, parallelism_config_dp_shard_size: 2}
 lightning_muon:
-  clip_groups: elementwise
+  shard_size: 2
   optimizer: {momentum: 0.8}
 """
 
@@ -46,7 +44,7 @@ def test_a_file_is_split_for_as_long_as_it_is_needed(both: Path) -> None:
     with split_config(str(both)) as rest:
         assert rest is not None
         side = os.environ[_VARIABLE]
-        assert Options.from_file(side) == Options(clip_groups="elementwise", optimizer=MuonConfig(momentum=0.8))
+        assert Options.from_file(side) == Options(shard_size=2, optimizer=MuonConfig(momentum=0.8))
         content = yaml.safe_load(_BOTH)
         del content["lightning_muon"]
         assert yaml.safe_load(Path(rest).read_text()) == content
@@ -55,15 +53,15 @@ def test_a_file_is_split_for_as_long_as_it_is_needed(both: Path) -> None:
 
 
 def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
-    for line in ("num_proceses: 2\n", "use_cpu: true\nmixed_precision: bf61\n"):
-        both.write_text(_BOTH.replace("mixed_precision: 'no'\n", "") + line)
+    for line in ("num_proceses: 2\n", "mixed_precision: bf61\n"):
+        both.write_text(_BOTH + line)
         with pytest.raises(SystemExit, match=r"num_proceses|bf61") as ended:
             launch_command(["--config_file", str(both), "script.py"])
         assert str(both) in str(ended.value) and "accelerate.yaml" not in str(ended.value)
 
 
 def test_a_wrong_mesh_is_told_before_processes_start(both: Path) -> None:
-    both.write_text(_CPU.replace("shard_size: 2", "shard_size: 3"))
+    both.write_text(_BOTH.replace("shard_size: 2", "shard_size: 3"))
     for words in ([], ["--num_processes", "4"]):
         with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
             launch_command(["--config_file", str(both), *words, "script.py"])
@@ -84,17 +82,6 @@ def test_our_runner_starts_the_script() -> None:
         run_by_us(Namespace(no_python=True, module=False, training_script="a.sh", training_script_args=[]))
 
 
-_CPU = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_CPU
-use_cpu: true
-num_machines: 1
-num_processes: 2
-main_process_port: 0
-lightning_muon:
-  shard_size: 2
-  optimizer: {momentum: 0.8}
-"""
 _SCRIPT = """
 import torch
 from accelerate import Accelerator
@@ -116,7 +103,6 @@ open(f"{accelerator.process_index}.done", "w").close()
 
 @pytest.mark.slow
 def test_an_unchanged_script_is_trained_by_us(both: Path, tmp_path: Path) -> None:
-    both.write_text(_CPU)
     (tmp_path / "script.py").write_text(_SCRIPT)
     kept = {key: value for key, value in program_environment().items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     command = [sys.executable, "-m", "lightning_muon.cli.main", "launch", "--config_file", str(both), "script.py"]

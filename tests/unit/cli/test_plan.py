@@ -1,8 +1,9 @@
-"""``lightning-muon plan``, run through the command."""
+"""``lightning-muon plan`` and ``trace``, run through the command."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_muon.cli.main import main
+from lightning_muon.cli.plan import WIDTH
+from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import read_shapes
 
 
@@ -87,6 +90,61 @@ def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str]
     assert "T5-small on 1 x 2 = 2 ranks (replicate x shard)" in capsys.readouterr().out
     assert all(picture.stat().st_size > 1000 for picture in pictures)
     assert read_shapes(shapes) == read_shapes("t5-small")
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Any:
+    def text(name: str, replicate: int, shard: int, *words: str) -> str:
+        main(["plan", "--shapes", name, "--replicate-size", str(replicate), "--shard-size", str(shard), *words])
+        return capsys.readouterr().out
+
+    return text
+
+
+def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> None:
+    text, many = shown("10b", 1, 8), shown("t5-base", 2, 128)
+    for plan in (text, many, shown("t5-base", 1, 1)):
+        for title in ("Parameters", "Owners (lpt+pipeline)", "Bytes on the wire", "Predicted"):
+            assert title in plan
+        assert max(map(len, plan.splitlines())) <= WIDTH
+        assert plan.isascii()
+    # Names are whole, and nothing is frozen.
+    names = shown("t5-small", 1, 8).partition("Owners")[0]
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight " in names and "frozen" not in names
+    assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text and "machine reference: 150 TFLOP/s" in text
+    assert "that own nothing" not in text
+    # The dearest matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
+    assert "without the working memory of Newton-Schulz, 576 MiB for the dearest matrix in 16 bits." in text
+    assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
+
+
+def test_what_auto_comes_to_is_said_of_the_machine(shown: Any) -> None:
+    def said(bandwidth: str, replicate: int) -> list[str]:
+        text = " ".join(shown("t5-base", replicate, 8, "--bandwidth", bandwidth).split())
+        return re.findall(r"overlap=auto on this machine, ([^:]*): (gathers start [a-z ]*);", text)
+
+    in_step, early = "gathers start in the step", "gathers start during backward"
+    assert said("1e12", 1) == [("lpt+pipeline", in_step)]
+    assert said("1e8", 2) == [("lpt+pipeline", early), ("lpt+pipeline, owner grid", early)]
+
+
+def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
+    few = shown("t5-small", 1, 4).partition("Owners (lpt+pipeline)")[2].splitlines()
+    rows = [line.split() for line in few[3:7]]
+    assert [row[:2] for row in rows] == [["rank", str(rank)] for rank in range(4)]
+    assert sum(int(row[2]) for row in rows) == 96
+    many = shown("t5-small", 1, 128)
+    assert "busiest rank" in many and "idlest rank" in many
+    assert "Ranks that own nothing: divide fused weights (--fused" in many
+
+
+def test_the_ways_of_zero2_name_what_leaves_a_node(shown: Any) -> None:
+    words = ("--node-ranks", "2", "--machine", "h100")
+    direct, hierarchical = json.loads(shown("t5-small", 1, 4, *words, "--json"))["zero2"]
+    assert (direct["grid"], hierarchical["grid"]) == ([], [[0, 1], [2, 3]])
+    assert direct["node_bytes"] == 2 * hierarchical["node_bytes"]
+    assert "hierarchical *" in shown("t5-small", 1, 4, *words)
+    assert "zero2" not in shown("t5-small", 2, 4, "--node-ranks", "4"), "on one node there is nothing to choose"
 
 
 @pytest.fixture
@@ -196,3 +254,52 @@ def test_a_mistake_is_explained(
     monkeypatch.chdir(tmp_path)
     Path("wrong.json").write_text('{"flops_per_secnd": 1}')
     assert message in _error(capsys, *arguments)
+
+
+def test_steps_of_a_config_are_recorded_drawn_and_predicted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    config: Callable[..., tuple[str, str]],
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.delenv("RANK", raising=False)
+    path = config(_strategy("optimizer: {chunk_bytes: 64}"), "devices: 2")
+    out = tmp_path / "out"
+    main(["trace", *path, "--steps", "2", "--out", str(out)])
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    recorded = {event["name"].partition("[")[0] for event in events if event["ph"] == "X"}
+    assert recorded == {"momentum", "gather", "newton_schulz", "scatter", "update", "adamw"}
+    owned = [event["args"]["matrices"] for event in events if event["name"].startswith("newton_schulz")]
+    assert sorted(name for names in owned for name in names) == ["layers.0.weight", "layers.1.weight"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["tid"] for event in events if event["name"].startswith(("gather", "update"))} == {0, 1}
+    assert (out / "timeline.png").stat().st_size > 10_000
+    picture = (out / "timeline.svg").read_text()
+    assert "measured" in picture and "predicted" in picture and "Net (config.yaml) on 1 x 2 ranks" in picture
+    assert CostModel.from_dict(json.loads((out / "cost.json").read_text())).flops_per_second > 0
+    report = capsys.readouterr().out
+    assert "measured" in report and "predicted" in report and "of measured" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard-size", "0"], "--shard-size: must be at least 1, got 0"),
+        ([], "t5-small does not say how many ranks there are; add --shard-size"),
+        (["--shard-size", "2", "--shapes", "lama3-8b"], "did you mean 'llama3-8b'"),
+        (["--shard", "2", "--replicate", "1", "--shapes", "deepseek-v3"], "GiB, and this machine has"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_at_once(
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "--shapes", "t5-small", "--out", str(tmp_path / "out"), *words])
+    assert message in f"{ended.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "out").exists()

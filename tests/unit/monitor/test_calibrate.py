@@ -1,7 +1,8 @@
-"""Measured cost models, measured steps beside predicted ones, and functions that run on several ranks."""
+"""Recorded steps, measured cost models, predictions of the same steps, and functions that run on several ranks."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from lightning_muon import ParallelMuon
+from lightning_muon.monitor import timeline
 from lightning_muon.monitor.calibrate import (
     Comparison,
     calibrate,
@@ -17,14 +21,17 @@ from lightning_muon.monitor.calibrate import (
     fit_compute,
     fit_line,
     fit_steps,
+    make_optimizer,
+    run_on_ranks,
     sample_matrices,
+    this_device,
 )
-from lightning_muon.monitor.ranks import run_on_ranks, this_device
-from lightning_muon.monitor.timeline import Recording
+from lightning_muon.monitor.timeline import Recording, TimelineRecorder, record_step
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.simulate import Span, simulate
+from lightning_muon.schedule.validate import validate
 from tests.support.processes import ProcessPool
 
 
@@ -93,14 +100,21 @@ def test_the_sample_has_the_mix_of_the_model_for_every_rank(counts: Any, num_ran
     assert Counter(parameter.shape for parameter in model.parameters) == expected
 
 
+MODEL = ModelShapes(
+    name="mixed",
+    source="",
+    parameters=(
+        ParameterShape(name="a", shape=(5, 3), kind="matrix"),
+        ParameterShape(name="qkv", shape=(6, 2), kind="matrix", splits=(2, 2, 2)),
+        ParameterShape(name="experts", shape=(3, 4, 2), kind="stack", shard_dim=1),
+        ParameterShape(name="norm", shape=(3,), kind="elementwise"),
+        ParameterShape(name="frozen", shape=(9, 9), kind="matrix", frozen=True),
+    ),
+)
+
+
 def _calibrated(num_ranks: int, num_replicas: int) -> dict[str, object]:
-    shapes = [(64, 64)] * 6 + [(32, 96)] * 2
-    model = ModelShapes(
-        name="m",
-        source="",
-        parameters=tuple(ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes)),
-    )
-    return asdict(calibrate(model, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32"))
+    return asdict(calibrate(MODEL, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32"))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas", "num_links"), [(1, 1, 1), (2, 1, 1), (4, 2, 2)])
@@ -115,19 +129,6 @@ def test_all_ranks_measure_the_same_machine(
     assert 1e7 < machine.flops_per_second < 1e14
     assert machine.memory_bytes_per_second > 1e6 and min(machine.bandwidth) > 1e6
     assert 0 <= machine.op_seconds < 1 and max(machine.latency_seconds) < 1
-
-
-MODEL = ModelShapes(
-    name="mixed",
-    source="",
-    parameters=(
-        ParameterShape(name="a", shape=(5, 3), kind="matrix"),
-        ParameterShape(name="qkv", shape=(6, 2), kind="matrix", splits=(2, 2, 2)),
-        ParameterShape(name="experts", shape=(3, 4, 2), kind="stack", shard_dim=1),
-        ParameterShape(name="norm", shape=(3,), kind="elementwise"),
-        ParameterShape(name="frozen", shape=(9, 9), kind="matrix", frozen=True),
-    ),
-)
 
 
 def _compare() -> list[Comparison]:
@@ -174,3 +175,61 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.
         run_on_ranks(rank_sum, 20, num_ranks=2)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         run_on_ranks(rank_sum, 20, num_ranks=0)
+
+
+def _record(num_replicas: int, overlap: str, dedupe: str) -> Recording:
+    optimizer = make_optimizer(MODEL, num_replicas=num_replicas, overlap=overlap, dedupe=dedupe, chunk_bytes=50)
+    optimizer.step()
+    return record_step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_replicas", "overlap", "dedupe"),
+    [(1, 1, "step", "auto"), (3, 1, "step", "auto"), (4, 1, "off", "auto"), (4, 2, "step", "never")],
+)
+def test_every_op_is_recorded_after_what_it_depends_on(
+    gloo: ProcessPool, world_size: int, num_replicas: int, overlap: str, dedupe: str
+) -> None:
+    recordings = gloo.run(_record, num_replicas, overlap, dedupe, world_size=world_size)
+    assert len({repr(each.timeline) for each in recordings}) == 1, "every rank has all of it"
+    recording = recordings[0]
+    validate(recording.program)
+    assert sorted(recording.program) == list(range(world_size))
+    owned = [
+        name for named in recording.matrices.values() for op, names in named.items() if "newton" in op for name in names
+    ]
+    assert "a" in owned and len(set(owned)) == 7 and len(owned) == 7 * num_replicas
+    starts: dict[tuple[str, tuple[int, ...]], set[float]] = {}
+    for rank, spans in recording.timeline.spans.items():
+        ends = {span.op.name: span.end for span in spans}
+        assert {span.op.rank for span in spans} == {rank}
+        assert sum(span.op.kind == OpKind.ADAMW for span in spans) == 1
+        assert len(ends) == len(spans)
+        for op, start, end in spans:
+            assert 0 <= start <= end <= recording.timeline.makespan
+            # A communication ends in a thread that may say so later than its waiter goes on: see below.
+            assert op.lane == TRANSFER or all(ends[name] <= end + 0.05 for name in op.deps)
+            if op.group and start < end:
+                starts.setdefault((op.name, op.group), set()).add(start)
+    assert all(len(times) == 1 for times in starts.values()), "a communication begins at once on all its ranks"
+    if num_replicas == 2:  # Ranks of the world, not of the exchange group.
+        assert {group for _, group in starts} == {(0, 1), (2, 3)}
+
+
+def test_spans_wait_for_an_op_that_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = TimelineRecorder(torch.device("cpu"))
+    op = Op(kind="gather", key="3", rank=0, lane=TRANSFER)
+    recorder.started(op)
+    with monkeypatch.context() as patched:
+        patched.setattr(timeline, "_LATEST_END_SECONDS", 0.01)
+        with pytest.raises(RuntimeError, match=r"gather\[3\]"):
+            recorder.spans()
+    threading.Timer(0.05, recorder.ended, [op]).start()
+    (span,) = recorder.spans()
+    assert span.op is op and span.end - span.start >= 0.05
+
+
+def test_an_optimizer_without_a_plan_cannot_be_recorded() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="take one step before"):
+        record_step(ParallelMuon([nn.Parameter(torch.zeros(2, 2))]))

@@ -19,10 +19,9 @@ from lightning_muon.schedule.estimates import (
     sharing_pays,
 )
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import IN_STEP, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import step_program
+from lightning_muon.schedule.step import prefetch, step_program
 from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
 

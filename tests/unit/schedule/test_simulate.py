@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.passes import prefetch
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Program
 from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
-from tests.unit.schedule.programs import UNIT, collective, compute, programs
-from tests.unit.schedule.specs import plan_of, sharded
+from lightning_muon.schedule.step import prefetch
+from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, programs, sharded
 
 
 def test_a_serial_rank_takes_the_sum() -> None:

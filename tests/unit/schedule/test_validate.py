@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_muon.monitor.timeline import host_order
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.passes import host_order, prefetch
 from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.step import prefetch
 from lightning_muon.schedule.validate import check_step, validate
-from tests.unit.schedule.programs import collective, compute
-from tests.unit.schedule.specs import plan_of, plans, sharded, with_adamw
+from tests.unit.schedule.specs import collective, compute, plan_of, plans, sharded, with_adamw
 
 
 @settings(deadline=None)
