@@ -29,9 +29,10 @@ def require_equal(lines: Sequence[tuple[str, str]], ranks: AxisGroup | None, wha
     for rank, other in enumerate(others, start=1):
         for line, its_line in zip_longest(first, other):
             if line != its_line:
+                ours, its = ("nothing more" if each is None else f"{each[0]!r} {each[1]}" for each in (line, its_line))
                 raise RuntimeError(
-                    f"{what} differs between ranks: rank 0 of the group has {_format(line)}, rank {rank} has "
-                    f"{_format(its_line)}. Build it identically on every rank."
+                    f"{what} differs between ranks: rank 0 of the group has {ours}, rank {rank} has {its}. Build it "
+                    "identically on every rank."
                 )
 
 
@@ -92,10 +93,6 @@ def together(
 def on_first_rank(action: Callable[[], Any]) -> None:
     """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
     together(action if dist.get_rank() == 0 else lambda: None)
-
-
-def _format(line: tuple[str, str] | None) -> str:
-    return "nothing more" if line is None else f"{line[0]!r} {line[1]}"
 
 
 class StepAgreement:

@@ -60,18 +60,13 @@ class CostModel:
         by_axis = op.axis_bytes or (op.bytes,)
         if not any(by_axis):
             return self.latency_seconds[0] if len(op.group) > 1 else 0.0
+        slowest = len(self.latency_seconds) - 1
+        waits = [self.latency_seconds[min(axis, slowest)] if size else 0.0 for axis, size in enumerate(by_axis)]
         last = min(len(self.bandwidth), len(by_axis)) - 1
-        own_link = [(range(axis, axis + 1), by_axis[axis]) for axis in range(last)]
         # What is sent at the same time as something is received counts once, which the sum over all axes may not know.
         shared = sum(by_axis[last:]) if last else op.bytes or sum(by_axis)
-        return max(
-            max(self._latency(axis) for axis in axes if by_axis[axis]) + size / self.bandwidth[link]
-            for link, (axes, size) in enumerate([*own_link, (range(last, len(by_axis)), shared)])
-            if size
-        )
-
-    def _latency(self, axis: int) -> float:
-        return self.latency_seconds[min(axis, len(self.latency_seconds) - 1)]
+        links = zip((*waits[:last], max(waits[last:])), (*by_axis[:last], shared), self.bandwidth, strict=False)
+        return max(wait + size / bandwidth for wait, size, bandwidth in links if size)
 
 
 PRESETS: dict[str, CostModel] = {

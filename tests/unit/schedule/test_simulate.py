@@ -1,17 +1,23 @@
-"""Timelines, against closed forms and lower bounds."""
+"""Timelines, against closed forms and lower bounds; broken programs, which are refused by name of the op."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_muon.monitor.timeline import host_order
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Program
+from lightning_muon.schedule.muon import MuonPlan
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
 from lightning_muon.schedule.step import prefetch
-from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, programs, sharded
+from lightning_muon.schedule.validate import check_step, validate
+from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, plans, programs, sharded, with_adamw
 
 
 def test_a_serial_rank_takes_the_sum() -> None:
@@ -124,3 +130,124 @@ def test_equal_ranks_are_simulated_once(num_matrices: int) -> None:
     assert all(set(op.group) <= set(merged) for ops in merged.values() for op in ops)
     full, small = simulate(program, PRESETS["reference"]), simulate(merged, PRESETS["reference"])
     assert {rank: small.ranks[first] for rank, first in like.items()} == full.ranks
+
+
+@settings(deadline=None)
+@given(plans(), st.integers(0, 4))
+def test_every_plan_and_every_order_of_it_is_a_step(plan: MuonPlan, look_ahead: int) -> None:
+    check_step(plan.program, [plan])
+    issued = prefetch(with_adamw(plan.program), look_ahead)
+    for program in (issued, host_order(issued)):
+        check_step(program, [plan])
+
+
+def _in(kind: str, rank: int, *group: int) -> Op:
+    return collective(kind, 1, rank=rank, group=group)
+
+
+_ZERO, _ONE = ([_in(kind, rank, 0, 1) for kind in ("gather", "scatter")] for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ({0: [compute("a", 1, memory=3)]}, r"a\[0\] of rank 0 has a result of 3 bytes that nothing uses"),
+        ({0: [compute("a", 1), compute("a", 1)]}, r"a\[0\] of rank 0 is there twice"),
+        ({0: [compute("a", 1, "gone[0]")]}, r"a\[0\] of rank 0 depends on gone\[0\], which this rank does not have"),
+        ({0: [_in("all", 0, 1, 2)]}, r"all\[0\] of rank 0 is a communication of \(1, 2\)"),
+        ({0: [_in("all", 0, 0, 0)]}, r"all\[0\] of rank 0 is a communication of \(0, 0\)"),
+        # Communications that a rank lacks, or has with others, or in another order.
+        ({0: _ZERO, 1: _ONE[:1]}, r"scatter\[0\] of rank 0 waits for rank 1"),
+        ({0: _ZERO[:1], 1: [_in("gather", 1, 1, 2)], 2: []}, r"gather\[0\] of rank 0 waits for rank 1; .* for rank 2"),
+        ({0: _ZERO, 1: _ONE[::-1]}, r"gather\[0\] of rank 0 waits for rank 1; scatter\[0\] of rank 1 waits for rank 0"),
+        (
+            {0: [compute("a", 1, "b[0]"), compute("b", 1)]},
+            r"2 ops can never begin: a\[0\] of rank 0 waits for b\[0\]",
+        ),
+        (
+            {
+                0: [_in("a", 0, 0, 1), _in("b", 0, 0, 2)],
+                1: [_in("c", 1, 1, 2), _in("a", 1, 0, 1)],
+                2: [_in("b", 2, 0, 2), _in("c", 2, 1, 2)],
+            },
+            r"a\[0\] of rank 0 waits for rank 1; c\[0\] of rank 1 waits for rank 2; b\[0\] of rank 2 waits for rank 0",
+        ),
+        (
+            {rank: [_in("gather", rank, *range(99))] for rank in range(20)},
+            "20 ops can never begin: .*; and 12 more ranks",
+        ),
+    ],
+)
+def test_a_broken_program_is_refused(program: Program, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validate(program)
+
+
+@pytest.fixture
+def plan() -> MuonPlan:
+    """Two buckets of two matrices: 3 and 2, then 1 and 0; rank 0 owns 3 and 1."""
+    plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), chunk_bytes=16)
+    assert plan.owners == ((1,), (0,), (1,), (0,))
+    return plan
+
+
+def _items(*items: int) -> Callable[[Op], Op]:
+    return lambda op: replace(op, items=items)
+
+
+def _deps(*deps: str) -> Callable[[Op], Op]:
+    return lambda op: replace(op, deps=deps)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "change", "message"),
+    [
+        ("newton_schulz[0]", 0, _items(), r"of rank 0 works on the matrices \(\), planned are \(3,\)"),
+        ("newton_schulz[0]", 1, _items(2, 3), r"of rank 1 works on the matrices \(2, 3\), planned are \(2,\)"),
+        ("update[0]", 1, _items(3), r"update\[0\] of rank 1 works on the matrices \(3,\), planned are \(3, 2\)"),
+        ("newton_schulz[0]", 1, lambda op: None, r"rank 1 depends on newton_schulz\[0\], which this rank does"),
+        ("momentum[1]", 0, lambda op: None, r"rank 0 depends on momentum\[1\]"),
+        ("newton_schulz[0]", 0, _deps(), r"rank 0 does not depend on gather\[0\]"),
+        ("update[0]", 0, _deps("newton_schulz[0]", "gather[0]"), r"rank 0 does not depend on scatter\[0\]"),
+        ("update[1]", 1, lambda op: replace(op, key="0"), r"update\[0\] of rank 1 is there twice"),
+        ("update[1]", 1, lambda op: replace(op, key="2"), r"update\[2\] of rank 1 is not in the plan"),
+    ],
+)
+def test_a_broken_step_is_refused(
+    plan: MuonPlan, name: str, rank: int, change: Callable[[Op], Op | None], message: str
+) -> None:
+    without_results = [replace(op, memory=0) for op in plan.program[rank]]  # Else what nothing uses is named.
+    ops = [change(op) if op.name == name else op for op in without_results]
+    with pytest.raises(ValueError, match=message):
+        check_step({**plan.program, rank: [op for op in ops if op is not None]}, [plan])
+
+
+def test_a_bucket_that_is_left_out_is_missed(plan: MuonPlan) -> None:
+    program = {rank: [op for op in ops if op.key == "0"] for rank, ops in plan.program.items()}
+    with pytest.raises(ValueError, match=r"momentum\[1\] of rank 0 is in the plan and not in the step"):
+        check_step(program, [plan])
+
+
+def test_a_matrix_without_bucket_or_owner_or_in_two_is_refused(plan: MuonPlan) -> None:
+    idle = {
+        rank: [replace(op, items=()) if op.kind == "newton_schulz" else op for op in ops]
+        for rank, ops in plan.program.items()
+    }
+    for changed, message in (
+        (replace(plan, owners=(*plan.owners, (0,))), "must have each of 5 matrices once"),
+        (replace(plan, owners=plan.owners[:3]), "must have each of 3 matrices once"),
+        (replace(plan, buckets=((3, 2), (3, 2))), "must have each of 4 matrices once"),
+        (replace(plan, owners=plan.owners[::-1]), r"has matrix \d in [01] newton_schulz ops"),
+        (replace(plan, program=idle), r"has matrix \d in 0 newton_schulz ops"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_step(changed.program, [changed])
+
+
+def test_100_000_ops_are_checked_in_about_a_second() -> None:
+    plan = plan_of(sharded([128] * 20_000, 64))
+    assert sum(map(len, plan.program.values())) > 100_000
+    started = time.process_time()
+    check_step(plan.program, [plan])
+    # 0.9 to 1.3 seconds of one core; a check that compares pairs of ops takes minutes.
+    assert time.process_time() - started < 5
