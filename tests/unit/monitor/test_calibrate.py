@@ -114,7 +114,10 @@ MODEL = ModelShapes(
 
 
 def _calibrated(num_ranks: int, num_replicas: int) -> dict[str, object]:
-    return asdict(calibrate(MODEL, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32"))
+    shapes = [(64, 64)] * 6 + [(32, 96)] * 2
+    parameters = (ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes))
+    model = ModelShapes(name="m", source="", parameters=tuple(parameters))
+    return asdict(calibrate(model, num_ranks=num_ranks, num_replicas=num_replicas, compute_dtype="float32"))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas", "num_links"), [(1, 1, 1), (2, 1, 1), (4, 2, 2)])
