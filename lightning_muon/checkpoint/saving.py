@@ -19,6 +19,7 @@ from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_nod
 from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
 from lightning_muon.params.uses import clean_name
+from lightning_muon.pipeline.runtime import is_stage
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
 _README_TEXT = """\
@@ -63,7 +64,7 @@ def weights_to_save(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, *, whole: bool
 ) -> dict[str, Any]:
     """Weights that all nodes have in common. Collective over all ranks; every rank must call it."""
-    broadcast_buffers(module)
+    broadcast_buffers(module, mesh if is_stage(module) else None)
     with common_weights(optimizers) as differ:
         if whole:
             return copied(full_weights(module)) if differ else full_weights(module)

@@ -49,6 +49,8 @@ class Meshes:
     # one replica that is no node. Its shard axis covers shard x context ranks, because context ranks hold gradients of
     # different parts of a batch.
     data: DeviceMesh
+    # All ranks by (pipeline, replicate, shard), `None` without a pipeline; `data` has those of one stage.
+    stages: DeviceMesh | None
     tensor: DeviceMesh | None  # The ranks that share each layer that the user parallelizes, `None` for one rank.
     data_rank: int  # Which samples this rank sees; equal on the context and tensor ranks that share them.
     num_data_ranks: int  # Number of different `data_rank` values: replicas x shards.
@@ -56,7 +58,7 @@ class Meshes:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate.
+    """The sizes that the user asked for. Ranks are numbered tensor fastest, then context, shard, replicate, pipeline.
 
     Args:
         replicate_size: Number of replicas of the model. ``"auto"``: one per node (one in all if context and tensor
@@ -65,6 +67,7 @@ class MeshSizes:
             ``replicate_size`` leaves.
         context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
         tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
+        pipeline_size: Number of ranks over which the layers are divided into stages.
         data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
             The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")`` only; also if
             ``tensor_parallel_size`` alone is given, and more than 1.
@@ -75,18 +78,24 @@ class MeshSizes:
     shard_size: Size = "auto"
     context_size: int = 1
     tensor_size: int = 1
+    pipeline_size: int = 1
     data_parallel_size: Size = "auto"
     tensor_parallel_size: Size = "auto"
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            if key in ("context_size", "tensor_size"):
+            if key in ("context_size", "tensor_size", "pipeline_size"):
                 check_whole(key, value, at_least=1)
             elif value != "auto":
                 check_whole(key, value, at_least=1, other="'auto' or ")
         if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
             raise ValueError(
                 f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}; give one"
+            )
+        if self.pipeline_size > 1 and (self.context_size > 1 or self.num_tensor_ranks > 1 or self.has_lightning_names):
+            raise ValueError(
+                f"pipeline_size={self.pipeline_size} goes with replicate_size and shard_size only; remove "
+                "context_size, tensor_size and the sizes of Lightning's ModelParallelStrategy"
             )
         if self.data_parallel_size == "auto":
             return
@@ -103,13 +112,17 @@ class MeshSizes:
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
         """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each, or raise."""
         world_size = num_nodes * num_processes
-        inner = self.context_size * self.num_tensor_ranks
+        inner = self.context_size * self.num_tensor_ranks * self.pipeline_size
         replicas, shards = self.replicate_size, self.shard_size
         if self.has_lightning_names:
             replicas, shards = 1, self.data_parallel_size
         elif replicas == shards == "auto":
-            # Replicas between nodes only where whole shard groups lie inside of one.
-            replicas = num_nodes if num_processes % inner == 0 else 1
+            # Replicas between nodes only where whole shard groups lie inside of one; stages go to different nodes.
+            nodes_of_stage, rest = divmod(num_nodes, self.pipeline_size)
+            if self.pipeline_size == 1:
+                replicas = num_nodes if num_processes % inner == 0 else 1
+            else:
+                replicas = 1 if rest else nodes_of_stage
         if replicas == "auto":
             replicas = max(1, world_size // (int(shards) * inner))
         if shards == "auto":
@@ -119,6 +132,7 @@ class MeshSizes:
             factors = {"replicas": sizes[0], "shards": sizes[1]}
             factors |= {"context ranks": self.context_size} if self.context_size > 1 else {}
             factors |= {"tensor ranks": self.num_tensor_ranks} if self.num_tensor_ranks > 1 else {}
+            factors |= {"pipeline ranks": self.pipeline_size} if self.pipeline_size > 1 else {}
             product = " x ".join(f"{size} {what}" for what, size in factors.items())
             asked = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(MeshSizes, key)]
             raise ValueError(
@@ -134,11 +148,13 @@ class MeshSizes:
         """
         replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
+        num_data_ranks = replicas * shards
         if self.has_lightning_names:
             user = _named_mesh(device_type, {"data_parallel": shards, "tensor_parallel": tensor_size})
             data, tensor = user["data_parallel"], user["tensor_parallel"]
         else:
-            axes = {"replicate": replicas, "shard": shards}
+            axes = {"pipeline": self.pipeline_size} if self.pipeline_size > 1 else {}
+            axes |= {"replicate": replicas, "shard": shards}
             axes |= {"context": context_size} if context_size > 1 else {}
             outer = _named_mesh(device_type, axes | {"tensor": tensor_size})
             user, tensor = outer[tuple(axes)] if tensor_size == 1 else outer, outer["tensor"]
@@ -155,9 +171,10 @@ class MeshSizes:
         return Meshes(
             user=user,
             data=data,
+            stages=user if self.pipeline_size > 1 else None,
             tensor=tensor if tensor_size > 1 else None,
-            data_rank=dist.get_rank() // (context_size * tensor_size),
-            num_data_ranks=replicas * shards,
+            data_rank=dist.get_rank() // (context_size * tensor_size) % num_data_ranks,
+            num_data_ranks=num_data_ranks,
         )
 
     @property

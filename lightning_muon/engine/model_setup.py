@@ -51,7 +51,9 @@ def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, war
     uninitialized = _materialize_user_sharded(module, device) if mode.shards_weights else set[str]()
     replaced: dict[Tensor, Tensor] = {}
     options = mode.options
-    units = plan_units(module, options.wrap_policy, shard_root=options.shard_root) if mode.shards_weights else ()
+    units: Iterable[nn.Module] = ()
+    if mode.shards_weights:
+        units = options.roots or plan_units(module, options.wrap_policy, shard_root=options.shard_root)
     with _own_random_numbers(module, device):
         for unit in units:
             uninitialized |= initialize_meta(unit, device, replaced)

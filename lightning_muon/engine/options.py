@@ -13,6 +13,7 @@ from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.sharding.base import ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
 
@@ -27,7 +28,7 @@ ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in
 
 @takes_options(elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
-class Options(ShardingOptions, MeshSizes):
+class Options(ShardingOptions, MeshSizes, PipelineOptions):
     """What a training may be told beside its model and data.
 
     Example::
@@ -160,6 +161,12 @@ class Options(ShardingOptions, MeshSizes):
 
     def _check_combinations(self, num_tensor_ranks: int) -> None:
         """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
+        self.check_pipeline(self.pipeline_size)
+        if self.pipeline_size > 1 and self.sharding not in ("fsdp", "none"):
+            raise ValueError(
+                f"pipeline_size={self.pipeline_size} needs sharding='fsdp' (or 'none' without data-parallel ranks), "
+                f"got {self.sharding!r}, which reduces gradients in hooks that a backward in two parts does not call"
+            )
         mode = MODES[self.sharding]
         if num_tensor_ranks > 1 and not mode.shards_weights:
             raise ValueError(f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")

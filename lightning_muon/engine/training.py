@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,6 +35,7 @@ from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once, unshard_all
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
@@ -77,6 +80,22 @@ class TrainingEngine:
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
+        self.pipeline: PipelineRuntime | None = None
+        before: dict[str, Tensor] = {}
+        if meshes.stages is not None:
+            before = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+            self.pipeline = cut_once(module, options, meshes.stages)
+            policy = mode_options.mp_policy
+            mode_options = replace(
+                mode_options,
+                # Parts hand each other what they compute in.
+                mp_policy=policy and replace(policy, output_dtype=None),
+                roots=self.pipeline.modules,
+                stages=meshes.stages,
+                # Whole weights stay from the first forward of a batch to the sum of the gradients.
+                reshard_after_forward=False,
+                reshard_after_backward=False,
+            )
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
@@ -86,6 +105,9 @@ class TrainingEngine:
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
+        # Parameter of another stage -> its name.
+        present = set(module.parameters())
+        self._absent = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in present})
         self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
         self._is_explaining = False
         self._is_attached = False
@@ -113,6 +135,10 @@ class TrainingEngine:
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
+        if self.pipeline is not None:
+            self.mode.copies = self.pipeline.copies()
+            self.pipeline.shards = Shards(gather=unshard_all, reduce=self.mode.reduce_part)
+            self.pipeline.root.forward = self.pipeline.forward
         self._watch()
 
     def attach(
@@ -171,6 +197,7 @@ class TrainingEngine:
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in self._absent]
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -254,6 +281,37 @@ class TrainingEngine:
             if guard is not None:
                 guard.end_backward()
 
+    def run_pipeline(self, batch: Any) -> Tensor:
+        """Forward and backward of a batch through all stages, and the sum of gradients; returns its mean loss.
+
+        Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
+        """
+        assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
+        self.has_run, self._is_finished = True, False
+        with self.explaining():
+            self.mode.begin_forward()
+            try:
+                with self.mode.no_sync():
+                    result = self.pipeline.train(batch, factor=self._factor_of_gradients)
+            except BaseException:
+                if self.tokens is not None:
+                    self.tokens.reset()
+                self.mode.backward_failed()
+                raise
+            self._is_reduced = True
+            self.finish_backward()
+        return result.mean
+
+    def _factor_of_gradients(self, num_losses: Tensor) -> Tensor:
+        """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
+        if self.tokens is None:
+            return 1 / num_losses.clamp(min=1)
+        if not self.tokens.is_summed:
+            self.tokens.begin_micro_batch()
+            self.tokens.report(num_losses)
+        self.mode.set_gradient_divisor(self.tokens.divisor(1))
+        return torch.ones_like(num_losses)
+
     def finish_backward(self) -> None:
         """At the end of a backward pass make its gradients whole; :meth:`around_backward` does so, if nobody has."""
         if not self._is_attached or not self.has_run:
@@ -313,6 +371,8 @@ class TrainingEngine:
             free_unsharded(self.module)
             self.mode.end_step()
         self.has_run = False
+        if self.tokens is not None and self.pipeline is not None:
+            self.tokens.reset()
         if self._guard is not None:
             self._guard.end_step()
         return result
@@ -332,7 +392,7 @@ class TrainingEngine:
     def begin_evaluation(self) -> None:
         """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
         self.mode.finish_parameters()
-        broadcast_buffers(self.module)
+        broadcast_buffers(self.module, self._of_stage)
         if show_common(self.optimizers):
             self.weights_have_changed()
 
@@ -349,7 +409,7 @@ class TrainingEngine:
     def end_training(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
         self.mode.finish_parameters()
-        broadcast_buffers(self.module)
+        broadcast_buffers(self.module, self._of_stage)
         num_steps = steps_left_out(self.optimizers)
         if num_steps:
             self._warn(
@@ -357,6 +417,11 @@ class TrainingEngine:
             )
         if show_common(self.optimizers, for_good=True):
             self.weights_have_changed()
+
+    @property
+    def _of_stage(self) -> DeviceMesh | None:
+        """The ranks that have the same modules, `None` for all."""
+        return None if self.pipeline is None else self.mesh
 
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""

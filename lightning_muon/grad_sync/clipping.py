@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -24,12 +24,18 @@ _TENSORS = Layout()
 
 @torch.no_grad()
 def clip_norm_(
-    parameters: Iterable[Tensor], max_norm: float, *, layout: Layout = _TENSORS, across: AxisGroup = ALONE
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    layout: Layout = _TENSORS,
+    across: AxisGroup = ALONE,
+    copies: Collection[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients in place so that their common 2-norm is at most ``max_norm``; return the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_``, for parameters of any meshes. An element that several ranks hold counts once.
-    A norm with a NaN or an Inf leaves the gradients as they are, so that the optimizer can still name the parameter.
+    As ``torch.nn.utils.clip_grad_norm_``, for parameters of any meshes. An element that several ranks hold counts once;
+    ``copies`` of parameters elsewhere are scaled, and do not count. A norm with a NaN or an Inf leaves the gradients as
+    they are, so that the optimizer can still name the parameter.
     Collective over the meshes of ``parameters`` and over ``across``, whose squares are added up; every rank must call
     it with the parameters in the same order, also without gradients. The norm is float32, 0-d, and equal on all ranks.
     """
@@ -37,7 +43,7 @@ def clip_norm_(
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
     listed = list(dict.fromkeys(parameters))
     _reduce_partial_sums(listed)
-    sets = by_ranks(listed, layout, sharded=True)
+    sets = by_ranks([parameter for parameter in listed if parameter not in copies], layout, sharded=True)
     squares = [_square(_gradients(each.parameters, layout), each.device) for each in sets]
     shared = [(square, each.group) for square, each in zip(squares, sets, strict=True) if each.group.group is not None]
     for work in [start_all_reduce_sum(square, group) for square, group in shared]:

@@ -63,6 +63,11 @@ class TokenCount:
             self.begin_micro_batch()
         self._has_reported = False
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether the total of the window is known; local."""
+        return self._total is not None
+
     def report(self, num_tokens: int | float | Tensor) -> None:
         """Add tokens of this rank to the micro-batch. Local; a value that is no count raises in :meth:`total`."""
         if self._total is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -47,6 +48,11 @@ class MuonStrategy:
         sharding: Sharding = Options.sharding,
         context_size: int = Options.context_size,
         tensor_size: int = Options.tensor_size,
+        pipeline_size: int = Options.pipeline_size,
+        pipeline_schedule: str = Options.pipeline_schedule,
+        pipeline_microbatches: Size = Options.pipeline_microbatches,
+        pipeline_split: Sequence[str] | None = Options.pipeline_split,
+        pipeline_stages_per_rank: Size = Options.pipeline_stages_per_rank,
         loss_scaling: LossScaling = Options.loss_scaling,
         clip_groups: ClipGroups = Options.clip_groups,
         reshard_after_backward: bool = Options.reshard_after_backward,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import StepAgreement
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
@@ -54,6 +55,8 @@ class ModeOptions(ShardingOptions):
         mp_policy: Mixed precision of FSDP2.
         shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
         wait_for_parameters: Let an optimizer step return only when all new values are there.
+        roots: FSDP2 roots in the place of the model: the parts of the stages of a pipeline, which hold all that trains.
+        stages: All ranks by (pipeline, replicate, shard) if the model is a stage of a pipeline; norms are over it.
         decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
             :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
     """
@@ -62,6 +65,8 @@ class ModeOptions(ShardingOptions):
     shard_root: bool = True
     wait_for_parameters: bool = False
     decoupled_nodes: bool = False
+    roots: Sequence[nn.Module] | None = None
+    stages: DeviceMesh | None = None
 
 
 class ShardingMode(ABC):
@@ -87,6 +92,8 @@ class ShardingMode(ABC):
         self.mesh, self.options = mesh, options
         self.call_log: FsdpCallLog | None = None  # How far this rank is, from `watch` on.
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
+        # Parameters with the gradient of one that another stage of a pipeline has, too: in norms that one counts.
+        self.copies: Collection[Tensor] = ()
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
@@ -144,7 +151,17 @@ class ShardingMode(ABC):
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
-        return clip_norm_(parameters, max_norm, layout=self.layout)
+        return clip_norm_(parameters, max_norm, layout=self.layout, across=self._across(()), copies=self.copies)
+
+    def _across(self, axes: tuple[int, ...]) -> AxisGroup:
+        """Stages of a pipeline, and in it the ranks along these axes of the mesh."""
+        if self.options.stages is not None:
+            return axis_group(self.options.stages, (0, *(1 + axis for axis in axes)))
+        return axis_group(self.mesh, axes) if axes else ALONE
+
+    def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
+        """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each."""
+        raise NotImplementedError(f"sharding={self.name!r} does not go with a pipeline")
 
     def finish_evaluation(self) -> None:  # noqa: B027
         """An evaluation has run on all ranks."""

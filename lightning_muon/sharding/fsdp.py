@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import axis_group, host_group, shard_axis
+from lightning_muon.compat.pipelining import reduce_gradients, unreduced_gradients
 from lightning_muon.compat.torch import (
     collective_counts,
     default_store,
@@ -118,7 +120,10 @@ class Fsdp(ShardingMode):
 
     @override
     def prepare(self, module: nn.Module) -> None:
-        shard_model(module, self.mesh, self.options)
+        if self.options.roots is None:
+            shard_model(module, self.mesh, self.options)
+        for root in self.options.roots or ():
+            shard_model(root, self.mesh, replace(self.options, wrap_policy=()))
         initialize_roots(module)
         follow_state_dict(module)
 
@@ -206,6 +211,27 @@ class Fsdp(ShardingMode):
             yield
         finally:
             set_gradient_sync(self._module, True, stays_whole=stays_whole)
+
+    @override
+    def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
+        assert self.call_log is not None
+        inside = {child for module in modules for child in module.modules()}
+        places = [(index, owner, name) for index, (owner, name) in enumerate(self._places) if owner in inside]
+        for root in [each for module in modules for each in fsdp_roots(module)][::-1]:
+            for unit in fsdp_modules(root):  # type: ignore[arg-type]
+                if unit in self.call_log.before_backward:
+                    self.call_log.before_backward[unit]()
+            gradients = unreduced_gradients(root)
+            for _, gradient in gradients:
+                gradient.mul_(scale)
+            used = {whole for whole, _ in gradients}
+            for index, owner, name in places:
+                self._used[index] |= getattr(owner, name) in used  # Backward in two parts calls no hooks of weights.
+            reduce_gradients(root)
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter in self._plain and parameter.grad is not None:
+                    parameter.grad.mul_(scale)
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
@@ -376,8 +402,8 @@ class Fsdp(ShardingMode):
         # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R nodes bounds the norm of the mean gradient from above, and equals it
         # if the nodes have equal gradients.
         root = math.sqrt(self._num_nodes)
-        across = axis_group(self.mesh, (0,))
-        return clip_norm_(parameters, max_norm * root, layout=self.layout, across=across) / root
+        across = self._across((0,))
+        return clip_norm_(parameters, max_norm * root, layout=self.layout, across=across, copies=self.copies) / root
 
     @override
     def finish_evaluation(self) -> None:

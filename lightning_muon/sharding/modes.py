@@ -59,6 +59,12 @@ class SingleProcess(ShardingMode):
         return nullcontext()
 
     @override
+    def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
+        for parameter in dict.fromkeys(p for module in modules for p in module.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+    @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
         self._divisor = divisor
 

@@ -166,8 +166,13 @@ def _look_for_shards(_module: nn.Module, state: dict[str, Any], _prefix: str, _m
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module) -> None:
-    """Give all ranks the buffers of rank 0, as DDP does. Collective over all ranks; every rank must call it."""
+def broadcast_buffers(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Give all ranks the buffers of the first one, as DDP does.
+
+    Collective over ``mesh``, by default over all ranks; every rank must call it.
+    """
     buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
-    if buffers and dist.get_world_size() > 1:
-        broadcast(buffers, None, buffers[0].device)
+    is_alone = (dist.get_world_size() if mesh is None else mesh.size()) == 1
+    if buffers and not is_alone:
+        group = None if mesh is None else axis_group(mesh, tuple(range(mesh.ndim))).group
+        broadcast(buffers, group, buffers[0].device)

@@ -105,6 +105,10 @@ class TrainerStrategy(MuonStrategy):
         trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)
+        if engine.pipeline is not None:
+            engine.pipeline.forward_context = self.precision_plugin.compute_context
+            # Lightning would call it behind the training step, in which backward has run.
+            module.optimizer_zero_grad = lambda *_: None
         register_steps(module)
         unshard_on_call(module)
         self.barrier()  # type: ignore[attr-defined]
@@ -155,6 +159,8 @@ class TrainerStrategy(MuonStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
         engine = self._running_engine
+        if engine.pipeline is not None:
+            return self._run_pipeline(args[0])
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
         output = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -162,12 +168,27 @@ class TrainerStrategy(MuonStrategy):
             free_unsharded(self.lightning_module)
         return output
 
+    def _run_pipeline(self, batch: Any) -> Tensor:
+        """Forward and backward of a batch, in the place of ``training_step``; the loss, on every rank."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = self._running_engine.run_pipeline(batch)
+        self.lightning_module.log("train_loss", loss, prog_bar=True)
+        return loss
+
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
         return self._running_engine.no_sync()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
+        if self._running_engine.pipeline is not None:
+            # Backward has run; what is left are the hooks of Lightning around it.
+            self.pre_backward(closure_loss)  # type: ignore[attr-defined]
+            loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+            loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+            self.post_backward(loss)  # type: ignore[attr-defined]
+            return loss
         # Lightning divides the loss of each micro-batch by this, also in a window that is shorter.
         divided_by = self.lightning_module.trainer.accumulate_grad_batches
         with self._running_engine.around_backward(loss_divided_by=divided_by):
@@ -220,6 +241,7 @@ class TrainerStrategy(MuonStrategy):
         """End the run; the model stays sharded."""
         if has_default_optimizer(self.lightning_module):
             del self.lightning_module.configure_optimizers
+        vars(self.lightning_module).pop("optimizer_zero_grad", None)
         callbacks = self.lightning_module.trainer.callbacks
         if self._first_callback in callbacks:
             self._first_callback.teardown()  # Lightning calls those of callbacks later.

@@ -7,7 +7,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -50,6 +50,8 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
         raise ValueError(
             "loss_scaling='tokens' needs automatic optimization; divide the loss by the number of tokens yourself"
         )
+    if options.pipeline_size > 1:
+        _check_pipeline(module)
     known = package.module("callbacks")
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
         for name, (reason, instead) in _REFUSED.items():
@@ -57,6 +59,18 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
                 raise ValueError(
                     f"the callback {type(callback).__name__} does not work with shards: {reason}. Instead, {instead}."
                 )
+
+
+def _check_pipeline(module: Any) -> None:
+    """Raise ``ValueError`` for what a Trainer may do, and its strategy cannot do in a pipeline."""
+    if not module.automatic_optimization:
+        raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
+    micro_batches = module.trainer.accumulate_grad_batches
+    if micro_batches != 1:
+        raise ValueError(
+            f"a pipeline has micro-batches of its own; in the place of accumulate_grad_batches={micro_batches} take a "
+            "batch that is so many times larger, and pipeline_microbatches"
+        )
 
 
 # Lightning calls these between a step and the next forward pass.
@@ -190,6 +204,10 @@ class EnginePlugin:
             yield
         if is_evaluation and self.engine is not None:
             free_unsharded(self.engine.module)
+
+    def compute_context(self) -> AbstractContextManager[None]:
+        """What Lightning's plugin enters around forward passes: autocast, a default dtype; local."""
+        return super().forward_context()  # type: ignore[misc]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Gradients are whole before ``on_after_backward``. Collective over all ranks in the last micro-batch."""

@@ -20,7 +20,14 @@ from lightning_muon.schedule.pipeline.csv_format import (
     program_from_csv,
     program_to_csv,
 )
-from lightning_muon.schedule.pipeline.lower import add_optimizer, add_reduce_grad, add_unshard, build_program
+from lightning_muon.schedule.pipeline.lower import (
+    add_loss,
+    add_optimizer,
+    add_reduce_grad,
+    add_tied,
+    add_unshard,
+    build_program,
+)
 from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
 from lightning_muon.schedule.pipeline.registry import SCHEDULES, make_order, register_schedule
@@ -49,6 +56,8 @@ __all__ = [
     "build_program",
     "add_unshard",
     "add_reduce_grad",
+    "add_loss",
+    "add_tied",
     "add_optimizer",
     "validate_pipeline",
     # Files.

@@ -138,6 +138,48 @@ def add_reduce_grad(program: Program) -> Program:
     return added
 
 
+def add_loss(program: Program) -> Program:
+    """Send every rank what the last stage has summed up, behind its last forward; sums of gradients wait for it.
+
+    A message of its own to each rank, in the order of the other messages between the two.
+    """
+    forwards = [op for ops in program.values() for op in ops if op.kind == PipelineKind.FORWARD]
+    last = [op for op in forwards if op.items[0] == max(op.items[0] for op in forwards)][-1]
+    added = {rank: list(ops) for rank, ops in program.items()}
+    place = _behind_messages(program[last.rank], program[last.rank].index(last)) + 1
+    for rank in program:
+        if rank == last.rank:
+            continue
+        link = f"link {min(rank, last.rank)}-{max(rank, last.rank)}"
+        key, group = str(rank), (last.rank, rank)
+        send = Op(kind=PipelineKind.LOSS, key=key, rank=last.rank, lane=link, deps=(last.name,), group=group)
+        num_before = sum(op.lane == link for op in program[last.rank][:place])
+        before = [index for index, op in enumerate(program[rank]) if op.lane == link][:num_before]
+        added[last.rank].insert(place, send)
+        added[rank].insert(before[-1] + 1 if before else 0, replace(send, rank=rank, deps=()))
+    for rank, ops in added.items():
+        loss = last.name if rank == last.rank else f"{PipelineKind.LOSS}[{rank}]"
+        added[rank] = [replace(op, deps=(*op.deps, loss)) if op.kind == PipelineKind.REDUCE_GRAD else op for op in ops]
+    return added
+
+
+def add_tied(program: Program, tied: Sequence[Sequence[int]]) -> Program:
+    """Sum the gradients of copies of a parameter, each in the given stages, behind the sums over data-parallel ranks.
+
+    The ranks of a copy wait for each other there, the last stage for the first one: what comes before is not delayed.
+    """
+    rank_of = {op.items[0]: rank for rank, ops in program.items() for op in ops if op.kind == PipelineKind.REDUCE_GRAD}
+    added = {rank: list(ops) for rank, ops in program.items()}
+    for index, stages in enumerate(tied):
+        ranks = tuple(sorted({rank_of[stage] for stage in stages}))
+        for rank in ranks:
+            deps = tuple(f"{PipelineKind.REDUCE_GRAD}[{stage}]" for stage in stages if rank_of[stage] == rank)
+            group = ranks if len(ranks) > 1 else ()
+            op = Op(kind=PipelineKind.TIED, key=str(index), rank=rank, deps=deps, items=(index,), group=group)
+            added[rank].append(replace(op, lane=TRANSFER))
+    return added
+
+
 def add_optimizer(program: Program, costs: StageCosts, *, clips_norm: bool = False) -> Program:
     """Add the optimizer step of each stage, behind its ``reduce_grad`` ("Muon in the bubble").
 

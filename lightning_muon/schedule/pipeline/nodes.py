@@ -15,9 +15,11 @@ class PipelineKind:
     BACKWARD_WEIGHT = "W"  # Gradients of the weights, for which no other rank waits.
     ACTIVATION = "activation"  # Message to the next stage: the output of a forward.
     GRADIENT = "gradient"  # Message to the stage before: the gradient of its output.
+    LOSS = "loss"  # Message from the last stage: sum and number of the losses, by which gradients are divided.
     UNSHARD = "unshard"  # Gather the weights of a stage, until `RESHARD`.
     RESHARD = "reshard"
     REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks.
+    TIED = "tied"  # Sum the gradients of the copies of a parameter that several stages have.
     GRADIENT_NORM = "gradient_norm"  # The norm over all stages, for clipping.
     OPTIMIZER = "optimizer"  # The optimizer step of one stage.
 

@@ -20,6 +20,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
     PipelineKind.BACKWARD_WEIGHT: ("backward_weight",),
     PipelineKind.ACTIVATION: ("communication",),
     PipelineKind.GRADIENT: ("communication",),
+    PipelineKind.LOSS: ("communication",),
+    PipelineKind.TIED: ("communication",),
     PipelineKind.GRADIENT_NORM: ("communication",),
     PipelineKind.UNSHARD: ("unshard",),
     PipelineKind.RESHARD: (),

@@ -1,0 +1,110 @@
+"""Tensors between two ranks of a pipeline, whose sizes travel once for each size of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_NUM_WORDS = 128  # Of the message that tells of sizes: room for some 20 tensors.
+
+
+class Size(NamedTuple):
+    """What a receiver must know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Link:
+    """Messages to and from one other rank, in the order in which both list them.
+
+    Args:
+        group: The ranks of the pipeline.
+        peer: The other rank, in the group.
+        device: Where messages lie.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._peer, self._device = group, peer, device
+        self._known: dict[Hashable, list[Size]] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # Tensors live until they have left.
+
+    def send(self, tensors: Sequence[Tensor], key: Hashable) -> None:
+        """Send tensors; with a new ``key``, which the receiver must use too, their sizes first. Local."""
+        if key not in self._known:
+            self._known[key] = [Size(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
+            self.send_known([_encode(self._known[key]).to(self._device)])
+        self.send_known(tensors)
+
+    def send_known(self, tensors: Sequence[Tensor]) -> None:
+        """Send tensors whose sizes the receiver knows; local."""
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        for tensor in tensors:
+            content = tensor.detach().contiguous()
+            work = dist.isend(content, group=self._group, group_dst=self._peer)
+            assert work is not None
+            self._sent.append((work, content))
+
+    def receive(self, key: Hashable) -> Arriving:
+        """Take what the other rank sends with this key; waits only for sizes that are new."""
+        if key not in self._known:
+            words = torch.empty(_NUM_WORDS, dtype=torch.int64, device=self._device)
+            self.receive_known([words]).wait()
+            self._known[key] = _decode(words.tolist())
+        sizes = self._known[key]
+        empty = [torch.empty(size.shape, dtype=size.dtype, device=self._device) for size in sizes]
+        return self.receive_known(empty, [size.requires_grad for size in sizes])
+
+    def receive_known(self, into: Sequence[Tensor], requires_grad: Sequence[bool] | None = None) -> Arriving:
+        """Take tensors of known sizes; local."""
+        works = [dist.irecv(tensor, group=self._group, group_src=self._peer) for tensor in into]
+        return Arriving([work for work in works if work is not None], into, requires_grad or [False] * len(into))
+
+    def finish(self) -> None:
+        """Wait until everything has left; local."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+
+class Arriving(NamedTuple):
+    """Tensors on their way to this rank."""
+
+    works: Sequence[dist.Work]
+    tensors: Sequence[Tensor]
+    requires_grad: Sequence[bool]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, as leaves of a new graph."""
+        for work in self.works:
+            work.wait()
+        pairs = zip(self.tensors, self.requires_grad, strict=True)
+        return [tensor.requires_grad_(needs_gradient) for tensor, needs_gradient in pairs]
+
+
+def _encode(sizes: Sequence[Size]) -> Tensor:
+    words = [len(sizes)]
+    for size in sizes:
+        words += [_DTYPES.index(size.dtype), int(size.requires_grad), len(size.shape), *size.shape]
+    if len(words) > _NUM_WORDS:
+        raise ValueError(f"a stage hands on {len(sizes)} tensors of {sizes}, too many for one message; pack them")
+    return torch.tensor([*words, *[0] * (_NUM_WORDS - len(words))], dtype=torch.int64)
+
+
+def _decode(words: Sequence[int]) -> list[Size]:
+    sizes: list[Size] = []
+    place = 1
+    for _ in range(words[0]):
+        dtype, requires_grad, ndim = words[place : place + 3]
+        sizes.append(Size(tuple(words[place + 3 : place + 3 + ndim]), _DTYPES[dtype], bool(requires_grad)))
+        place += 3 + ndim
+    return sizes

@@ -1,0 +1,513 @@
+"""Runs batches through the stages of this rank, op by op as the program of a schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.comm.collectives import start_reading
+from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
+from lightning_muon.pipeline.cut import check_parameters, choose_stages, only, remove, untie
+from lightning_muon.pipeline.messages import Arriving, Link
+from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
+from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.schedule.pipeline import (
+    Pipeline,
+    PipelineKind,
+    add_loss,
+    add_reduce_grad,
+    add_tied,
+    add_unshard,
+    build_program,
+    forward_only,
+    make_order,
+    placement,
+    validate_pipeline,
+)
+from lightning_muon.schedule.program import Op
+from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
+from lightning_muon.sharding.shard_model import fsdp_modules, fsdp_roots
+from lightning_muon.sharding.weights import mesh_device
+
+_Key = tuple[int, int]  # Stage and micro-batch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """What a runtime asks of whoever has sharded the parts of a stage."""
+
+    gather: Callable[[Sequence[nn.Module]], None] = lambda _: None
+    # Takes modules and a factor: makes of the gradients that backward passes have summed those of all data ranks.
+    reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a step of training, the same on all ranks of the pipeline."""
+
+    total: Tensor  # Sum of the losses.
+    count: Tensor  # Of how many.
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of the batch."""
+        return self.total / self.count.clamp(min=1)
+
+
+class PipelineRuntime:
+    """The stages of this rank.
+
+    The constructor takes the parts of other ranks out of ``module``, in place; names of what is left stay. Parameters
+    that parts of several stages share become copies, whose gradients are summed. All methods are collective over
+    ``group`` unless they are local; every rank must call them, with the same batch.
+
+    Args:
+        model: How ``module`` is cut.
+        module: Holds the model, and nothing beside it that trains.
+        group: The ranks of the pipeline.
+        schedule: Name of a schedule; see :data:`~lightning_muon.schedule.pipeline.SCHEDULES`.
+        num_microbatches: Into which each batch is cut; a batch of fewer rows has one of each.
+        stages_per_rank: Number of stages of each rank.
+        first_parts: The first part of each stage; by default stages of about equal work.
+        device: Where messages lie.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        module: nn.Module,
+        *,
+        group: AxisGroup,
+        schedule: str,
+        num_microbatches: int,
+        stages_per_rank: int,
+        first_parts: Sequence[str] | None,
+        device: torch.device,
+    ) -> None:
+        self._model, self._module, self._group, self._schedule = model, module, group, schedule
+        self._num_microbatches, self._stages_per_rank, self._device = num_microbatches, stages_per_rank, device
+        self.shards = Shards()
+        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
+        pipeline = self._sizes(num_microbatches)
+        self._rank_of = placement(make_order(schedule, pipeline))
+        stages = choose_stages(model, pipeline.num_stages, first_parts)
+        check_parameters(module, model.parts)
+        stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
+        # Of parameters that several stages have: the stages, and the places of the copies of this rank.
+        self._tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
+        for places in untie([part for parts in stages for part in parts]):
+            of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
+            own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
+            self._tied.append((tuple(of_stage), own))
+        self.stages: Mapping[int, list[Part]] = {
+            stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
+        }
+        remove([part for stage, parts in enumerate(stages) if stage not in self.stages for part in parts])
+        self._last_stage = pipeline.num_stages - 1
+        self._links: dict[int, Link] = {}
+        self._programs = cache(self._make_program)
+        self._unchecked: Callable[[], None] | None = None
+
+    def _is_own(self, stage: int) -> bool:
+        return self._rank_of[stage] == self._group.rank
+
+    def _sizes(self, num_microbatches: int) -> Pipeline:
+        return Pipeline(
+            num_ranks=self._group.size, num_microbatches=num_microbatches, stages_per_rank=self._stages_per_rank
+        )
+
+    @property
+    def root(self) -> Any:
+        """What users call."""
+        return self._model.root
+
+    @property
+    def group(self) -> AxisGroup:
+        """The ranks of the pipeline."""
+        return self._group
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of the parts of this rank, in the order of forward."""
+        return [module for stage in sorted(self.stages) for module in self.modules_of(stage)]
+
+    def modules_of(self, stage: int) -> list[nn.Module]:
+        """Those of one of its stages."""
+        return [module for part in self.stages[stage] for module in part.modules]
+
+    def copies(self) -> set[Tensor]:
+        """Parameters of this rank that are copies of one of an earlier stage, which norms count."""
+        places = [(stages[0], stage, place) for stages, own in self._tied for stage, place in own.items()]
+        return {getattr(*place) for first, stage, place in places if stage != first}
+
+    def _make_program(self, num_microbatches: int, is_training: bool) -> list[Op]:
+        """The ops of this rank, of a program that was checked with those of all ranks; local."""
+        pipeline = self._sizes(num_microbatches)
+        if not is_training:
+            program = build_program(forward_only(pipeline, self._rank_of), pipeline)
+        else:
+            program = add_reduce_grad(add_unshard(build_program(make_order(self._schedule, pipeline), pipeline)))
+            program = add_tied(add_loss(program), [stages for stages, _ in self._tied])
+        validate_pipeline(program, pipeline, is_training=is_training)
+        return program[self._group.rank]
+
+    def train(self, batch: Any, *, factor: Callable[[Tensor], Tensor]) -> Result:
+        """Forward and backward of a batch, whose gradients are then reduced.
+
+        ``factor`` takes the number of losses and returns what the gradients of their sum are multiplied by.
+        """
+        self._check_batches()
+        inputs, targets = self._model.split(batch)
+        pieces = self._split((inputs, targets))
+        run = _Run(self, pieces, is_training=True, factor=factor, fingerprint=_fingerprint((inputs, targets)))
+        run.run(self._programs(len(pieces), True))
+        if self._group.size > 1:
+            read = start_reading([run.fingerprints])
+            self._unchecked = partial(_require_equal_batches, read)
+        return Result(run.total, run.count)
+
+    def _check_batches(self) -> None:
+        """Raise if the last stage had another batch than this rank in the step before; local."""
+        check, self._unchecked = self._unchecked, None
+        if check is not None:
+            check()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank. Makes no graph."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "in a pipeline the strategy runs forward and backward of training itself (pipeline_step, "
+                "pipeline_loss); call the model in validation, test and predict, or under torch.no_grad()"
+            )
+        inputs, target = self._model.inputs_of_call(args, kwargs)
+        pieces = self._split((inputs, None))
+        run = _Run(self, pieces, is_training=False)
+        run.run(self._programs(len(pieces), False))
+        outputs = [run.outputs.get(index) for index in range(len(pieces))]
+        return self._model.result_of_call(self._share(outputs, (inputs, len(pieces))), target)
+
+    def _share(self, outputs: Sequence[Carry | None], key: Any) -> Carry:
+        """The rows of all micro-batches, which the rank of the last stage has, on every rank."""
+        source = self._rank_of[self._last_stage]
+        if self._group.rank == source:
+            columns = zip(*(output if isinstance(output, tuple) else (output,) for output in outputs), strict=True)
+            whole = [torch.cat(column) for column in columns]
+            described: list[Any] = [[(each.shape, each.dtype) for each in whole], isinstance(outputs[0], tuple)]
+        else:
+            whole, described = [], [None, None]
+        if self._group.group is not None:
+            dist.broadcast_object_list(described, group=self._group.group, group_src=source, device=self._device)
+            whole = whole or [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in described[0]]
+            for each in whole:
+                dist.broadcast(each, group=self._group.group, group_src=source)
+        return tuple(whole) if described[1] else whole[0]
+
+    def _split(self, value: Any) -> list[Any]:
+        """Micro-batches, whose sizes differ by at most one row."""
+        rows = next((each.shape[0] for each in tensors_in(value, set()) if each.ndim > 0), 0)
+        if rows == 0:
+            raise ValueError("a batch of a pipeline needs a tensor with rows, to be cut into micro-batches")
+        number = min(self._num_microbatches, rows)
+
+        def piece(index: int) -> Any:
+            return map_tensors(
+                value,
+                lambda _, each: each.tensor_split(number)[index] if each.ndim and each.shape[0] == rows else each,
+            )
+
+        return [piece(index) for index in range(number)]
+
+    def link(self, peer: int) -> Link:
+        """To another rank of the pipeline; local."""
+        assert self._group.group is not None
+        return self._links.setdefault(peer, Link(self._group.group, peer, self._device))
+
+
+@dataclass
+class _Run:
+    """One batch on its way."""
+
+    runtime: PipelineRuntime
+    pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
+    is_training: bool
+    factor: Callable[[Tensor], Tensor] = torch.ones_like
+    fingerprint: Tensor | None = None
+    outputs: dict[int, Carry] = field(default_factory=dict)  # Of the last stage, by micro-batch.
+    # What a stage gets, as leaves of its graph, or on its way; and the same for the gradients of what it returns.
+    _inputs: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
+    _gradients: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
+    # What backward needs: the leaves, and what was returned; and what the first part of a backward leaves.
+    _graphs: dict[_Key, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
+    _weights: dict[_Key, WeightPart | None] = field(default_factory=dict)
+    _sums: list[Tensor] = field(default_factory=list)
+    _counts: list[Tensor] = field(default_factory=list)
+    _loss: Arriving | None = None
+    _news: Tensor | None = None
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Run the ops of this rank."""
+        steps: dict[str, Callable[[Op], None]] = {
+            PipelineKind.FORWARD: self._forward,
+            PipelineKind.BACKWARD: self._backward,
+            PipelineKind.BACKWARD_INPUT: self._backward_input,
+            PipelineKind.BACKWARD_WEIGHT: self._backward_weight,
+            PipelineKind.ACTIVATION: self._hand_on,
+            PipelineKind.GRADIENT: self._hand_back,
+            PipelineKind.LOSS: self._tell_loss,
+            PipelineKind.UNSHARD: lambda op: self.runtime.shards.gather(self.runtime.modules_of(op.items[0])),
+            PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
+            PipelineKind.REDUCE_GRAD: self._reduce,
+            PipelineKind.TIED: self._sum_tied,
+        }
+        for op in ops:
+            steps[op.kind](op)
+        for link in self.runtime._links.values():
+            link.finish()
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of all losses; known where the gradients are reduced."""
+        return self._totals[0]
+
+    @property
+    def count(self) -> Tensor:
+        """Of how many."""
+        return self._totals[1]
+
+    @property
+    def fingerprints(self) -> Tensor:
+        """Of the batch, on this rank and on that of the last stage."""
+        assert self.fingerprint is not None
+        return torch.stack([self.fingerprint, self._totals[2]])
+
+    @property
+    def _totals(self) -> Tensor:
+        if self._news is None:
+            if self._loss is not None:
+                (self._news,) = self._loss.wait()
+            else:
+                assert self.fingerprint is not None
+                sums = [torch.stack(each).double().sum() for each in (self._sums, self._counts)]
+                self._news = torch.stack([*sums, self.fingerprint])
+        return self._news
+
+    def _key(self, microbatch: int) -> tuple[Any, ...]:
+        """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
+        return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())))
+
+    def _forward(self, op: Op) -> None:
+        runtime, model = self.runtime, self.runtime._model
+        stage, microbatch = op.items
+        inputs, target = self.pieces[microbatch]
+        leaves = [] if stage == 0 else _arrived(self._inputs.pop((stage, microbatch)))
+        carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
+        is_last = stage == runtime._last_stage
+        with only(runtime.stages, stage), runtime.forward_context():
+            output = model.run(runtime.stages[stage], carry, inputs)
+            if is_last and self.is_training:
+                output, count = model.loss(output, target)
+                self._sums.append(output.detach())
+                self._counts.append(torch.as_tensor(count, device=output.device))
+        if is_last and not self.is_training:
+            self.outputs[microbatch] = output
+            return
+        tensors = _tensors_of(without_views(output, (leaves, inputs)), stage)
+        following = (stage + 1, microbatch)
+        if self.is_training:
+            self._graphs[stage, microbatch] = leaves, tensors
+        if runtime._rank_of.get(stage + 1) == runtime._group.rank:
+            self._inputs[following] = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
+        elif stage != runtime._last_stage and not self.is_training:
+            self._graphs[stage, microbatch] = (), tensors  # Until they are sent.
+
+    def _hand_on(self, op: Op) -> None:
+        """The message of what a forward returns."""
+        (stage, microbatch), (sender, receiver) = op.items, op.group
+        key = (stage, "activation", *self._key(microbatch))
+        if sender == self.runtime._group.rank:
+            self.runtime.link(receiver).send(self._graphs[stage, microbatch][1], key)
+            if not self.is_training:
+                del self._graphs[stage, microbatch]
+        else:
+            self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
+
+    def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
+        """Leaves, results that require gradients, and the gradients of these, if they are not ones."""
+        stage, microbatch = op.items
+        leaves, tensors = self._graphs.pop((stage, microbatch))
+        outputs = [each for each in tensors if each.requires_grad]
+        is_last = stage == self.runtime._last_stage
+        return leaves, outputs, None if is_last else _arrived(self._gradients.pop((stage, microbatch)))
+
+    def _backward(self, op: Op) -> None:
+        leaves, outputs, gradients = self._take_graph(op)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        self._keep_gradients(op, leaves)
+
+    def _backward_input(self, op: Op) -> None:
+        stage, microbatch = op.items
+        if stage == 0:  # No rank waits for gradients of its inputs: the whole backward is done with the other part.
+            return
+        leaves, outputs, gradients = self._take_graph(op)
+        rest = None
+        if outputs and any(leaf.requires_grad for leaf in leaves):
+            rest = backward_input(outputs, gradients, leaves, self._parameters(stage))
+        elif outputs:
+            torch.autograd.backward(outputs, gradients)
+        self._weights[stage, microbatch] = rest
+        self._keep_gradients(op, leaves)
+
+    def _backward_weight(self, op: Op) -> None:
+        stage, microbatch = op.items
+        if stage == 0:
+            self._backward(op)
+        elif (rest := self._weights.pop((stage, microbatch))) is not None:
+            backward_weight(self._parameters(stage), rest)
+
+    def _parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        return (p for module in self.runtime.modules_of(stage) for p in module.parameters() if p.requires_grad)
+
+    def _keep_gradients(self, op: Op, leaves: Sequence[Tensor]) -> None:
+        """Gradients of what a stage got are those of what the stage before returned."""
+        stage, microbatch = op.items
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
+        if stage > 0:
+            self._gradients[stage - 1, microbatch] = gradients
+
+    def _hand_back(self, op: Op) -> None:
+        """The message of the gradients of what a stage got."""
+        (stage, microbatch), (sender, receiver) = op.items, op.group
+        key = (stage, "gradient", *self._key(microbatch))
+        if sender == self.runtime._group.rank:
+            self.runtime.link(receiver).send(_arrived(self._gradients.pop((stage - 1, microbatch))), key)
+        else:
+            self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
+
+    def _tell_loss(self, op: Op) -> None:
+        sender, receiver = op.group
+        if sender == self.runtime._group.rank:
+            self.runtime.link(receiver).send_known([self._totals])
+        else:
+            news = torch.empty(3, dtype=torch.float64, device=self.runtime._device)
+            self._loss = self.runtime.link(sender).receive_known([news])
+
+    def _reduce(self, op: Op) -> None:
+        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(self.count))
+
+    def _sum_tied(self, op: Op) -> None:
+        """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""
+        runtime = self.runtime
+        stages, own = runtime._tied[op.items[0]]
+        parameters = {stage: getattr(holder, name) for stage, (holder, name) in own.items()}
+        for parameter in parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {stage: _local(parameter.grad) for stage, parameter in parameters.items()}
+        others = sorted({runtime._rank_of[stage] for stage in stages} - {runtime._group.rank})
+        for peer in others:
+            runtime.link(peer).send_known([gradients[stage].clone() for stage in sorted(gradients)])
+        found = dict(gradients)
+        template = next(iter(gradients.values()))
+        for peer in others:
+            theirs = sorted(stage for stage in stages if runtime._rank_of[stage] == peer)
+            empty = [torch.empty_like(template) for _ in theirs]
+            found |= dict(zip(theirs, runtime.link(peer).receive_known(empty).wait(), strict=True))
+        total = torch.stack([found[stage] for stage in sorted(found)]).sum(0)
+        for gradient in gradients.values():
+            gradient.copy_(total)
+
+
+_KEY = "lightning_muon_pipeline"  # Of a module that was cut.
+
+
+def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> PipelineRuntime:
+    """The stages of this rank, which a module keeps from its first training on. Collective over ``mesh``.
+
+    Args:
+        module: The model, or a LightningModule; loses the parts of other ranks.
+        options: How to cut it.
+        mesh: All ranks, by (pipeline, replicate, shard).
+
+    Raises:
+        ValueError: If it cannot be cut so, or was cut in another way before.
+    """
+    group = axis_group(mesh, (0,))
+    if (known := vars(module).get(_KEY)) is None:
+        vars(module)[_KEY] = known = (
+            options,
+            PipelineRuntime(
+                find_staged_model(module),
+                module,
+                group=group,
+                schedule=options.pipeline_schedule,
+                num_microbatches=options.num_microbatches(group.size),
+                stages_per_rank=options.stages_per_rank,
+                first_parts=options.pipeline_split,
+                device=mesh_device(mesh),
+            ),
+        )
+    before, runtime = known
+    if options.own() != before.own() or runtime.group.size != group.size:
+        raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
+    return runtime
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Whether :func:`cut_once` has taken parts of other ranks out of it; local."""
+    return _KEY in vars(module)
+
+
+def unshard_all(modules: Sequence[nn.Module]) -> None:
+    """Gather the weights of FSDP2 roots, one after the other, without waiting. Collective over their meshes."""
+    for module in modules:
+        for root in fsdp_roots(module):
+            for unit in fsdp_modules(root):  # type: ignore[arg-type]
+                unit.unshard(async_op=True)
+
+
+def _arrived(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors.wait() if isinstance(tensors, Arriving) else tensors
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors_of(output: Carry, stage: int) -> list[Tensor]:
+    tensors = list(output) if isinstance(output, tuple) else [output]
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"stage {stage} hands on a {type(each).__name__}; parts of a pipeline return a tensor or a tuple of "
+                "tensors"
+            )
+    return tensors
+
+
+def _fingerprint(value: Any) -> Tensor:
+    """A number that differs, almost surely, between different batches."""
+    tensors = enumerate(tensors_in(value, set()), start=1)
+    return torch.stack([each.detach().double().nan_to_num().mul(number).sum() for number, each in tensors]).sum()
+
+
+def _require_equal_batches(read: Callable[[], Any]) -> None:
+    ((own, last),) = read()
+    if own != last:
+        raise ValueError(
+            "the ranks of a pipeline have had different batches: the first stage takes the inputs of its batch, the "
+            "last one the targets. Let data loaders and random transformations depend on the data rank only "
+            "(seed_everything with one seed, no seed of the rank)"
+        )
