@@ -29,6 +29,7 @@ from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
+from lightning_muon.pipeline.runtime import is_stage, names_of_copies, of_all_stages
 from lightning_muon.sharding.shard_model import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
@@ -70,7 +71,8 @@ class Checkpoint:
         if self.is_sharded:
             state = {key: get_model_state_dict(module)}
             sizes = {clean_name(name): getattr(value, "shape", None) for name, value in state[key].items()}
-            self._check_weights(key, module, sizes, together(lambda: self._sizes_of_shards(f"{key}.")), strict=strict)
+            saved = together(lambda: self._sizes_of_shards(f"{key}."))
+            self._check_weights(key, module, sizes, saved, strict=strict)
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
                 load(state, checkpoint_id=self.path, planner=planner)
@@ -82,7 +84,8 @@ class Checkpoint:
         own = {clean_name(name): getattr(value, "shape", None) for name, value in module.state_dict().items()}
         saved = {name: getattr(value, "shape", None) for name, value in weights.items()}
         self._check_weights(key, module, own, saved, strict=strict)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        # Stages of a pipeline have different weights, which each takes from the file.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not is_stage(module), strict=False)
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -132,11 +135,15 @@ class Checkpoint:
     def _check_weights(
         self, key: str, module: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
     ) -> None:
-        """Raise unless the names agree, if ``strict``, and the sizes; local, the same on all ranks."""
+        """Raise unless the names agree, if ``strict``, and the sizes.
+
+        Collective over the stages of a pipeline; the same on all ranks of a stage.
+        """
+        elsewhere = of_all_stages(module, own)
         in_both = sorted(own.keys() & saved.keys())
         differing = {
             "missing in the checkpoint": sorted(own.keys() - saved.keys()) if strict else [],
-            "unexpected": sorted(saved.keys() - own.keys()) if strict else [],
+            "unexpected": sorted(saved.keys() - own.keys() - elsewhere) if strict else [],
             "of another size": [
                 f"{name} {tuple(saved[name])} in the checkpoint, {tuple(own[name])} in the model"
                 for name in in_both
@@ -170,6 +177,12 @@ class Checkpoint:
                 entries.setdefault(parameter, set()).add(entry)
         if len(groups) != len(state[key]["param_groups"]):
             raise ValueError(f"{len(groups)} param groups in the checkpoint, {len(state[key]['param_groups'])} here")
+        # A copy of a parameter of another stage goes on with the state of that one, if it was saved without copies.
+        renamed = {copy: name for copy, name in names_of_copies(module).items() if copy not in entries}
+        states, groups_of_now = state[key]["state"], state[key]["param_groups"]
+        state[key]["state"] = {renamed.get(name, name): value for name, value in states.items()}
+        # The names of a group are those of one stage.
+        names_of_groups = [group.pop("params") for group in groups_of_now]
         _check_entries(entries, state[key]["state"])
         for name, own in state[key]["state"].items():
             for entry in own.keys() & _of_nodes(optimizer):
@@ -180,6 +193,10 @@ class Checkpoint:
             group |= of_version_0_1([name.removeprefix(f"{of_groups}{number}.") for name in saved])
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        for group, names in zip(state[key]["param_groups"], names_of_groups, strict=True):
+            group["params"] = names
+        loaded = state[key]["state"]
+        state[key]["state"] = {name: loaded[renamed.get(name, name)] for name in states}
         set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -167,6 +167,11 @@ class Options(ShardingOptions, MeshSizes, PipelineOptions):
                 f"pipeline_size={self.pipeline_size} needs sharding='fsdp' (or 'none' without data-parallel ranks), "
                 f"got {self.sharding!r}, which reduces gradients in hooks that a backward in two parts does not call"
             )
+        if self.pipeline_size > 1 and not self.save_distributed_checkpoint:
+            raise ValueError(
+                "save_distributed_checkpoint=False does not go with pipeline_size, because no rank has all weights; "
+                "save a directory, of which lightning-muon convert makes one file"
+            )
         mode = MODES[self.sharding]
         if num_tensor_ranks > 1 and not mode.shards_weights:
             raise ValueError(f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
@@ -105,10 +106,14 @@ class PipelineRuntime:
         stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
         # Of parameters that several stages have: the stages, and the places of the copies of this rank.
         self._tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
+        names = {id(child): name for name, child in module.named_modules()}
+        self.copied_names: dict[str, str] = {}  # Of each copy on this rank -> of what it is a copy.
         for places in untie([part for parts in stages for part in parts]):
             of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
             own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
             self._tied.append((tuple(of_stage), own))
+            first, *copies = (f"{names[id(holder)]}.{name}" for _, holder, name in places)
+            self.copied_names |= dict.fromkeys(copies, first)
         self.stages: Mapping[int, list[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
         }
@@ -467,6 +472,18 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
 def is_stage(module: nn.Module) -> bool:
     """Whether :func:`cut_once` has taken parts of other ranks out of it; local."""
     return _KEY in vars(module)
+
+
+def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
+    """The ``names`` that all stages have; those given where ``module`` was not cut. Collective over the stages."""
+    if not is_stage(module):
+        return set(names)
+    return set().union(*gather(set(names), vars(module)[_KEY][1].group.group))
+
+
+def names_of_copies(module: nn.Module) -> dict[str, str]:
+    """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
+    return vars(module)[_KEY][1].copied_names if is_stage(module) else {}
 
 
 def unshard_all(modules: Sequence[nn.Module]) -> None:
