@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_muon.config import MuonConfig
     from lightning_muon.engine.options import Options
+    from lightning_muon.engine.training import forward_backward
     from lightning_muon.errors import NonFiniteGradientError
     from lightning_muon.flexdemo.config import FlexDeMoConfig
     from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.optim.parallel_muon import ParallelMuon
+    from lightning_muon.schedule.pipeline import register_schedule
     from lightning_muon.sharding.base import ModeOptions
     from lightning_muon.sharding.context_parallel import (
         context_attention,
@@ -79,6 +81,9 @@ __all__ = [
     "Slicing",
     "Striding",
     "Turn",
+    # pipelines
+    "forward_backward",
+    "register_schedule",
     # sharding without Lightning, whole weights
     "ModeOptions",
     "full_state_dict",
@@ -94,6 +99,7 @@ __all__ = [
 _HOMES = {
     "config": "MuonConfig",
     "engine.options": "Options",
+    "engine.training": "forward_backward",
     "errors": "NonFiniteGradientError",
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
@@ -102,6 +108,7 @@ _HOMES = {
     ),
     "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
+    "schedule.pipeline": "register_schedule",
     "sharding.base": "ModeOptions",
     "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",
     "sharding.modes": "make_mode",

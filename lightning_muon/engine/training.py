@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once, unshard_all
+from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once, is_stage, runtime_of, unshard_all
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
@@ -139,6 +140,7 @@ class TrainingEngine:
             self.mode.copies = self.pipeline.copies()
             self.pipeline.shards = Shards(gather=unshard_all, reduce=self.mode.reduce_part)
             self.pipeline.root.forward = self.pipeline.forward
+            self.pipeline.run_batch = weakref.WeakMethod(self.run_pipeline)
         self._watch()
 
     def attach(
@@ -197,7 +199,7 @@ class TrainingEngine:
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter not in self._absent]
+                group["params"] = self._of_this_stage(group["params"], current)
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -207,6 +209,21 @@ class TrainingEngine:
                             f"{type(optimizer).__name__} has state for {name}, which was sharded since; create it anew"
                         )
                     group["params"][index] = current[name]
+
+    def _of_this_stage(self, parameters: Sequence[Tensor], current: Mapping[str, Tensor]) -> list[Tensor]:
+        """``parameters`` without those of other stages, and with the copies of them that this one has; local."""
+        copies = {} if self.pipeline is None else self.pipeline.copied_names
+        if not copies and not self._absent:
+            return list(parameters)
+        names = {parameter: name for name, parameter in current.items()}
+        chosen: dict[Tensor, None] = {}
+        for parameter in parameters:
+            name = self._absent.get(parameter)
+            if name is None:
+                chosen[parameter] = None
+                name = self._replaced.get(parameter) or names.get(parameter)
+            chosen |= dict.fromkeys(current[copy] for copy, first in copies.items() if first == name)
+        return list(chosen)
 
     def follow_forward(self) -> None:
         """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
@@ -595,6 +612,35 @@ class SingleReductionGuard:
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True
+
+
+def forward_backward(model: nn.Module, batch: Any) -> Tensor:
+    """Forward and backward of a batch through all stages of a pipeline: what a loop calls in the place of both.
+
+    ``model`` was set up by Fabric or prepared by our Accelerator with ``pipeline_size`` of 2 or more. Gradients are
+    ready for clipping and the step when it returns; the loss, the mean over the batch of this data rank, is the same on
+    all ranks of the pipeline and has no graph. Collective over all ranks; every rank must call it, and ranks of one
+    pipeline with the same batch.
+
+    Example::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in loader:
+            loss = lightning_muon.forward_backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Raises:
+        ValueError: If the model is no stage of a pipeline that is being trained.
+    """
+    stage = next((module for module in model.modules() if is_stage(module)), None)
+    run_batch = None if stage is None else runtime_of(stage).run_batch()
+    if run_batch is None:
+        raise ValueError(
+            f"{type(model).__name__} is no stage of a pipeline; set it up with pipeline_size of 2 or more, or call the "
+            "model and backward"
+        )
+    return run_batch(batch)
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

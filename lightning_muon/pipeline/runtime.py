@@ -98,6 +98,7 @@ class PipelineRuntime:
         self._model, self._module, self._group, self._schedule = model, module, group, schedule
         self._num_microbatches, self._stages_per_rank, self._device = num_microbatches, stages_per_rank, device
         self.shards = Shards()
+        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None  # The method of who trains it.
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
         pipeline = self._sizes(num_microbatches)
         self._rank_of = placement(make_order(schedule, pipeline))
@@ -474,16 +475,22 @@ def is_stage(module: nn.Module) -> bool:
     return _KEY in vars(module)
 
 
+def runtime_of(stage: nn.Module) -> PipelineRuntime:
+    """What runs the stages of a module that was cut; local."""
+    return vars(stage)[_KEY][1]
+
+
 def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
     """The ``names`` that all stages have; those given where ``module`` was not cut. Collective over the stages."""
     if not is_stage(module):
         return set(names)
-    return set().union(*gather(set(names), vars(module)[_KEY][1].group.group))
+    group = runtime_of(module).group
+    return set(names) if group.group is None else set().union(*gather(set(names), group.group))
 
 
 def names_of_copies(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
-    return vars(module)[_KEY][1].copied_names if is_stage(module) else {}
+    return runtime_of(module).copied_names if is_stage(module) else {}
 
 
 def unshard_all(modules: Sequence[nn.Module]) -> None:

@@ -79,6 +79,7 @@ class Accelerator(accelerate.Accelerator):
 
     options: Options
     _meshes: Meshes | None = None
+    _data_rank: tuple[int, int] | None = None  # And the number of such ranks, while data is divided over them.
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
         stock = super().__init__
@@ -152,6 +153,28 @@ class Accelerator(accelerate.Accelerator):
             ready |= zip(map(id, values), prepared if len(values) > 1 else [prepared], strict=True)
         result = [ready[id(value)] for value in args]
         return tuple(result) if len(result) > 1 else result[0]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes, as in Accelerate; while data is divided, of those with samples of their own."""
+        return super().num_processes if self._data_rank is None else self._data_rank[1]
+
+    @property
+    def process_index(self) -> int:
+        """Which of :attr:`num_processes` this is."""
+        return super().process_index if self._data_rank is None else self._data_rank[0]
+
+    @override
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        # The ranks of a pipeline have the same samples.
+        if self._meshes is not None and self._meshes.stages is not None:
+            self._data_rank = self._meshes.data_rank, self._meshes.num_data_ranks
+        elif self.options.pipeline_size > 1:
+            raise ValueError("with pipeline_size prepare the model before the data loaders, or in the same call")
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._data_rank = None
 
     @override
     def prepare_model(

@@ -201,6 +201,8 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
         warn=_log.warning,
     )
     engine.shard(accelerator.device)
+    if engine.pipeline is not None:
+        engine.pipeline.forward_context = accelerator.autocast
     engine.follow_forward()
     register_steps(module)
     return engine
