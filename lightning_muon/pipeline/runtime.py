@@ -113,8 +113,8 @@ class PipelineRuntime:
             of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
             own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
             self._tied.append((tuple(of_stage), own))
-            first, *copies = (f"{names[id(holder)]}.{name}" for _, holder, name in places)
-            self.copied_names |= dict.fromkeys(copies, first)
+            first, *copies = ((f"{names[id(holder)]}.{name}", stage_of[id(part)]) for part, holder, name in places)
+            self.copied_names |= {copy: first[0] for copy, stage in copies if self._is_own(stage)}
         self.stages: Mapping[int, list[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
         }
@@ -484,8 +484,7 @@ def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
     """The ``names`` that all stages have; those given where ``module`` was not cut. Collective over the stages."""
     if not is_stage(module):
         return set(names)
-    group = runtime_of(module).group
-    return set(names) if group.group is None else set().union(*gather(set(names), group.group))
+    return set().union(*gather(set(names), runtime_of(module).group))
 
 
 def names_of_copies(module: nn.Module) -> dict[str, str]:
