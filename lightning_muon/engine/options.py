@@ -28,7 +28,7 @@ ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in
 
 @takes_options(elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
-class Options(ShardingOptions, MeshSizes, PipelineOptions):
+class Options(ShardingOptions, PipelineOptions, MeshSizes):
     """What a training may be told beside its model and data.
 
     Example::

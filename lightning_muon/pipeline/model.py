@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,6 +154,7 @@ class CausalLM(StagedModel):
             for places in (before, *blocks, [*after, (root, head)])
         ]
         self._forward: Callable[..., Any] = root.forward
+        self._kind_of_result: Any = None  # Of its forward, from the first call on.
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
@@ -161,7 +162,9 @@ class CausalLM(StagedModel):
         if carry is not None:
             given.pop("input_ids", None)
             given["inputs_embeds"] = carry
-        return self._forward(**given).logits
+        result = self._forward(**given)
+        self._kind_of_result = type(result)
+        return result.logits
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The entries of a batch, and its labels."""
@@ -187,13 +190,11 @@ class CausalLM(StagedModel):
 
     def result_of_call(self, output: Carry, target: Any) -> Any:
         """See the base class."""
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
         loss = None
         if target is not None:
             total, count = self.loss(output, target)
-            loss = cast("torch.FloatTensor", total / count)
-        return CausalLMOutputWithPast(loss=loss, logits=output)
+            loss = total / count
+        return self._kind_of_result(loss=loss, logits=output)
 
 
 def find_staged_model(module: nn.Module) -> StagedModel:
