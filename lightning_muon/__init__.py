@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Replicator,
         Slicing,
         Striding,
+        Turn,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     )
     from lightning_muon.sharding.modes import make_mode
     from lightning_muon.sharding.weights import full_state_dict
-
-    Turn = ExchangeStep
 
     # What integrations/registry.py makes of the installed Lightning package.
     class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):  # noqa: D101
@@ -104,7 +103,7 @@ _HOMES = {
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
-        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
+        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
     "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
@@ -120,8 +119,6 @@ for _package in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Turn":  # Another name of it.
-        name = "ExchangeStep"
     for home, names in _HOMES.items():
         if name in names.split():
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -119,9 +119,9 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of whose memory autograd knows this one to be a view, if it is one."""
-    return tensor._base
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of whose memory autograd knows this one to be a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def local_shape_and_offset(

@@ -29,8 +29,6 @@ _SOURCES: dict[type[torch.optim.Optimizer], tuple[Mapping[str, str], tuple[str |
     torch.optim.SGD: ({"lr": "lr", "weight_decay": "weight_decay"}, ("sgd",)),
     torch.optim.Muon: ({name: name for name in _MUON_KEYS}, (None, "muon")),
 }
-# Where nodes exchange their momenta, FlexDeMo has one of its own, FlexDeMoConfig.decay.
-_OWN_MOMENTUM = ("momentum", "nesterov")
 # Of betas[0]: usual are 0.9 and 0.95, and 0 to 0.5 where models train against each other.
 _LEAST_BETA = 0.8
 _WAITS_FOR_MATRICES = (
@@ -143,7 +141,10 @@ def convert_optimizer(
     elif type(optimizer) is torch.optim.Muon:
         summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
     else:
-        summary = f"{name} -> ParallelMuon for matrices{_rate(config)}, AdamW for the rest"
+        factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
+        measured = "muon_lr_factor; measured in docs/performance.md"
+        rate = "" if factor == 1 else f" with {factor:g} times its learning rate ({measured})"
+        summary = f"{name} -> ParallelMuon for matrices{rate}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
     found = (_other_updates(name, config), _tables_on_muon(converted), _without_effect(config, converted, name))
@@ -188,12 +189,6 @@ def _reason_to_keep(optimizer: torch.optim.Optimizer, is_one_of_several: bool) -
     )
 
 
-def _rate(config: MuonConfig) -> str:
-    factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
-    measured = "muon_lr_factor; measured in docs/performance.md"
-    return "" if factor == 1 else f" with {factor:g} times its learning rate ({measured})"
-
-
 def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
     """What the learning rate of a converted optimizer may not have been meant for."""
     if not isinstance(config, FlexDeMoConfig) or config.base != "sgd" or (name == "SGD" and not config.takes_sign):
@@ -236,7 +231,7 @@ def _translated(
     keys, _ = _SOURCES[type(optimizer)]
     added = {"algorithm": "muon"} if type(optimizer) is torch.optim.Muon else {}
     has_momentum = kind is ParallelMuon or config.has_inner_momentum
-    known = {key: value for key, value in keys.items() if has_momentum or key not in _OWN_MOMENTUM}
+    known = {key: value for key, value in keys.items() if has_momentum or key not in ("momentum", "nesterov")}
     groups = []
     for group in optimizer.param_groups:
         given = dict(group)

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import Full, Replicator
 from lightning_muon.flexdemo.wire import SCALED_TOGETHER, VALUE_FORMATS, ValueFormat, index_dtype
-from lightning_muon.params.layout import local_tensor
 
 ALIGNMENT = 8
 
@@ -145,11 +143,6 @@ class Shape:
 
         best = min(range(1, max(2, len(self.whole))), key=elongation)
         return math.prod(self.local[:best]), math.prod(self.local[best:])
-
-
-def shapes_of(parameters: Sequence[Tensor]) -> list[Shape]:
-    """Global and local shapes of parameters."""
-    return [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
 
 
 def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:

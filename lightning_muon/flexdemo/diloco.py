@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.bucket import MomentumBucket
-from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
@@ -40,14 +39,12 @@ class DiLoCoSync(InterNodeSync):
 
     own_state: ClassVar[tuple[str, ...]] = (*MOMENTS, *_OF_AVERAGE, *_OF_OVERLAP)
     per_node: ClassVar[Mapping[str, Rule]] = {**InterNodeSync.per_node, "launched": "mean"}
-    marks: ClassVar[frozenset[str]] = frozenset({"node_weights", "anchor"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)
         assert isinstance(config.replicator, DiLoCo)
-        self._options: DiLoCo = config.replicator
-        # What the nodes send each other for an average.
-        self._wire = FlexDeMoConfig(
+        self._options, self.period = config.replicator, config.replicator.period
+        self.wire = FlexDeMoConfig(
             replicator=Full(), value_format="fp32", dense_below=0, chunk_bytes=config.chunk_bytes
         )
         self._in_flight: list[Exchange] = []
@@ -99,7 +96,7 @@ class DiLoCoSync(InterNodeSync):
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         average = Op(kind=OpKind.EXCHANGE, key="average", rank=0, when=(Condition.GRADIENTS,))
-        half_period = (self._options.period + 1) // 2
+        half_period = (self.period + 1) // 2
         return StepPart(
             ops=AddedOps(last=[average]),
             actions={OpKind.EXCHANGE: self._exchange},
@@ -109,7 +106,7 @@ class DiLoCoSync(InterNodeSync):
     @property
     def _since(self) -> int:
         """Steps since the last average, with the one being taken; 0 if an average ends it."""
-        return (self.num_steps + 1) % self._options.period
+        return (self.num_steps + 1) % self.period
 
     def _exchange(self, op: Op) -> Sequence[Work]:
         """Begin an average, and apply it, or with ``overlap`` the one before."""
@@ -155,11 +152,6 @@ class DiLoCoSync(InterNodeSync):
         if "anchor" in saved:
             self._without_anchor.discard(parameter)
 
-    @override
-    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
-        plans = plan_buckets(shapes_of(parameters), self._wire)
-        return round(sum(plan.sent_bytes(self.node, self.num_nodes) for plan in plans) / self._options.period)
-
     def _step_anchor(self, state: State, outer_gradient: Tensor) -> None:
         """One step of SGD of the common weights."""
         options = self._options
@@ -172,7 +164,7 @@ class DiLoCoSync(InterNodeSync):
     def _begin_mean(self, parameters: Sequence[Tensor], states: States) -> None:
         """Send ``anchor - weights``, float32."""
         moved = {p: (_anchor(states[p]).float() - local_tensor(p).float()).contiguous() for p in parameters}
-        for number, plan in enumerate(plan_buckets(shapes_of(parameters), self._wire)):
+        for number, plan in enumerate(self.bucket_plans(parameters)):
             bucket = MomentumBucket(plan, parameters, moved)
             bucket.load()
             self._in_flight.append(Exchange(bucket, ExchangeStep(0, number), self.groups))

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.groups import ALONE, PrivateGroups, axis_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group
 from lightning_muon.flexdemo.bucket import signs
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.node_exchange import NodeGroups
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
 from lightning_muon.optim.parameters import BoundParameter, Gradients, StateCompletion, States, zero_state
 from lightning_muon.params.layout import StepPart, local_tensor
@@ -54,8 +54,6 @@ class InterNodeSync(StateCompletion):
     own_state: ClassVar[tuple[str, ...]] = MOMENTS
     # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
     per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *MOMENTS), "mean")
-    # Keys by which a saved state is known to be of this way.
-    marks: ClassVar[frozenset[str]] = frozenset({"node_weights"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -65,18 +63,19 @@ class InterNodeSync(StateCompletion):
         self.num_nodes = 1 if mesh is None else mesh.size(0)
         self.num_steps = 0  # That were taken before the one that is being taken.
         self.early: EarlyExchanges | None = None  # What the plan sends during backward.
+        self.wire: FlexDeMoConfig | None = None  # How nodes exchange something, if they do: after each `period` steps.
+        self.period = 1
         # Weights of this node while its parameters show the common ones.
         self._own: dict[Tensor, Tensor] = {}
         self._is_for_good = False
 
     @cached_property
-    def groups(self) -> NodeGroups:
-        """The ranks with the same shards. Collective over them the first time; every rank must call it."""
-        if self.mesh is None:
-            return NodeGroups(ALONE, ALONE)
-        nodes = axis_group(self.mesh, (0,))
-        reduce_group, gather_group = PrivateGroups().of([nodes, nodes])
-        return NodeGroups(reduce_group, gather_group)
+    def groups(self) -> Sequence[AxisGroup]:
+        """The ranks of all nodes with the same shards: for what every rank sends first, and for sums of it.
+
+        Two groups, since ranks interleave them differently. Collective the first time; every rank must call it.
+        """
+        return [ALONE] * 2 if self.mesh is None else PrivateGroups().of([axis_group(self.mesh, (0,))] * 2)
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
         """(R, *parameter.shape) of the local parts of all nodes; shares memory."""
@@ -148,13 +147,14 @@ class InterNodeSync(StateCompletion):
 
     def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise if the states are of a checkpoint that was made with another way of synchronizing; local."""
-        marks = {"residual", "node_weights", "anchor"} & {key for state in states for key in state}
+        all_marks = {"residual", "node_weights", "anchor"}
+        marks = all_marks & {key for state in states for key in state}
         if marks == {"anchor"}:
             raise ValueError(
                 "the state has no node_weights, which flatten_optimizer_state_dict=True of "
                 "torch.distributed.checkpoint.state_dict leaves out; get and set it without"
             )
-        if marks and marks != self.marks:
+        if marks and marks != all_marks & {*self.own_state, *self.per_node}:
             alone = "DiLoCo" if "anchor" in marks else "NoReplication"
             saved_with = "components of momenta" if "residual" in marks else alone
             raise ValueError(
@@ -203,6 +203,12 @@ class InterNodeSync(StateCompletion):
         """The parameters are those to go on with; local."""
         self._own = {}
 
+    def bucket_plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
+        """What nodes exchange for these parameters; local."""
+        shapes = [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
+        return [] if self.wire is None else plan_buckets(shapes, self.wire)
+
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
-        return 0
+        total = sum(plan.sent_bytes(self.node, self.num_nodes) for plan in self.bucket_plans(parameters))
+        return round(total / self.period)

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_muon.compat import foreach
 from lightning_muon.flexdemo.bucket import MomentumBucket
-from lightning_muon.flexdemo.bucket_plan import plan_buckets, shapes_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.node_exchange import Exchange
@@ -100,10 +99,10 @@ class MomentumSync(InterNodeSync):
 
     own_state: ClassVar[tuple[str, ...]] = ("residual", "delayed_update", "has_delayed_update")
     per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
-    marks: ClassVar[frozenset[str]] = frozenset({"residual"})
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)
+        self.wire = config
         # Those of the plan, in the order in which backward finishes them, and the residuals that they read and write.
         self.buckets: dict[str, MomentumBucket] = {}
         self._residuals: dict[Tensor, Tensor] = {}
@@ -151,7 +150,7 @@ class MomentumSync(InterNodeSync):
     @override
     def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
         trained = [parameter.tensor for parameter in parameters if parameter.tensor.requires_grad]
-        for plan in plan_buckets(shapes_of(trained), self.config):
+        for plan in self.bucket_plans(trained):
             for part in plan.parts:
                 check_replicator(part.replicator, part.block_shape)
         super().complete(parameters, states)
@@ -165,7 +164,7 @@ class MomentumSync(InterNodeSync):
         parameters = trained.trainable
         self._residuals = {tensor: trained.states[tensor]["residual"] for tensor in parameters}
         residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
-        plans = plan_buckets(shapes_of(parameters), self.config)
+        plans = self.bucket_plans(parameters)
         self.buckets = {f"n{number}": MomentumBucket(plan, parameters, residuals) for number, plan in enumerate(plans)}
         self.layout.arrival_order = [bucket.parameters for bucket in self.buckets.values()]
         self._in_flight = {}
@@ -272,11 +271,6 @@ class MomentumSync(InterNodeSync):
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         self._delayed, self._has_loaded = {}, True
         super().load(parameter, state, saved)
-
-    @override
-    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
-        plans = plan_buckets(shapes_of(parameters), self.config)
-        return sum(plan.sent_bytes(self.node, self.num_nodes) for plan in plans)
 
     def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
         """All of the momentum, which is the gradient unless a run of several nodes has left a residual."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,35 +14,29 @@ from lightning_muon.flexdemo.bucket import MomentumBucket, cut, merged, pack, un
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 
 
-class NodeGroups(NamedTuple):
-    """The ranks of all nodes that hold the same shards."""
-
-    reduce_group: AxisGroup  # For what every rank sends first.
-    gather_group: AxisGroup  # For the sums. A separate group: ranks interleave reduce and gather differently.
-
-
 class Exchange:
     """What is in the blocks of a bucket, on its way, while the bucket takes the next step.
 
-    Collective over ``groups`` to construct, and so are its methods that communicate; every rank must call them in the
-    same order of buckets. Nothing travels if no rank holds anything of the bucket.
+    Collective over ``groups`` (see :attr:`InterNodeSync.groups`) to construct, and so are its methods that communicate;
+    every rank must call them in the same order of buckets. Nothing travels if no rank holds anything of the bucket.
     """
 
-    def __init__(self, bucket: MomentumBucket, number: ExchangeStep, groups: NodeGroups) -> None:
-        self._bucket, self._number, self._groups = bucket, number, groups
-        self._plan, self._own = bucket.plan, bucket.encode(number)  # What this node sends, rounded.
+    def __init__(self, bucket: MomentumBucket, number: ExchangeStep, groups: Sequence[AxisGroup]) -> None:
+        reduce_group, self._gather_group = groups
+        self._bucket, self._number, self._plan = bucket, number, bucket.plan
+        self._own = bucket.encode(number)  # What this node sends, rounded.
         self.taking_part: set[Tensor] = set(bucket.parameters)  # The parameters that are updated by it.
         plan, own = self._plan, self._own
-        self._rank, self._num_nodes = groups.reduce_group.rank, groups.reduce_group.size
+        self._rank, self._num_nodes = reduce_group.rank, reduce_group.size
         self._others = [node for node in range(self._num_nodes) if node != self._rank]
         self._total: Tensor | None = None  # The sum that this node sends to all others.
         if plan.is_summed(self._num_nodes):
             sends = {node: pack(plan, cut(plan, own, node, self._num_nodes)) for node in self._others}
             size = plan.message_bytes(self._rank, self._num_nodes)
-            self._send(sends, dict.fromkeys(sends, size), groups.reduce_group)
+            self._send(sends, dict.fromkeys(sends, size), reduce_group)
         elif plan.parts:
             sends = dict.fromkeys(self._others, pack(plan, own))
-            self._send(sends, dict.fromkeys(sends, plan.message_bytes()), groups.reduce_group)
+            self._send(sends, dict.fromkeys(sends, plan.message_bytes()), reduce_group)
 
     def settle(self, taking_part: set[Tensor]) -> None:
         """Take what was sent from the residuals of the parameters that take part; local."""
@@ -70,7 +63,7 @@ class Exchange:
         self._total = torch.cat([values.view(-1) for values, _ in merged(plan, of_nodes, "mean")]).to(dtype)
         sends = dict.fromkeys(self._others, self._total.view(torch.uint8))
         sizes = {node: dtype.itemsize * sum(plan.segment_lengths(node, num_nodes)) for node in sends}
-        self._send(sends, sizes, self._groups.gather_group)
+        self._send(sends, sizes, self._gather_group)
 
     def result(self, rule: str) -> list[Components]:
         """What the nodes sent, merged; waits for it."""

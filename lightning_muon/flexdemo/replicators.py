@@ -38,6 +38,9 @@ class ExchangeStep:
     part: int
 
 
+Turn = ExchangeStep  # Another name of it.
+
+
 class Components(NamedTuple):
     """What is sent of each block.
 
@@ -215,12 +218,9 @@ class DCTTopK(Replicator):
 def largest(rows: Tensor, count: int) -> Tensor:
     """Indices (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows."""
     # The bits of floats that are not negative have the order of the numbers, and integers are compared faster.
-    return _largest(rows.abs().view(torch.int32), count)
-
-
-def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Indices (num_rows, count) of the largest of each row, which are in the groups with the largest maxima."""
-    # With groups of g elements n / g maxima and count * g elements are left to choose from, least for sqrt(n / count).
+    magnitudes = rows.abs().view(torch.int32)
+    # The largest are in the groups with the largest maxima. With groups of g elements n / g maxima and count * g
+    # elements are left to choose from, least for sqrt(n / count).
     num_rows, numel = magnitudes.shape
     size = 1  # Of a group: the largest power of 2 up to this that divides n.
     while numel > _SPLIT_ABOVE * count and numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
@@ -228,7 +228,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     if size == 1:
         return torch.topk(magnitudes, count, dim=1, sorted=False).indices
     # The elements of a group are far apart, so that the maxima are taken of neighbours in memory.
-    groups_chosen = _largest(magnitudes.view(num_rows, size, -1).amax(1), count)
+    groups_chosen = largest(magnitudes.view(num_rows, size, -1).amax(1), count)
     firsts = torch.arange(0, numel, numel // size, device=magnitudes.device)[:, None]
     candidates = (groups_chosen[:, None] + firsts).flatten(1)
     winners = torch.topk(magnitudes.gather(1, candidates), count, dim=1, sorted=False).indices

@@ -33,33 +33,27 @@ def groups(blocks: Float[Tensor, "num ..."]) -> Iterator[slice]:
 
 
 @cache
-def dct_basis(size: int, device: torch.device) -> Float[Tensor, "size size"]:
+def dct_basis(size: int, device: torch.device, *, transposed: bool = False) -> Float[Tensor, "size size"]:
     """Rows are the cosines ``C[k]`` from low to high frequency; float32, computed in float64. Not to be changed."""
     numbers = torch.arange(size, dtype=torch.float64, device="cpu")
     angles = numbers[:, None] * (2 * numbers + 1)
     basis = torch.cos(angles * (math.pi / (2 * size))) * math.sqrt(2 / size)
     basis[0] = math.sqrt(1 / size)
-    return basis.to(device, torch.float32)
-
-
-@cache
-def _operand(size: int, device: torch.device, *, transposed: bool) -> Tensor:
-    """The basis, or its transpose in contiguous memory, which a CPU multiplies faster with."""
-    basis = dct_basis(size, device)
-    return basis.mT.contiguous() if transposed else basis
+    # A CPU multiplies faster with contiguous memory.
+    return (basis.mT.contiguous() if transposed else basis).to(device, torch.float32)
 
 
 def dct(blocks: Float[Tensor, "num ..."], *, inverse: bool = False) -> Float[Tensor, "num ..."]:
     """Coefficients of each block of one or two dimensions, ``C x`` or ``C_a X C_b^T``; ``inverse``: the way back."""
     transformed = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     last = blocks.size(-1)
-    right = _operand(last, blocks.device, transposed=not inverse)
+    right = dct_basis(last, blocks.device, transposed=not inverse)
     for group in groups(blocks):
         if blocks.ndim == 2:
             torch.mm(blocks[group], right, out=transformed[group])
         else:
             along_last = torch.mm(blocks[group].reshape(-1, last), right).view(blocks[group].shape)
-            left = _operand(blocks.size(1), blocks.device, transposed=inverse)
+            left = dct_basis(blocks.size(1), blocks.device, transposed=inverse)
             torch.matmul(left, along_last, out=transformed[group])
     return transformed
 

@@ -476,8 +476,7 @@ class Watchdog:
 
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
-        with suppress(RuntimeError):
-            self._store.compare_set("stop", "", message)
+        self._store.compare_set("stop", "", message)
 
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""

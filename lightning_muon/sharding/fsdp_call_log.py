@@ -117,16 +117,14 @@ class FsdpCallLog:
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
         self.all_calls = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
         self.crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
-        self._names: list[tuple[str, str]] = []
-        self._numbers: dict[FSDPModule, int] = {}
+        self._units: dict[FSDPModule, tuple[str, str]] = {}  # By number: their names, and those of their classes.
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         names: dict[Any, str] = {child: name for name, child in module.named_modules()}
         for unit in fsdp_modules(module):
             places = own_places(unit)
             if places and getattr(*places[0]).device_mesh.size() == len(self.ranks):
-                self._numbers[unit] = len(self._names)
-                self._watch(unit, places[0])
-                self._names.append((names[unit], original_class(unit).__name__))  # type: ignore[arg-type]
+                self._watch(unit, len(self._units), places[0])
+                self._units[unit] = names[unit], original_class(unit).__name__  # type: ignore[arg-type]
 
     def mark(self, point: int) -> None:
         """Note :data:`END` or :data:`LEFT`; local."""
@@ -200,14 +198,14 @@ class FsdpCallLog:
 
     def name(self, unit: int | FSDPModule) -> str:
         """What a unit is called, as part of a sentence."""
-        number = unit if isinstance(unit, int) else self._numbers.get(unit)
-        name, kind = ("", original_class(unit).__name__) if number is None else self._names[number]  # type: ignore[arg-type]
+        known = list(self._units)[unit] if isinstance(unit, int) else unit
+        name, kind = self._units.get(known) or ("", original_class(known).__name__)  # type: ignore[arg-type]
         return f"{name!r} ({kind})" if name else f"the root {kind}"
 
     def advice(self, calls: Iterable[int | None]) -> str:
         """What to do about units that only some ranks run."""
         numbers = {call // 2 for call in calls if call is not None and call >= 0}
-        units = [self._names[number] for number in sorted(numbers) if self._names[number][0]]
+        units = [each for number, each in enumerate(self._units.values()) if number in numbers and each[0]]
         reason = (
             "FSDP2 gathers and reduces the weights of a unit on all ranks together, so all ranks must run the same "
             "units in the same order."
@@ -234,8 +232,7 @@ class FsdpCallLog:
             hook.remove()
         self._hooks.clear()
 
-    def _watch(self, unit: FSDPModule, place: tuple[nn.Module, str]) -> None:
-        number = len(self._names)
+    def _watch(self, unit: FSDPModule, number: int, place: tuple[nn.Module, str]) -> None:
         # On a mesh of one axis weights are gathered from all ranks, also where the other units have replicas.
         crosses = getattr(*place).device_mesh.ndim == 1
         gathers = crosses or len(self.shard_ranks) > 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_muon.compat.torch import view_base
+from lightning_muon.compat.torch import viewed
 
 
 def without_views(output: Any, inputs: Any) -> Any:
@@ -20,22 +20,17 @@ def without_views(output: Any, inputs: Any) -> Any:
     FSDP2 gathers weights for backward in hooks of these tensors, and a view that is changed in place loses its hooks.
     """
     tensors = list(tensors_in(output, set())) if torch.is_grad_enabled() else []
-    views = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and view_base(tensor) is not None}
+    views = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and viewed(tensor) is not tensor}
     if not views:
         return output
     # Autograd will no longer know of others that show the same memory: what backward needs must then stay unchanged.
     others = {id(tensor): tensor for tensor in [*tensors, *tensors_in(inputs, set())]}
-    users = Counter(id(_memory(tensor)) for tensor in others.values())
+    users = Counter(id(viewed(tensor)) for tensor in others.values())
     aliases: dict[int, Tensor] = {}
     for key, view in views.items():
-        memory = _memory(view)
+        memory = viewed(view)
         aliases[key] = _Alias.apply(view, memory.is_leaf or users[id(memory)] > 1)  # type: ignore[assignment]
     return map_tensors(output, lambda _, tensor: aliases.get(id(tensor), tensor))
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    base = view_base(tensor)
-    return tensor if base is None else base
 
 
 class _Alias(torch.autograd.Function):

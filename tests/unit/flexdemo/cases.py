@@ -14,8 +14,7 @@ from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Replicator, Sl
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.flexdemo import node_exchange
 from lightning_muon.flexdemo.bucket import MomentumBucket
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, plan_buckets, shapes_of
-from lightning_muon.flexdemo.node_exchange import NodeGroups
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 
 REPLICATORS: list[Replicator] = [
     DCTTopK(chunk_size=8, top_k=5),
@@ -37,7 +36,8 @@ def short_name(value: object) -> str:
 def plans_for(tensors: Sequence[Tensor], replicator: Replicator, **options: Any) -> list[BucketPlan]:
     """Plans for whole tensors, with few that travel dense."""
     options = {"value_format": "fp32", "dense_below": 10, "chunk_bytes": 10**6} | options
-    return plan_buckets(shapes_of(tensors), FlexDeMoConfig(replicator=replicator, **options))
+    shapes = [Shape(tuple(tensor.shape), tuple(tensor.shape)) for tensor in tensors]
+    return plan_buckets(shapes, FlexDeMoConfig(replicator=replicator, **options))
 
 
 def drawn(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
@@ -87,10 +87,10 @@ class PostOffice:
         return self
 
 
-def nodes_of(num_nodes: int) -> list[NodeGroups]:
+def nodes_of(num_nodes: int) -> list[list[AxisGroup]]:
     """What each of the nodes knows of them."""
     coordinates = tuple((other,) for other in range(num_nodes))
     return [
-        NodeGroups(*(AxisGroup(leg, node, coordinates) for leg in ("there", "back")))  # type: ignore[arg-type]
+        [AxisGroup(leg, node, coordinates) for leg in ("there", "back")]  # type: ignore[arg-type]
         for node in range(num_nodes)
     ]

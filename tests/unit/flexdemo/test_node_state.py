@@ -119,7 +119,7 @@ def _on_a_mesh() -> None:
     sync = InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
     rank = torch.distributed.get_rank()
     assert (sync.node, sync.num_nodes) == (rank // 2, 2)
-    legs = [leg.group for leg in (sync.groups.reduce_group, sync.groups.gather_group)]
+    legs = [leg.group for leg in sync.groups]
     assert [torch.distributed.get_process_group_ranks(leg) for leg in legs] == [[rank % 2, rank % 2 + 2]] * 2
     assert legs[0] is not legs[1], "sums would be mixed up with what is sent first"
     assert mesh.get_group("replicate") not in legs
