@@ -48,10 +48,7 @@ class Conversion:
 
 
 def convert_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer],
-    module: nn.Module,
-    *,
-    choice: OptimizerChoice,
+    optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, *, choice: OptimizerChoice
 ) -> list[Conversion]:
     """Return what becomes of each optimizer of the sharded ``module``, in their order. Local."""
     has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1

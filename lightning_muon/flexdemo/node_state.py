@@ -30,19 +30,10 @@ class NodeLayout(Layout):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
         self._nodes, self._node = mesh, shard_axis(mesh)
-        # The parameters in the order in which their updates arrive, those together that arrive together.
-        self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
         return self._nodes, (Decoupled(), *self._inside(parameter))
-
-    @override
-    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        wanted = set(parameters)
-        groups = [[tensor for tensor in group if tensor in wanted] for group in self.arrival_order]
-        known = {tensor for group in groups for tensor in group}
-        return [group for group in (*groups, [tensor for tensor in parameters if tensor not in known]) if group]
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> DTensor:
         """The calling rank's parts of a tensor of each node as one DTensor (R, *parameter.shape); shares memory."""

@@ -40,6 +40,7 @@ class ShardedLayout(Layout):
     ) -> None:
         super().__init__(shard_map.mesh)
         self.may_arrive_late = shard_map.mesh.size() > 1
+        self.arrival_order = reducer.buckets
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
 
@@ -73,12 +74,6 @@ class ShardedLayout(Layout):
         """Wait for what the last step has sent."""
         self._updating = parameters
         self._all_gather.begin(parameters)
-
-    @override
-    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        wanted = set(parameters)
-        batches = [[p for p in bucket if p in wanted] for bucket in self._reducer.buckets]
-        return [batch for batch in batches if batch]
 
     @override
     def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:

@@ -51,12 +51,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        config: MuonConfig,
-        *,
-        mesh: DeviceMesh | None,
-        **defaults: Any,
+        self, params: nn.Module | Iterable[Any], config: MuonConfig, *, mesh: DeviceMesh | None, **defaults: Any
     ) -> None:
         self._options = config
         self._mesh = mesh

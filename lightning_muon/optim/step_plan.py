@@ -162,12 +162,15 @@ def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[E
     groups: dict[Tensor, ParamGroup] = {
         each.tensor: each.group for each in parameters if each.route.algorithm == "adamw"
     }
+    known = {tensor for tensors in layout.arrival_order for tensor in tensors}
     batches: list[ElementwiseBatch] = []
-    for tensors in layout.in_order(list(groups)) if groups else ():
+    for arriving in (*layout.arrival_order, [tensor for tensor in groups if tensor not in known]):
         by_group: dict[int, tuple[ParamGroup, list[Tensor]]] = {}
-        for tensor in tensors:
-            by_group.setdefault(id(groups[tensor]), (groups[tensor], []))[1].append(tensor)
-        batches.append(list(by_group.values()))
+        for tensor in arriving:
+            if tensor in groups:
+                by_group.setdefault(id(groups[tensor]), (groups[tensor], []))[1].append(tensor)
+        if by_group:
+            batches.append(list(by_group.values()))
     return batches
 
 

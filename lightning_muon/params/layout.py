@@ -72,6 +72,8 @@ class Layout:
         """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
         self._mesh = mesh
         self._fsdp_units: Sequence[FSDPModule] = ()  # One of each model.
+        # Parameters in the order in which their gradients or updates arrive, those together that arrive together.
+        self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
         """Mesh, and one placement for each of its axes; ``None`` and nothing for a tensor of this process alone."""
@@ -104,10 +106,6 @@ class Layout:
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """These parameters, the same on all ranks, are updated from now on; nothing gives the step up any more."""
-
-    def in_order(self, parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """These parameters in the order in which their gradients arrive, those together that arrive together."""
-        return [parameters]
 
     def end_step(self) -> None:
         """All parameters of :meth:`begin_step` are updated."""

@@ -171,11 +171,8 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
                 f"wrap_policy chooses a {type(unit).__name__}, which has no forward and cannot be an FSDP2 unit; "
                 "choose its children"
             )
-    order = {child: index for index, (_, child) in enumerate(candidates)}
     # Later in registration order means deeper or beside, never above: reversed, children come before parents.
-    units = sorted(
-        (unit for unit in chosen if next(unit.parameters(), None) is not None), key=order.__getitem__, reverse=True
-    )
+    units = [child for _, child in reversed(candidates) if child in chosen and [*child.parameters()]]
     # FSDP2 refuses a parameter of two groups.
     while torn := {unit for holders in owners(module, units).values() if len(holders) > 1 for unit in holders}:
         kept = [unit for unit in units if unit not in torn]
