@@ -33,7 +33,7 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting,
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.monitor.calibrate import calibrate
-from lightning_muon.params.routing import route_of, routing_rows, routing_totals
+from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
 from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
@@ -141,7 +141,7 @@ def run(arguments: Namespace) -> None:
     for path in arguments.draw:
         draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
     base = links["base"] if links and not outcomes else None
-    parameters = [{**asdict(each), "algorithm": base or route_of(each).algorithm} for each in model.parameters]
+    parameters = [{**asdict(each), "algorithm": base or each.algorithm} for each in model.parameters]
     matrices = [spec.name for spec in outcomes[0].specs] if outcomes else []
     plan = {
         "model": {"name": model.name, "source": model.source, "parameters": parameters, "matrices": matrices},
@@ -235,7 +235,7 @@ def _report(
     if outcomes:
         pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
         yield "", _head(setting, pipeline)
-        rows = [(route_of(each), each.shape, each.frozen) for each in model.parameters]
+        rows = [(each, each.shape, each.frozen) for each in model.parameters]
         header, *lines = routing_rows(rows)
         yield "Parameters", [table(dict.fromkeys(header, ""), lines), "", *routing_totals(rows)]
     if exchange:

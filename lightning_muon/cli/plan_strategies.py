@@ -26,7 +26,6 @@ from lightning_muon.params.exchange import (
     group_matrices,
 )
 from lightning_muon.params.layout import held_boxes
-from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import MuonPlan, plan_step
@@ -80,9 +79,7 @@ class Setting:
         """The exchange groups that the optimizer makes of the trainable matrices."""
         ranks = MeshRanks.of_shape(self.mesh)
         parameters = [
-            ParameterToPlan(
-                route_of(each), each.shape, ranks, (Replicate(), Shard(each.shard_dim)), self.config.ns_steps
-            )
+            ParameterToPlan(each, each.shape, ranks, (Replicate(), Shard(each.shard_dim)), self.config.ns_steps)
             for each in self.model.parameters
             if each.kind != "elementwise" and not each.frozen
         ]

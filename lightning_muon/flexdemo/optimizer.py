@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
 from lightning_muon.flexdemo.config import (
     REMOVED,
@@ -240,7 +241,7 @@ class FlexDeMo(PlannedOptimizer):
     def _weights_have_changed(self, has_changed: bool = True) -> bool:
         """Let the next forward gather the weights of now, if they have changed; local."""
         if has_changed and self._module is not None:
-            self._layout.forget_whole_weights(self._module)
+            free_unsharded(self._module)
         return has_changed
 
     def _abandon(self) -> None:

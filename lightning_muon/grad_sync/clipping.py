@@ -44,11 +44,13 @@ def clip_norm_(
     listed = list(dict.fromkeys(parameters))
     _reduce_partial_sums(listed)
     sets = by_ranks([parameter for parameter in listed if parameter not in copies], layout, sharded=True)
-    squares = [_square(_gradients(each.parameters, layout), each.device) for each in sets]
+    norms = [_stacked(local_norms(_gradients(each.parameters, layout)), each.device) for each in sets]
+    squares = [each.double().square().sum() for each in norms]
     shared = [(square, each.group) for square, each in zip(squares, sets, strict=True) if each.group.group is not None]
     for work in [start_all_reduce_sum(square, group) for square, group in shared]:
         work.wait()
-    # In float64, which holds the square where the norm is more than float32 can hold.
+    # In float64, which holds the square where the norm is more than float32 can hold; on one rank it is torch's to the
+    # last bit or two.
     total = torch.zeros((), dtype=torch.float64, device=_common_device(sets))
     for square in squares:
         total += square.to(total.device)
@@ -191,11 +193,6 @@ def local_norms(gradients: Sequence[Tensor], *, is_exact: bool = True) -> list[T
 
 def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
-
-
-def _square(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum in float64 of the squares of :func:`local_norms`: on one rank it is torch's to the last bit or two."""
-    return _stacked(local_norms(gradients), device).double().square().sum()
 
 
 def _reduce_partial_sums(parameters: Iterable[Tensor]) -> None:

@@ -137,8 +137,6 @@ class GradientReducer:
         _check(self._parameters, names, host)
         self.buckets = make_buckets(self._parameters, bucket_bytes)  # In the order of launches.
         self.launched: list[int] = []  # Indices of the buckets of the last finished step, in the order of launches.
-        # For which any rank has computed a gradient since the last `forget`; the same on all ranks.
-        self.present: set[Tensor] = set()
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._arrivals = Arrivals()
         self._divisor = float(group.size)
@@ -167,11 +165,6 @@ class GradientReducer:
         if not (math.isfinite(divisor) and divisor > 0):
             raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
         self._divisor = float(divisor)
-
-    def forget(self, parameters: Collection[Tensor]) -> None:
-        """Drop the reduced gradients, as ``zero_grad`` does with ``p.grad``; local, to be called alike on all ranks."""
-        self.present.difference_update(parameters)
-        self._transport.forget(parameters)
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
@@ -224,18 +217,17 @@ class GradientReducer:
         for index in range(agreed.num_launched):
             self._launch(index, agreed.left_over)
         self._finish_pending(agreed.computed)
-        self.present |= agreed.computed
         self._expected = agreed.computed or self._expected
         self.launched = self._launched
         self._begin_step()
-        return None if self.step.is_stale else frozenset(agreed.computed | agreed.kept)
+        return None if self.step.is_stale else frozenset(agreed.computed | agreed.kept | self._transport.present)
 
     def give_up(self) -> None:
         """A backward pass has raised, on all ranks: drop all gradients, and in :meth:`finish` what was sent. Local."""
         self._num_given_up += 1
         for parameter in self._parameters:
             parameter.grad = None
-        self.forget(self._parameters)
+        self._transport.forget(self._parameters)
 
     def _drop_launched(self, num_launched: int) -> None:
         """Bring what any rank has launched to its end; collective over the groups of the transport."""

@@ -44,11 +44,6 @@ class ShardedLayout(Layout):
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
 
-    def finish_gradients(self) -> None:
-        """Every gradient has been sent. Collective over the mesh; every rank must call it."""
-        self.agreed = None if self._reducer.finish() is None else frozenset(self._reducer.present)
-        self.arrives_late = self.may_arrive_late
-
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
         return self._shard_map.mesh, self._shard_map.placements(parameter)
@@ -59,7 +54,7 @@ class ShardedLayout(Layout):
 
     @override
     def has_gradient(self, parameter: Tensor) -> bool:
-        return parameter in self._reducer.present
+        return parameter in self._gradients.present
 
     @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
@@ -67,7 +62,7 @@ class ShardedLayout(Layout):
 
     @override
     def forget(self, parameters: Collection[Tensor]) -> None:
-        self._reducer.forget(parameters)
+        self._gradients.forget(parameters)
 
     @override
     def begin_step(self, parameters: Collection[Tensor]) -> None:

@@ -44,6 +44,8 @@ class Results:
 class AllReduce:
     """One all-reduce for each bucket, whose views ``p.grad`` become. Collective over ``group`` to construct."""
 
+    present = frozenset[Tensor]()  # Nothing is kept elsewhere than in `p.grad`.
+
     def __init__(self, group: AxisGroup) -> None:
         self.results = Results()  # Sums that are in `p.grad`.
         (self._group,) = PrivateGroups().of([group])
@@ -58,7 +60,7 @@ class AllReduce:
         return _AllReduced(self.results, tuple(gradients), buffer, work)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """Nothing is kept elsewhere than in ``p.grad``; local."""
+        """Nothing is to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,9 @@ class ReduceScatterToOwners:
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
-        self._unread: dict[Tensor, list[_Scattered]] = {}
+        # For which any rank has computed a gradient since the last `forget`; the same on all ranks.
+        self.present: set[Tensor] = set()
+        self.unread: dict[Tensor, list[_Scattered]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Scattered:
@@ -125,16 +129,17 @@ class ReduceScatterToOwners:
             replicate=self._replicate,
             side=self._side(empty.device),
         )
-        return _Scattered(self._unread, parameters, parts, pending)
+        return _Scattered(self, parameters, parts, pending)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The calling rank's part of the sum since :meth:`forget`, if any rank has a gradient; waits. Local."""
-        for scattered in self._unread.pop(parameter, ()):
+        for scattered in self.unread.pop(parameter, ()):
             scattered.add_to(self._reduced)
         return self._reduced.get(parameter)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """Drop the sums of these parameters; local."""
+        """Drop the sums, as ``zero_grad`` does with ``p.grad``; local, to be called alike on all ranks."""
+        self.present.difference_update(parameters)
         for parameter in parameters:
             self.reduced(parameter)
             self._reduced.pop(parameter, None)
@@ -142,9 +147,9 @@ class ReduceScatterToOwners:
 
 @dataclass(eq=False)
 class _Scattered:
-    """One bucket on its way to its owners; ``unread`` has it under each of its parameters once the divisor is known."""
+    """One bucket on its way; once the divisor is known, ``transport.unread`` has it under each of its parameters."""
 
-    unread: dict[Tensor, list[_Scattered]]
+    transport: ReduceScatterToOwners
     parameters: tuple[Tensor, ...]
     parts: BucketParts
     sum: PendingSum | None
@@ -159,8 +164,9 @@ class _Scattered:
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
         """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
         self.divisor, self.present = divisor, present
+        self.transport.present.update(present)
         for parameter in self.parameters:
-            self.unread.setdefault(parameter, []).append(self)
+            self.transport.unread.setdefault(parameter, []).append(self)
 
     @torch.no_grad()
     def add_to(self, sums: dict[Tensor, Tensor]) -> None:

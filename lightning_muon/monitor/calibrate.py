@@ -32,7 +32,6 @@ from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
-from lightning_muon.params.routing import route_of
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
@@ -144,7 +143,7 @@ def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **op
         (matrix.rows, matrix.cols)
         for parameter in model.parameters
         if parameter.kind != "elementwise" and not parameter.frozen
-        for matrix in logical_matrices(parameter.shape, route_of(parameter))
+        for matrix in logical_matrices(parameter.shape, parameter)
     )
     if not counts:
         raise ValueError(f"{model.name} has no matrices that are trained, so there is nothing to measure")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
 from lightning_muon.comm.groups import PrivateGroups, require_backend
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of
 from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
@@ -176,7 +176,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Forget gradients, also those that live outside of the tensors."""
         super().zero_grad(set_to_none)
         self._layout.forget(self._all_parameters())
-        self._layout.forget_unreduced(self._all_parameters())
+        drop_unreduced_gradients_of(self._all_parameters())
 
     def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
         """Plan, anew if any rank needs that, and gradients. Collective as :meth:`step` is; every rank must call it."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_muon.params.uses import Use, inside_repeated_block, walk
-
-Kind = Literal["matrix", "convolution", "stack", "elementwise"]
+from lightning_muon.schedule.shapes import Kind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_muon.compat.torch import (
-    drop_unreduced_gradients_of,
-    free_unsharded,
     fsdp_units_of,
     has_unfinished_backward,
     holds_all_of,
@@ -95,14 +93,6 @@ class Layout:
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """These gradients are not wanted any more; local."""
-
-    def forget_unreduced(self, parameters: Collection[Tensor]) -> None:
-        """Drop gradients of micro-batches that FSDP2 keeps at its whole weights of these; local."""
-        drop_unreduced_gradients_of(parameters)
-
-    def forget_whole_weights(self, module: nn.Module) -> None:
-        """Drop whole weights of ``module`` that FSDP2 keeps after a forward: others take their places; local."""
-        free_unsharded(module)
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """These parameters, the same on all ranks, are updated from now on; nothing gives the step up any more."""

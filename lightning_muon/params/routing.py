@@ -6,35 +6,15 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from torch import nn
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.layers import Kind, find_output_heads, is_transposed_linear, layer_kind
+from lightning_muon.params.layers import find_output_heads, is_transposed_linear, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
-from lightning_muon.schedule.shapes import ParameterShape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """What a parameter is to the optimizer."""
-
-    name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
-    # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (dim 0 counts matrices) or
-    # `"elementwise"`.
-    kind: Kind
-    reason: str  # Short phrase for the table.
-    splits: tuple[int, ...] = ()  # Sizes of fused sub-matrices along `split_dim`; empty if the weight is one matrix.
-    split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
-
-    @property
-    def algorithm(self) -> Literal["muon", "adamw"]:
-        """``"adamw"`` for elementwise parameters, ``"muon"`` for all others."""
-        return "adamw" if self.kind == "elementwise" else "muon"
-
+from lightning_muon.schedule.shapes import Kind, Route
 
 _DEFAULTS = OptimizerConfig()
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
@@ -81,11 +61,6 @@ def route_by_shape(name: str, shape: Sequence[int]) -> Route:
     kinds: dict[int, Kind] = {0: "elementwise", 1: "elementwise", 2: "matrix", 3: "stack"}
     reason = f"stack of {shape[0]} matrices" if ndim == 3 else f"{ndim}-D"
     return Route(name=name, kind=kinds.get(ndim, "convolution"), reason=reason)
-
-
-def route_of(parameter: ParameterShape) -> Route:
-    """The route that a shape file gives a parameter."""
-    return Route(**{field.name: getattr(parameter, field.name) for field in fields(Route)})
 
 
 def require_muon(routes: Iterable[Route]) -> None:

@@ -99,11 +99,6 @@ def rows_shown(timeline: Timeline) -> dict[int, str]:
     return {rank: f"{what}\nrank {rank}" for what, rank in chosen.items()}
 
 
-def _milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
 class _Axis:
     """The time axis that all panels have in common, and the styles of what is on it."""
 
@@ -117,7 +112,8 @@ def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeli
     """Draw the rows of a timeline."""
     for row, rank in enumerate(rows):
         _draw_rank(panel, row, timeline.spans[rank], axis)
-    duration, hidden = _milliseconds(timeline.makespan), f"communication hidden {timeline.hidden:.1%}"
+    milliseconds, hidden = 1e3 * timeline.makespan, f"communication hidden {timeline.hidden:.1%}"
+    duration = f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     panel.set_title(f"{name}: {duration}, idle {timeline.idle:.1%}, {hidden}", fontsize=9, loc="left")
     panel.set_xlim(0, axis.end * 1.005)
     panel.set_ylim(len(rows), 0)
@@ -127,11 +123,11 @@ def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeli
     for row in range(1, len(rows)):
         panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
-    if 1e3 * timeline.makespan > axis.end * 1.001:
+    if milliseconds > axis.end * 1.001:
         text = f"goes on until {duration} $\\rightarrow$"
         panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
     else:
-        panel.axvline(1e3 * timeline.makespan, color="black", linewidth=0.8, linestyle=":")
+        panel.axvline(milliseconds, color="black", linewidth=0.8, linestyle=":")
 
 
 def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None:

@@ -6,27 +6,39 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from lightning_muon.config import nearest, unknown_option
 
 FOLDER = Path(__file__).with_name("shape_files")
-_KINDS = ("matrix", "convolution", "stack", "elementwise")
+Kind = Literal["matrix", "convolution", "stack", "elementwise"]
+_KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterShape:
-    """One parameter of a model that is planned without being built."""
+class Route:
+    """What a parameter is to the optimizer."""
 
-    name: str  # Qualified name.
-    shape: tuple[int, ...]  # Global shape.
-    # `"matrix"`, `"convolution"`, `"stack"` (all but the last two dimensions count matrices) or `"elementwise"`
-    # (AdamW).
-    kind: str
-    reason: str = ""  # Why it is of this kind, for the table.
-    # Sizes of the fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
+    name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
+    # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (all but the last two dimensions count
+    # matrices) or `"elementwise"`.
+    kind: Kind
+    reason: str = ""  # Short phrase for the table.
+    # Sizes of fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
     splits: tuple[int, ...] = ()
     split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
+
+    @property
+    def algorithm(self) -> Literal["muon", "adamw"]:
+        """``"adamw"`` for elementwise parameters, ``"muon"`` for all others."""
+        return "adamw" if self.kind == "elementwise" else "muon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape(Route):
+    """One parameter of a model that is planned without being built."""
+
+    shape: tuple[int, ...]  # Global shape.
     shard_dim: int = 0  # Dimension along which FSDP2 cuts it.
     frozen: bool = False  # Whether it is not trained.
 

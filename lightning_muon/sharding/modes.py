@@ -146,6 +146,7 @@ class Ddp(ShardingMode):
     def finish_gradients(self) -> None:
         assert self._reducer is not None, "attach comes first"
         self.layout.agreed = self._reducer.finish()
+        self.layout.arrives_late = self.layout.may_arrive_late
         if self.call_log is not None:
             self.call_log.restart()
 
@@ -221,13 +222,6 @@ class Zero2(Ddp):
         )
         exchange = min(ways, key=lambda way: way.seconds)
         return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
-
-    @override
-    def finish_gradients(self) -> None:
-        assert isinstance(self.layout, ShardedLayout), "attach comes first"
-        self.layout.finish_gradients()
-        if self.call_log is not None:
-            self.call_log.restart()
 
     @override
     def begin_forward(self) -> None:
