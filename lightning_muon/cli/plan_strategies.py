@@ -28,7 +28,7 @@ from lightning_muon.params.exchange import (
 from lightning_muon.params.layout import held_boxes
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
-from lightning_muon.schedule.muon import MuonPlan, plan_step
+from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
 from lightning_muon.schedule.program import Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
@@ -40,8 +40,6 @@ PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
 # Programs of more ranks are not validated.
 MOST_RANKS_IN_FULL = 16
-# AdamW reads gradient, weight and two moments and writes the last three: 7 float32 numbers per element.
-_ADAMW_BYTES = 7 * 4
 # Larger buckets keep within this what is simulated, and what is counted: ranks times buckets.
 _MOST_OPS, _MOST_COUNTS = 20_000, 1_000_000
 _OPS_PER_BUCKET = 5
@@ -236,7 +234,7 @@ def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> list[int]:
     for (shape, dim), count in tensors.items():
         boxes = held_boxes(shape, ranks.mesh.shape, (Replicate(), Shard(dim)), ranks.coordinates)
         for rank, box in enumerate(boxes):
-            total[rank] += _ADAMW_BYTES * box.numel * count
+            total[rank] += ADAMW_TENSORS * STATE_ITEMSIZE * box.numel * count
     return total
 
 
@@ -246,7 +244,7 @@ def choice_of(setting: Setting) -> dict[str, Any]:
     groups = setting.exchange_groups(config.dedupe)
     num_matrices, num_shared = sum(len(placed) for _, placed in groups), None
     if mesh.replicate > 1:  # Matrices with one owner for all replicas.
-        num_shared = sum(len(placed) for ranks, placed in groups if ranks.spans_replicas)
+        num_shared = sum(len(placed) for ranks, placed in groups if any(ranks.replica_of))
     asked = (config.assignment, config.overlap == "off", {0: "never", num_matrices: "always"}.get(num_shared or 0))
     row = None
     for name, each in setting.strategies().items():

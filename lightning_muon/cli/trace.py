@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}
     for suffix in (".png", ".svg"):
         draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
+    measured, predicted = min(comparison.measured_seconds), comparison.predicted.makespan
     steps = " ".join(f"{1e3 * seconds:.1f}" for seconds in comparison.measured_seconds)
     links = ", ".join(
         f"{1e6 * latency:.0f} us + bytes / {bandwidth / 1e9:.3g} GB/s"
@@ -71,8 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     memory = f"{cost.memory_bytes_per_second / 1e9:.3g} GB/s of memory"
     sys.stdout.write(
-        f"measured   {1e3 * comparison.measured:9.1f} ms per step (fastest of {steps})\n"
-        f"predicted  {1e3 * comparison.predicted.makespan:9.1f} ms, {comparison.ratio:.2f} of measured\n"
+        f"measured   {1e3 * measured:9.1f} ms per step (fastest of {steps})\n"
+        f"predicted  {1e3 * predicted:9.1f} ms, {predicted / measured:.2f} of measured\n"
         f"calibrated {cost.flops_per_second / 1e9:.4g} GFLOP/s, {memory}, "
         f"{1e6 * cost.op_seconds:.0f} us per op; links: {links}\n"
         f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost)\n"

@@ -146,8 +146,7 @@ class ShardedLayout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        local = torch.zeros_like(self.local(parameter))
-        return self._as_rows(parameter, local) if self._has_rows(parameter) else local
+        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)))
 
     @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -200,14 +199,14 @@ class ShardedLayout(Layout):
         placement = self._shard_map.placements(parameter)[-1]
         return placement.rank if isinstance(placement, OwnedBy) else None
 
-    def _has_rows(self, parameter: Tensor) -> bool:
-        return isinstance(self._shard_map.placements(parameter)[-1], Shard)
+    def _laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+        has_rows = isinstance(self._shard_map.placements(parameter)[-1], Shard)
+        return self._as_rows(parameter, part) if has_rows else part
 
     def _part_of_whole(self, parameter: Tensor, state: Tensor) -> Tensor:
         if isinstance(state, DTensor):
             return state
-        part = self._shard_map.local(parameter, state.contiguous()).clone()
-        return self._as_rows(parameter, part) if self._has_rows(parameter) else part
+        return self._laid_out(parameter, self._shard_map.local(parameter, state.contiguous()).clone())
 
     @property
     def _row_placements(self) -> tuple[Placement, ...]:

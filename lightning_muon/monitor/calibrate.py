@@ -275,16 +275,6 @@ class Comparison:
     predicted: Timeline  # The same ops in the same order, simulated.
     measured_seconds: tuple[float, ...]  # Duration of each recorded step.
 
-    @property
-    def measured(self) -> float:
-        """Seconds of the fastest step."""
-        return self.recording.timeline.makespan
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured duration."""
-        return self.predicted.makespan / self.measured
-
 
 def compare(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]

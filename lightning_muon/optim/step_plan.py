@@ -18,13 +18,10 @@ from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
-from lightning_muon.schedule.muon import MuonPlan
+from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.step import step_program
 from lightning_muon.schedule.validate import check_step
-
-# AdamW reads gradient, weight and two moments, and writes the last three.
-_ADAMW_TENSORS = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +124,7 @@ def make_step_plan(
     updates: dict[str, list[Tensor]] = {}
     for number, batch in enumerate(batches):
         tensors = [tensor for _, members in batch for tensor in members]
-        num_bytes = _ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in tensors)
+        num_bytes = ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in tensors)
         adamw.append(Op(kind=OpKind.ADAMW, key=str(number), rank=0, bytes=num_bytes))
         reads[adamw[-1].name] = updates[adamw[-1].name] = tensors
     updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.UPDATE}

@@ -76,11 +76,6 @@ class ExchangeRanks:
         """Number of ranks."""
         return len(self.coordinates)
 
-    @property
-    def spans_replicas(self) -> bool:
-        """Whether one owner serves several replicas."""
-        return len(set(self.replica_of)) > 1
-
 
 def exchange_ranks(mesh: MeshRanks, sharded: tuple[int, ...], is_shared: bool) -> ExchangeRanks:
     """The ranks of matrices that are sharded over the axes ``sharded`` of ``mesh``, replicated over the others.
@@ -209,7 +204,7 @@ def group_matrices(
             pieces = shards_of(each.shape, each.placements, ranks).pieces(matrix)
             spec = MatrixSpec(name=matrix.name, rows=matrix.rows, cols=matrix.cols, flops=flops, shards=pieces.on_ranks)
             groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, spec))
-    return sorted(groups.items(), key=lambda item: item[0].spans_replicas)
+    return sorted(groups.items(), key=lambda item: any(item[0].replica_of))
 
 
 class _ParameterShards:

@@ -13,6 +13,8 @@ from lightning_muon.schedule.traffic import MatrixSpec, Owners, Traffic, count_e
 
 # Gradients, momenta and weights are counted as float32.
 STATE_ITEMSIZE = 4
+# AdamW reads gradient, weight and two moments, and writes the last three.
+ADAMW_TENSORS = 7
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,8 +143,7 @@ def test_the_same_ops_are_measured_and_predicted(gloo: ProcessPool) -> None:
     for comparison in gloo.run(_compare, world_size=2)[0]:
         measured, predicted = comparison.recording.timeline, comparison.predicted
         assert len(comparison.measured_seconds) == 2
-        assert comparison.measured == min(comparison.measured_seconds) == measured.makespan
-        assert comparison.ratio == pytest.approx(predicted.makespan / measured.makespan) and comparison.ratio > 0
+        assert 0 < measured.makespan == min(comparison.measured_seconds) and predicted.makespan > 0
         for rank in (0, 1):
             names = [span.op.name for span in measured.spans[rank]]
             assert names == [span.op.name for span in predicted.spans[rank]]
