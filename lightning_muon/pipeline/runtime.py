@@ -98,6 +98,7 @@ class PipelineRuntime:
         self._model, self._module, self._group, self._schedule = model, module, group, schedule
         self._num_microbatches, self._stages_per_rank, self._device = num_microbatches, stages_per_rank, device
         self.shards = Shards()
+        self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
         self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None  # The method of who trains it.
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
         pipeline = self._sizes(num_microbatches)
@@ -275,8 +276,14 @@ class _Run:
             PipelineKind.REDUCE_GRAD: self._reduce,
             PipelineKind.TIED: self._sum_tied,
         }
+        recorder = self.runtime.recorder
         for op in ops:
+            if recorder is None or op.group:  # Messages begin and end beside the program.
+                steps[op.kind](op)
+                continue
+            recorder.started(op)
             steps[op.kind](op)
+            recorder.ended(op)
         for link in self.runtime._links.values():
             link.finish()
 
