@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.pipeline.model import Part, StagedModel
 
@@ -88,6 +89,17 @@ def _balanced(work: Sequence[int], num_stages: int) -> list[int]:
             for end in range(len(total))
         ]
     return best[-1][1]
+
+
+def check_plain(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a model that torch.compile or fully_shard has changed; local."""
+    for name, child in module.named_modules():
+        where = f"{name or 'the model'} ({type(child).__name__})"
+        if isinstance(child, FSDPModule):
+            raise ValueError(f"{where} is sharded already; a pipeline shards its stages itself, so remove fully_shard")
+        # A backward in two parts does not find the gradients of inputs in a compiled graph (pytorch #161904).
+        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+            raise ValueError(f"{where} is compiled; stages of a pipeline are not, so remove torch.compile")
 
 
 def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:

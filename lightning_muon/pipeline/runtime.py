@@ -18,7 +18,7 @@ from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
-from lightning_muon.pipeline.cut import check_parameters, choose_stages, only, remove, untie
+from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, only, remove, untie
 from lightning_muon.pipeline.messages import Arriving, Link
 from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
@@ -457,6 +457,8 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
         ValueError: If it cannot be cut so, or was cut in another way before.
     """
     group = axis_group(mesh, (0,))
+    if not is_stage(module):
+        check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
         vars(module)[_KEY] = known = (
             options,
