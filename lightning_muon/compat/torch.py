@@ -114,6 +114,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` or ``module.compile()`` has made this module."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def version(tensor: torch.Tensor) -> int:
     """Number of changes in place of a tensor and of all that share its memory through views."""
     return tensor._version

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_muon.compat.torch import is_compiled
 from lightning_muon.pipeline.model import Part, StagedModel
 
 
@@ -98,7 +99,7 @@ def check_plain(module: nn.Module) -> None:
         if isinstance(child, FSDPModule):
             raise ValueError(f"{where} is sharded already; a pipeline shards its stages itself, so remove fully_shard")
         # A backward in two parts does not find the gradients of inputs in a compiled graph (pytorch #161904).
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+        if is_compiled(child):
             raise ValueError(f"{where} is compiled; stages of a pipeline are not, so remove torch.compile")
 
 

@@ -20,6 +20,7 @@ from lightning_muon.compat.torch import (
     has_unfinished_backward,
     has_unfinished_forward,
     inherit_timeout,
+    is_compiled,
     is_in_backward,
     new_group,
     reset_fsdp,
@@ -107,3 +108,10 @@ def test_a_pass_that_has_raised_is_seen_and_undone(mesh: DeviceMesh, reset: Any)
     assert seen == [(False, True, False), (True, False, True)] and has_unfinished_backward(root)
     reset(root)
     assert not has_unfinished_backward(root) and not is_in_backward()
+
+
+def test_compiled_modules_are_found() -> None:
+    module = nn.Linear(2, 2)
+    assert not is_compiled(module) and is_compiled(torch.compile(module))
+    module.compile()
+    assert is_compiled(module)
