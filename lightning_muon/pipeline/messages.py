@@ -94,6 +94,8 @@ class Arriving(NamedTuple):
 def _encode(sizes: Sequence[Size]) -> Tensor:
     words = [len(sizes)]
     for size in sizes:
+        if size.dtype not in _DTYPES:
+            raise ValueError(f"a stage hands on a tensor of {size.dtype}; convert it to one of {_DTYPES}")
         words += [_DTYPES.index(size.dtype), int(size.requires_grad), len(size.shape), *size.shape]
     if len(words) > _NUM_WORDS:
         raise ValueError(f"a stage hands on {len(sizes)} tensors of {sizes}, too many for one message; pack them")

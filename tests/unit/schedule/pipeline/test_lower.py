@@ -19,8 +19,10 @@ from lightning_muon.schedule.pipeline import (
     PipelineKind,
     StageCosts,
     W,
+    add_loss,
     add_optimizer,
     add_reduce_grad,
+    add_tied,
     add_unshard,
     build_program,
     make_order,
@@ -33,7 +35,7 @@ from lightning_muon.schedule.pipeline import (
 from lightning_muon.schedule.pipeline.play import Run, play_order
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
-from tests.unit.schedule.pipeline.problems import STAGES_PER_RANK, fitting, problems
+from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK, fitting, problems
 
 
 def _names(ops: list[Op]) -> str:
@@ -215,3 +217,40 @@ def test_an_optimizer_without_sums_of_gradients_is_refused() -> None:
     pipeline = Pipeline(num_ranks=2, num_microbatches=2)
     with pytest.raises(ValueError, match="call add_reduce_grad first"):
         add_optimizer(build_program(make_order("1f1b", pipeline), pipeline), pipeline.costs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_loss_is_sent_behind_the_last_forward(name: str, num_ranks: int) -> None:
+    pipeline = fitting(name, num_ranks, 2 * num_ranks)
+    program = add_reduce_grad(add_unshard(build_program(make_order(name, pipeline), pipeline)))
+    rank_of = {op.items[0]: rank for rank, ops in program.items() for op in ops if op.kind == PipelineKind.FORWARD}
+    source = rank_of[pipeline.num_stages - 1]
+    # Copies on the first and the last stage, on three of them, and on stages that may be of one rank.
+    tied = [(0, pipeline.num_stages - 1), tuple(range(min(3, pipeline.num_stages))), (pipeline.num_stages - 1, 0)]
+    program = add_tied(add_loss(program), tied)
+    validate_pipeline(program, pipeline)
+    simulate(program, replace(pipeline.costs, communication=0.3))
+
+    last = f"F[{pipeline.num_stages - 1}.{pipeline.num_microbatches - 1}]"
+    names = {rank: [op.name for op in ops] for rank, ops in program.items()}
+    for rank, ops in program.items():
+        losses = [op for op in ops if op.kind == PipelineKind.LOSS]
+        if rank == source:
+            assert {op.group for op in losses} == {(source, other) for other in program if other != source}
+            assert all(op.deps == (last,) and names[rank].index(op.name) > names[rank].index(last) for op in losses)
+        else:
+            assert [op.group for op in losses] == [(source, rank)]
+        needed = last if rank == source else losses[0].name
+        for op in ops:
+            if op.kind == PipelineKind.REDUCE_GRAD:
+                assert needed in op.deps and names[rank].index(needed) < names[rank].index(op.name)
+        sums = [op for op in ops if op.kind == PipelineKind.TIED]
+        own = [index for index, stages in enumerate(tied) if any(rank_of[stage] == rank for stage in stages)]
+        assert [op.items for op in sums] == [(index,) for index in own]
+        for op in sums:
+            ranks = {rank_of[stage] for stage in tied[op.items[0]]}
+            assert op.group == (tuple(sorted(ranks)) if len(ranks) > 1 else ())
+            for stage in tied[op.items[0]]:
+                if rank_of[stage] == rank:
+                    assert f"reduce_grad[{stage}]" in op.deps

@@ -1,0 +1,159 @@
+"""Which parts of a model are which stage, and what is left of it on a rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_muon.pipeline.cut import Absent, check_parameters, choose_stages, only, remove, untie
+from lightning_muon.pipeline.model import StagedModel, find_staged_model
+
+
+class _Net(nn.Module):
+    """Linear layers of these widths between an embedding and a head that may share its weight."""
+
+    def __init__(self, inner: Sequence[int] = (4, 4, 4, 4), *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, each), nn.Linear(each, 4)) for each in inner)
+        self.head = nn.Linear(4, 100, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        return [self.embedding, *self.blocks, self.head]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return output.sum(), target.numel()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _names(stages: Sequence[Sequence[object]]) -> list[list[str]]:
+    return [[part.name for part in parts] for parts in stages]  # type: ignore[attr-defined]
+
+
+def _model(net: nn.Module) -> StagedModel:
+    return find_staged_model(net)
+
+
+@pytest.mark.parametrize(
+    ("inner", "num_stages", "sizes"),
+    [
+        # The head has 400 elements in a matrix, a block has 8 times its width, and the embedding is looked up.
+        ((50, 50), 2, [2, 2]),
+        ((10, 10, 10, 10), 2, [5, 1]),
+        ((50, 50, 50), 4, [2, 1, 1, 1]),
+        ((100, 100, 1, 1), 3, [2, 1, 3]),
+        ((1,), 3, [1, 1, 1]),
+        ((50, 50), 1, [4]),
+    ],
+)
+def test_the_stage_with_the_most_work_has_least(inner: Sequence[int], num_stages: int, sizes: list[int]) -> None:
+    stages = choose_stages(_model(_Net(inner)), num_stages)
+    assert all(stages) and sum(_names(stages), []) == [part.name for part in _model(_Net(inner)).parts]
+    work = [0, *(8 * each for each in inner), 400]
+
+    def largest(lengths: Sequence[int]) -> int:
+        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+        return max(sum(work[end - length : end]) for end, length in zip(ends, lengths, strict=True))
+
+    assert largest([len(parts) for parts in stages]) == largest(sizes)
+
+
+def test_first_parts_say_where_stages_begin() -> None:
+    stages = choose_stages(_model(_Net()), 3, ["embedding", "blocks.1", "head"])
+    assert _names(stages) == [["embedding", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3"], ["head"]]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "first_parts", "match"),
+    [
+        (7, None, "has 6 parts, too few for 7 stages"),
+        (2, ["embedding", "block.1"], r"names block\.1; the parts of the model are embedding, blocks\.0"),
+        (2, ["embedding", "blocks.1", "head"], "of the 2 stages in order, beginning with embedding; got"),
+        (2, ["blocks.0", "blocks.1"], "beginning with embedding"),
+        (3, ["embedding", "blocks.2", "blocks.1"], "in order"),
+        (3, ["embedding", "blocks.2", "blocks.2"], "in order"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(num_stages: int, first_parts: list[str] | None, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        choose_stages(_model(_Net()), num_stages, first_parts)
+
+
+def test_a_parameter_of_no_part_is_refused() -> None:
+    net = _Net()
+    check_parameters(net, _model(net).parts)
+    net.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"scale \(3,\) belongs to no part of the pipeline \(embedding to head\)"):
+        check_parameters(net, _model(net).parts)
+
+
+def test_parts_that_share_a_parameter_get_copies() -> None:
+    net = _Net(tied=True)
+    net.embedding.weight.requires_grad_(False)
+    first = net.embedding.weight
+    net.blocks[1][0].weight = net.blocks[0][0].weight
+    net.blocks[2][1].weight = net.blocks[2][0].weight  # Twice in one part: stays one parameter.
+    parts = _model(net).parts
+    tied = untie(parts)
+    assert [[(part.name, name) for part, _, name in places] for places in tied] == [
+        [("embedding", "weight"), ("head", "weight")],
+        [("blocks.0", "weight"), ("blocks.1", "weight")],
+    ]
+    assert net.embedding.weight is first and net.head.weight is not first
+    assert torch.equal(net.head.weight, first) and not net.head.weight.requires_grad
+    assert net.blocks[1][0].weight is not net.blocks[0][0].weight and net.blocks[1][0].weight.requires_grad
+    assert net.blocks[2][1].weight is net.blocks[2][0].weight
+    assert untie(parts) == []
+
+
+def test_names_of_what_is_left_are_those_of_the_model() -> None:
+    net = _Net()
+    whole = {name: value.clone() for name, value in net.state_dict().items()}
+    model = _model(net)
+    stages = choose_stages(model, 2, ["embedding", "blocks.2"])
+    remove(stages[0])
+    assert set(net.state_dict()) == {name for name in whole if name.startswith(("blocks.2", "blocks.3", "head"))}
+    assert all(torch.equal(value, whole[name]) for name, value in net.state_dict().items())
+    assert {name for name, _ in net.named_parameters()} == set(net.state_dict())
+
+
+def test_stages_one_after_the_other_are_the_whole_forward() -> None:
+    net, tokens = _Net(), torch.randint(0, 100, (3, 5))
+    expected = net(tokens)
+    model = _model(net)
+    stages = dict(enumerate(choose_stages(model, 4)))
+    modules = dict(net.named_modules())
+    hidden = None
+    for stage, parts in stages.items():
+        with only(stages, stage):
+            # Modules of the other stages are not there, those of this one are.
+            assert {name for name, child in net.named_modules() if isinstance(child, Absent)} == {
+                part.name for other, own in stages.items() if other != stage for part in own
+            }
+            # A forward of the whole model, too, runs this stage alone.
+            through_net = net(tokens if hidden is None else hidden)
+        hidden = model.run(parts, hidden, tokens)
+        assert torch.equal(through_net, hidden)
+    assert torch.equal(hidden, expected)
+    assert dict(net.named_modules()) == modules
+
+
+def test_an_absent_module_hands_on_and_keeps_its_kind() -> None:
+    original = nn.Linear(2, 2)
+    original.attention_type = "sliding"
+    absent = copy.deepcopy(Absent(original))
+    assert (absent.attention_type, absent.in_features) == ("sliding", 2) and not list(absent.parameters())
+    hidden = torch.randn(3, 2)
+    assert absent(hidden, "mask", position=1) is hidden
+    assert torch.equal(absent(torch.arange(3)), torch.zeros(()))
