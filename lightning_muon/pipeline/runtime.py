@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
 from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, only, remove, untie
@@ -23,6 +22,8 @@ from lightning_muon.pipeline.messages import Arriving, Link
 from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.pipeline import (
+    B,
+    Order,
     Pipeline,
     PipelineKind,
     add_loss,
@@ -163,10 +164,21 @@ class PipelineRuntime:
         if not is_training:
             program = build_program(forward_only(pipeline, self._rank_of), pipeline)
         else:
-            program = add_reduce_grad(add_unshard(build_program(make_order(self._schedule, pipeline), pipeline)))
+            program = add_reduce_grad(add_unshard(build_program(self._order(pipeline), pipeline)))
             program = add_tied(add_loss(program), [stages for stages, _ in self._tied])
         validate_pipeline(program, pipeline, is_training=is_training)
         return program[self._group.rank]
+
+    def _order(self, pipeline: Pipeline) -> Order:
+        """That of the schedule; for a batch of too few rows for it, all forwards and then all backwards. Local."""
+        if pipeline.num_microbatches < self._num_microbatches:
+            with suppress(ValueError):
+                order = make_order(self._schedule, pipeline)
+                if placement(order) == self._rank_of:
+                    return order
+            forwards = forward_only(pipeline, self._rank_of)
+            return [[*nodes, *(B(node.stage, node.microbatch) for node in reversed(nodes))] for nodes in forwards]
+        return make_order(self._schedule, pipeline)
 
     def train(self, batch: Any, *, factor: Callable[[Tensor], Tensor]) -> Result:
         """Forward and backward of a batch, whose gradients are then reduced.
@@ -176,15 +188,18 @@ class PipelineRuntime:
         self._check_batches()
         inputs, targets = self._model.split(batch)
         pieces = self._split((inputs, targets))
-        run = _Run(self, pieces, is_training=True, factor=factor, fingerprint=_fingerprint((inputs, targets)))
+        run = _Run(self, pieces, is_training=True, factor=factor)
         run.run(self._programs(len(pieces), True))
         if self._group.size > 1:
-            read = start_reading([run.fingerprints])
-            self._unchecked = partial(_require_equal_batches, read)
+            fingerprint = _fingerprint((inputs, targets))
+            extremes = torch.stack([fingerprint, -fingerprint]).to(self._device)
+            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
+            assert work is not None
+            self._unchecked = partial(_require_equal_batches, work, extremes)
         return Result(run.total, run.count)
 
     def _check_batches(self) -> None:
-        """Raise if the last stage had another batch than this rank in the step before; local."""
+        """Raise, on all of them, if the ranks had different batches in the step before."""
         check, self._unchecked = self._unchecked, None
         if check is not None:
             check()
@@ -248,7 +263,6 @@ class _Run:
     pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
     is_training: bool
     factor: Callable[[Tensor], Tensor] = torch.ones_like
-    fingerprint: Tensor | None = None
     outputs: dict[int, Carry] = field(default_factory=dict)  # Of the last stage, by micro-batch.
     # What a stage gets, as leaves of its graph, or on its way; and the same for the gradients of what it returns.
     _inputs: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
@@ -298,20 +312,12 @@ class _Run:
         return self._totals[1]
 
     @property
-    def fingerprints(self) -> Tensor:
-        """Of the batch, on this rank and on that of the last stage."""
-        assert self.fingerprint is not None
-        return torch.stack([self.fingerprint, self._totals[2]])
-
-    @property
     def _totals(self) -> Tensor:
         if self._news is None:
             if self._loss is not None:
                 (self._news,) = self._loss.wait()
             else:
-                assert self.fingerprint is not None
-                sums = [torch.stack(each).double().sum() for each in (self._sums, self._counts)]
-                self._news = torch.stack([*sums, self.fingerprint])
+                self._news = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
         return self._news
 
     def _key(self, microbatch: int) -> tuple[Any, ...]:
@@ -413,7 +419,7 @@ class _Run:
         if sender == self.runtime._group.rank:
             self.runtime.link(receiver).send_known([self._totals])
         else:
-            news = torch.empty(3, dtype=torch.float64, device=self.runtime._device)
+            news = torch.empty(2, dtype=torch.float64, device=self.runtime._device)
             self._loss = self.runtime.link(sender).receive_known([news])
 
     def _reduce(self, op: Op) -> None:
@@ -425,9 +431,13 @@ class _Run:
         stages, own = runtime._tied[op.items[0]]
         parameters = {stage: getattr(holder, name) for stage, (holder, name) in own.items()}
         for parameter in parameters.values():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = {stage: _local(parameter.grad) for stage, parameter in parameters.items()}
+        # Frozen ones send zeros, too: another rank may have unfrozen its copy.
+        gradients = {
+            stage: torch.zeros_like(_local(parameter.detach())) if parameter.grad is None else _local(parameter.grad)
+            for stage, parameter in parameters.items()
+        }
         others = sorted({runtime._rank_of[stage] for stage in stages} - {runtime._group.rank})
         for peer in others:
             runtime.link(peer).send_known([gradients[stage].clone() for stage in sorted(gradients)])
@@ -513,8 +523,7 @@ def _arrived(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors.wait() if isinstance(tensors, Arriving) else tensors
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -535,9 +544,10 @@ def _fingerprint(value: Any) -> Tensor:
     return torch.stack([each.detach().double().nan_to_num().mul(number).sum() for number, each in tensors]).sum()
 
 
-def _require_equal_batches(read: Callable[[], Any]) -> None:
-    ((own, last),) = read()
-    if own != last:
+def _require_equal_batches(work: dist.Work, extremes: Tensor) -> None:
+    work.wait()
+    largest, negative = extremes.tolist()
+    if largest != -negative:
         raise ValueError(
             "the ranks of a pipeline have had different batches: the first stage takes the inputs of its batch, the "
             "last one the targets. Let data loaders and random transformations depend on the data rank only "

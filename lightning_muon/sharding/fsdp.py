@@ -132,7 +132,7 @@ class Fsdp(ShardingMode):
         if self.call_log is not None:
             return
         self._module, self._roots, self._must_meet = module, list(fsdp_roots(module)), False
-        self.call_log = FsdpCallLog(module, self._reduced_over)
+        self.call_log = FsdpCallLog(module, self._reduced_over, is_pipeline=self.options.roots is not None)
         for unit in fsdp_modules(module):
             # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
             before, after = (torch.compiler.disable(partial(hook, unit)) for hook in (self._enter, self._leave))

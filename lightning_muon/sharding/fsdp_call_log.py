@@ -95,10 +95,13 @@ class FsdpCallLog:
     those of different shapes hang. :attr:`all_calls` must be equal inside the shard group, whose ranks gather weights
     from each other; :attr:`crossing` has the backward passes, in which replicas reduce gradients together too, and must
     be equal on all of ``mesh``, (shard) or (replicate, shard). So replicas may evaluate different numbers of batches.
-    Units on a mesh of other ranks are left out. Collective over ``mesh``; every rank must construct it.
+    Units on a mesh of other ranks are left out. With ``is_pipeline`` no backward pass communicates: gradients are
+    reduced at the end, and each rank may have as many micro-batches as it likes. Collective over ``mesh``; every rank
+    must construct it.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, is_pipeline: bool = False) -> None:
+        self._is_pipeline = is_pipeline
         self.step = 0  # How often the log was started anew.
         self.uses_gloo = "gloo" in (backends(mesh.get_group(axis)).get(mesh.device_type) for axis in range(mesh.ndim))
         self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -255,6 +258,8 @@ class FsdpCallLog:
             if unit in self.before_backward:
                 self.before_backward[unit]()
             # FSDP2 reduces when the weights are freed; as long as they stay whole, further calls add to the same sum.
+            if self._is_pipeline:
+                return
             if current == num_begun or isinstance(getattr(*place), DTensor):
                 num_begun = max(current + 1, num_begun)
                 self._add(2 * number + 1, crosses=True)

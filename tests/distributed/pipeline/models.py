@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 29, 16
 
@@ -25,3 +27,104 @@ def causal_lm(kind: str, *, num_layers: int = 4, tied: bool = False, seed: int =
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **chosen)
     return AutoModelForCausalLM.from_config(config)
+
+
+class Chain(nn.Module):
+    """Parts one after the other; the loss is a cross-entropy of each row."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        return list(self.parts)
+
+    def pipeline_step(self, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        return batch["input_ids"], batch["labels"]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100)
+        return total, (target != -100).sum()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values: Any = tokens
+        for part in self.parts:
+            values = part(*values) if isinstance(values, tuple) else part(values)
+        return values
+
+
+class Layer(nn.Module):
+    """A residual layer, with one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.unused = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(3, 3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(self.norm(hidden)))
+
+
+class First(nn.Module):
+    """Hands on hidden states, the tokens (integers), a mask (booleans) and a tensor that no part looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.embedding(tokens)
+        return hidden, tokens, tokens > 3, hidden.mean(-1)
+
+
+class Middle(nn.Module):
+    """Changes hidden states with what else it gets, and hands on a view of them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.inner = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, tokens: Tensor, mask: Tensor, unseen: Tensor) -> tuple[Tensor, ...]:
+        hidden = hidden + torch.tanh(self.inner(hidden)) * mask[..., None] + self.shift(tokens)
+        return hidden, tokens, mask, hidden[..., 0]
+
+
+class Last(nn.Module):
+    """Takes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, hidden: Tensor, tokens: Tensor, mask: Tensor, unseen: Tensor) -> Tensor:
+        return self.head(hidden) + mask[..., None]
+
+
+def chain(num_layers: int) -> Chain:
+    """An embedding, layers, and a head."""
+    torch.manual_seed(0)
+    return Chain([nn.Embedding(VOCABULARY, WIDTH), *(Layer() for _ in range(num_layers)), nn.Linear(WIDTH, VOCABULARY)])
+
+
+def tuples(num_layers: int) -> Chain:
+    """Parts with several tensors between them."""
+    torch.manual_seed(0)
+    return Chain([First(), *(Middle() for _ in range(num_layers)), Last()])
+
+
+def batch_of(rows: int, length: int, *, seed: int, is_uneven: bool = True) -> dict[str, Tensor]:
+    """Tokens and labels; if uneven, rows have from none to all of theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    labels = tokens.clone()
+    for row in range(rows if is_uneven else 0):
+        labels[row, : row % (length + 1)] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of a model in one process, written out."""
+    if isinstance(net, Chain):
+        return net.pipeline_loss(net(batch["input_ids"]), batch["labels"])
+    logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    return total, (labels != -100).sum()

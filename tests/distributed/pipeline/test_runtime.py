@@ -1,0 +1,212 @@
+"""Gradients of a pipeline are those of one process with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import Options
+from lightning_muon.engine.training import TrainingEngine
+from tests.distributed.pipeline.models import batch_of, causal_lm, chain, sum_and_count, tuples
+from tests.support.processes import ProcessPool
+from tests.unit.schedule.pipeline.problems import BUILT_IN
+
+# Sums of float32 in another order, relative to the largest element of a gradient.
+_TOLERANCE = 1e-6
+_LR = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, and how it is cut."""
+
+    make: Callable[..., nn.Module] = chain
+    num_layers: int = 6
+    arguments: dict[str, Any] = field(default_factory=dict)
+    frozen: Sequence[str] = ()
+    is_checkpointed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    # Rows and length of each batch of all data ranks.
+    batches: Sequence[tuple[int, int]] = ((13, 5), (13, 5))
+    loss_scaling: str = "tokens"
+
+    def net(self) -> nn.Module:
+        net: Any = self.make(num_layers=self.num_layers, **self.arguments)
+        for name in self.frozen:
+            net.get_submodule(name).requires_grad_(False)
+        if self.is_checkpointed:
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        return net
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        rows, length = self.batches[step]
+        return batch_of(rows, length, seed=step)
+
+
+def _rows(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    return {key: value[rank::size] for key, value in batch.items()}
+
+
+def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor | None]]]:
+    """Loss of data rank 0 and all gradients of each step."""
+    net, steps = case.net(), list[tuple[float, dict[str, Tensor | None]]]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
+    for step in range(len(case.batches)):
+        optimizer.zero_grad()
+        parts = [sum_and_count(net, _rows(case.batch(step), rank, num_data_ranks)) for rank in range(num_data_ranks)]
+        count = torch.stack([count for _, count in parts])
+        divisors = count.clamp(min=1) * num_data_ranks if case.loss_scaling == "mean" else count.sum().expand_as(count)
+        (torch.stack([total for total, _ in parts]) / divisors).sum().backward()
+        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+        steps.append((float(parts[0][0] / parts[0][1]), gradients))
+        optimizer.step()
+    return steps
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _take_step(optimizer: Any, closure: Any = None) -> None:
+    optimizer.step()
+
+
+def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
+    """The same, on this rank."""
+    net = case.net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
+    chosen = {"pipeline_size": dist.get_world_size(), "optimizer": "keep", "loss_scaling": case.loss_scaling}
+    options = Options(**(chosen | case.options))
+    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    modes = replace(options.mode_options, wait_for_parameters=True)
+    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
+    engine.shard(torch.device("cpu"))
+    (attached,) = engine.attach([optimizer], source="the test")
+    steps = []
+    for step in range(len(case.batches)):
+        attached.zero_grad()
+        batch = _rows(case.batch(step), meshes.data_rank, meshes.num_data_ranks)
+        loss = engine.run_pipeline(batch)
+        names = {p: name for name, p in net.named_parameters()}
+        steps.append((float(loss), {names[p]: _whole(p.grad) for p in net.parameters()}))
+        engine.step(attached, _take_step)
+        _check_evaluation(case, net, engine)
+    return steps
+
+
+def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
+    """A forward of the whole model has the same result on every rank, for which there is a loss of its own."""
+    engine.begin_evaluation()
+    assert engine.pipeline is not None
+    tokens = case.batch(0)["input_ids"][:3]
+    with torch.no_grad(), engine.around_forward():
+        output = engine.pipeline.root(tokens)
+    logits = output if isinstance(output, Tensor) else output.logits
+    assert logits.shape[:2] == tokens.shape
+    found = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, logits.contiguous())
+    assert all(torch.equal(each, logits) for each in found)
+    engine.end_evaluation()
+
+
+def _compare(gloo: ProcessPool, case: Case, world_size: int) -> None:
+    num_data_ranks = world_size // case.options.get("pipeline_size", world_size)
+    expected = _alone(case, num_data_ranks)
+    results = gloo.run(_in_pipeline, case, world_size=world_size)
+    tied = case.arguments.get("tied", False)
+    for step, (loss, gradients) in enumerate(expected):
+        assert {name for result in results for name in result[step][1]} - {"lm_head.weight"} == set(gradients) - {
+            "lm_head.weight"
+        }
+        assert results[0][step][0] == pytest.approx(loss, rel=1e-5)
+        for rank, result in enumerate(results):
+            for name, gradient in result[step][1].items():
+                of = next(iter(gradients)) if tied and name == "lm_head.weight" else name
+                wanted, where = gradients[of], f"{name} of rank {rank} in step {step}"
+                if wanted is None:
+                    assert gradient is None or not gradient.any(), where
+                    continue
+                assert gradient is not None, where
+                assert (gradient - wanted).abs().max() <= _TOLERANCE * wanted.abs().max(), where
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["auto", *BUILT_IN])
+def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, name: str, world_size: int) -> None:
+    _compare(gloo, Case(options={"pipeline_schedule": name}), world_size)
+
+
+_SHARDED = {"pipeline_size": 2, "shard_size": 2}
+_REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
+
+
+_LM = {"make": causal_lm, "num_layers": 4}
+_LLAMA, _TIED = {**_LM, "arguments": {"kind": "llama"}}, {**_LM, "arguments": {"kind": "llama", "tied": True}}
+
+
+def _cut(schedule: str, **options: Any) -> dict[str, Any]:
+    return {"pipeline_schedule": schedule, **options}
+
+
+CASES: dict[str, tuple[int, Case]] = {
+    "gpt2": (2, Case(**_LM, arguments={"kind": "gpt2"}, options=_cut("zb_v"))),
+    "gpt_neox": (2, Case(**_LM, arguments={"kind": "gpt_neox"}, options=_cut("zb_1p"))),
+    "qwen3": (2, Case(**_LM, arguments={"kind": "qwen3"}, options=_cut("1f1b"))),
+    "tied": (2, Case(**_TIED, options=_cut("1f1b"))),
+    "tied, both on one rank": (2, Case(**_TIED, options=_cut("zb_v"))),
+    "tied and frozen": (2, Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])),
+    "tied, sharded": (4, Case(**_TIED, options=_cut("zb_h1", **_SHARDED))),
+    "tied, replicated": (4, Case(**_TIED, options=_cut("1f1b", **_REPLICATED))),
+    "checkpointed": (2, Case(**_LLAMA, options=_cut("1f1b"), is_checkpointed=True)),
+    "checkpointed, split backward": (2, Case(**_TIED, options=_cut("zb_v"), is_checkpointed=True)),
+    "checkpointed, sharded": (4, Case(**_LLAMA, options=_cut("zb_1p", **_SHARDED), is_checkpointed=True)),
+    "two lengths": (2, Case(options=_cut("zb_v"), batches=((13, 5), (13, 7), (13, 5)))),
+    "fewer rows than micro-batches": (2, Case(options=_cut("interleaved_1f1b"), batches=((13, 5), (5, 5), (13, 5)))),
+    "fewer rows than ranks": (4, Case(options=_cut("1f1b"), batches=((3, 5), (13, 5), (2, 5)))),
+    "fewer rows than ranks, V": (4, Case(options=_cut("dual_pipe_v"), batches=((3, 5), (13, 5), (1, 5)))),
+    "means of the ranks": (4, Case(options=_cut("1f1b", **_SHARDED), loss_scaling="mean", batches=((11, 5),))),
+    "other numbers of rows": (4, Case(options=_cut("zb_v", **_REPLICATED), batches=((9, 5), (7, 5), (18, 5)))),
+    "sharded": (4, Case(options=_cut("zb_v", **_SHARDED))),
+    "sharded, interleaved": (4, Case(options=_cut("interleaved_1f1b", **_SHARDED))),
+    "replicated": (4, Case(options=_cut("1f1b", **_REPLICATED))),
+    "frozen": (2, Case(options=_cut("1f1b"), frozen=["parts.0", "parts.1", "parts.5"])),
+    "frozen stages": (2, Case(options=_cut("zb_v"), frozen=["parts.0", "parts.1", "parts.2", "parts.3", "parts.6"])),
+    "frozen end": (2, Case(options=_cut("zb_v"), frozen=["parts.5", "parts.6", "parts.7"])),
+    "frozen, sharded": (4, Case(options=_cut("zb_1p", **_SHARDED), frozen=["parts.0", "parts.1", "parts.6"])),
+    "tuples": (2, Case(make=tuples, options=_cut("1f1b"))),
+    "tuples, split backward": (2, Case(make=tuples, options=_cut("zb_v"))),
+    "tuples, sharded": (4, Case(make=tuples, options=_cut("zb_1p", **_SHARDED))),
+    "split by name": (2, Case(options=_cut("1f1b", pipeline_split=["parts.0", "parts.7"], pipeline_microbatches=3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
+    world_size, case = CASES[name]
+    _compare(gloo, case, world_size)
+
+
+def _two_batches(is_other: Callable[[int], bool]) -> None:
+    net = chain(2)
+    options = Options(pipeline_size=2, optimizer="keep")
+    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
+    engine = TrainingEngine(
+        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
+    )
+    engine.shard(torch.device("cpu"))
+    engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
+    for _ in range(2):
+        engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
+
+
+def test_ranks_with_different_batches_are_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_two_batches, bool, match="have had different batches", world_size=2)
