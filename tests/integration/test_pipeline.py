@@ -1,0 +1,277 @@
+"""A Trainer with pipeline_size: the weights, metrics and checkpoints of one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK
+from tests.distributed.pipeline.models import causal_lm
+from tests.integration import training
+from tests.support.processes import ProcessPool, RanksFailedError
+
+_ROWS, _NUM_BATCHES = 16, 2
+# Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
+_TOLERANCE = 5e-6
+Weights = dict[str, Tensor]
+
+
+def _batches(*, uneven: bool, shares: int = 1, share: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Two batches, or the rows of one data rank; with as many targets in each row, or from none to all."""
+    tokens, targets = training.dataset(_ROWS * _NUM_BATCHES).tensors
+    targets = targets.clone()
+    for row in range(len(targets) if uneven else 0):
+        targets[row, : row % (training.LENGTH + 1)] = -100
+    both = (part.split(_ROWS) for part in (tokens, targets))
+    return [(inputs[share::shares], labels[share::shares]) for inputs, labels in zip(*both, strict=True)]
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def _two_groups(module: Any) -> Any:
+    """One of them is that of the first stage alone; with a scheduler."""
+    embedding = list(module.network.embedding.parameters())
+    others = [parameter for name, parameter in module.network.named_parameters() if "embedding" not in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": embedding, "weight_decay": 0.0}, {"params": others}], lr=1e-2, weight_decay=0.1
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _network() -> nn.Module:
+    return training.Network(num_blocks=4)
+
+
+def _model(pl: Any, configure: Any = training.adamw) -> Any:
+    model = training.language_model(pl, network=_network, configure=configure)
+    kind: Any = type(model)
+    del kind.on_train_batch_end
+    kind.pipeline_parts = lambda self: [self.network.embedding, *self.network.blocks, self.network.head]
+    kind.pipeline_loss = lambda _, output, targets: (_sum_of_losses(output, targets), (targets != -100).sum())
+    return model
+
+
+def _llama(pl: Any, seed: int = 0) -> Any:
+    """A language model with tied embeddings, which needs no methods."""
+
+    class Llama(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = causal_lm("llama", tied=True, seed=seed)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.network(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return training.adamw(self)
+
+    return Llama()
+
+
+def _weights(module: nn.Module) -> Weights:
+    """Whole weights of this rank's stages, under the names of the model."""
+    named = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
+
+
+def _fit(
+    options: dict[str, Any],
+    *,
+    uneven: bool = False,
+    groups: bool = False,
+    evaluates: bool = False,
+    num_fits: int = 1,
+    **kwargs: Any,
+) -> tuple[Weights, dict[str, float], list[Tensor]]:
+    """Weights after four steps, metrics, and predictions."""
+    pl = training.load()
+    model = _model(pl, _two_groups if groups else training.adamw)
+    num_data_ranks = dist.get_world_size() // options.get("pipeline_size", 1)
+    data = _batches(uneven=uneven, shares=num_data_ranks, share=dist.get_rank() % num_data_ranks)
+    loader = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    whole = DataLoader(_batches(uneven=False), batch_size=None)  # type: ignore[arg-type]
+    metrics: dict[str, float] = {}
+    fitter: Any = None
+    for _ in range(num_fits):
+        strategy = training.strategy_class()(**({"optimizer": training.EXACT} | options))
+        kwargs = {"use_distributed_sampler": False, "max_epochs": 2 // num_fits} | kwargs
+        fitter = training.trainer(pl, strategy=strategy, **kwargs)
+        fitter.fit(model, loader, whole if evaluates else None)
+        metrics |= {key: float(value) for key, value in fitter.callback_metrics.items()}
+    weights, predictions = _weights(model), []
+    if evaluates:
+        (tested,) = fitter.test(model, whole, verbose=False)
+        metrics |= {key: float(value) for key, value in tested.items()}
+        predictions = fitter.predict(model, whole)
+    return weights, metrics, predictions
+
+
+def _difference(results: Sequence[tuple[Any, ...]], expected: Weights) -> float:
+    """Largest one of any rank; together they have all weights."""
+    assert {name for weights, *_ in results for name in weights} == set(expected)
+    assert all(len(weights) < len(expected) for weights, *_ in results)
+    return max((value - expected[name]).abs().max().item() for weights, *_ in results for name, value in weights.items())
+
+
+_SHARDED, _REPLICATED = ({"pipeline_size": 2, f"{axis}_size": 2} for axis in ("shard", "replicate"))
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (2, {"pipeline_size": 2}, {}),
+    "zb_v, clipped, two groups": (
+        2, {"pipeline_size": 2, "pipeline_schedule": "zb_v"}, {"gradient_clip_val": 0.3, "groups": True},
+    ),
+    "no data ranks, no shards": (2, {"pipeline_size": 2, "sharding": "none"}, {"gradient_clip_val": 0.3}),
+    "sharded, clipped": (4, {**_SHARDED, "pipeline_schedule": "zb_h1"}, {"gradient_clip_val": 0.3}),
+    "sharded, token counts": (
+        4, {**_SHARDED, "loss_scaling": "tokens"}, {"uneven": True, "gradient_clip_val": 0.3},
+    ),
+    "replicated, token counts": (4, {**_REPLICATED, "loss_scaling": "tokens"}, {"uneven": True}),
+    "fit twice": (2, {"pipeline_size": 2, "pipeline_schedule": "zb_1p"}, {"num_fits": 2, "evaluates": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
+    world_size, options, kwargs = CASES[name]
+    expected = gloo.run(_fit, {}, world_size=1, **kwargs)[0]
+    results = gloo.run(_fit, options, world_size=world_size, **kwargs)
+    assert _difference(results, expected[0]) < _TOLERANCE
+
+
+def test_mixed_precision_differs_by_rounding(gloo: ProcessPool) -> None:
+    kwargs = {"precision": "bf16-mixed", "gradient_clip_val": 0.3}
+    start = _weights(_network())
+    expected = gloo.run(_fit, {}, world_size=1, **kwargs)[0]
+    results = gloo.run(_fit, _SHARDED, world_size=4, **kwargs)
+    # Muon makes steps of the same length of gradients that have three digits.
+    moved = max((expected[0][f"network.{name}"] - start[name]).abs().max().item() for name in start)
+    assert _difference(results, expected[0]) < 0.2 * moved
+
+
+def test_nodes_exchange_momenta_of_each_stage(gloo: ProcessPool) -> None:
+    config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, lr=1e-2, check_every=1)
+    options = {"optimizer": config, "replicate_size": 2}
+    expected = gloo.run(_fit, options, world_size=2)[0]
+    results = gloo.run(_fit, {**options, "pipeline_size": 2}, world_size=4)
+    assert _difference(results, expected[0]) < _TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_evaluations_are_the_same_on_all_ranks(gloo: ProcessPool, schedule: str) -> None:
+    options = {"pipeline_size": 2, "pipeline_schedule": schedule}
+    _, metrics, predictions = gloo.run(_fit, {}, world_size=1, evaluates=True)[0]
+    for weights, own, predicted in gloo.run(_fit, options, world_size=2, evaluates=True):
+        assert weights and own["val"] == pytest.approx(metrics["val"], rel=1e-5)
+        assert own["test"] == pytest.approx(metrics["test"], rel=1e-5)
+        assert own["train_loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+        assert all(torch.equal(*each) for each in zip(predicted, predictions, strict=True))
+
+
+_OF_CHECKPOINT: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "1f1b": {"pipeline_size": 2},
+    "zb_v": {"pipeline_size": 2, "pipeline_schedule": "zb_v"},
+}
+
+
+def _resumable(directory: str, name: str, resume: str | None, *, is_tied: bool) -> tuple[Weights]:
+    pl = training.load()
+    model = _llama(pl, seed=1 if resume else 0) if is_tied else _model(pl, _two_groups)
+    data: list[Any] = _batches(uneven=False)
+    data = [{"input_ids": tokens, "labels": tokens} for tokens, _ in data] if is_tied else data
+    strategy = training.strategy_class()(optimizer=training.EXACT, **_OF_CHECKPOINT[name])
+    callback = pl.callbacks.ModelCheckpoint(dirpath=f"{directory}/{name}", filename="{epoch}", save_top_k=-1)
+    fitter = training.trainer(
+        pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, gradient_clip_val=0.3
+    )
+    fitter.fit(model, DataLoader(data, batch_size=None), ckpt_path=resume, weights_only=False)  # type: ignore[arg-type]
+    return (_weights(model),)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_checkpoint_goes_on_with_other_stages(gloo: ProcessPool, tmp_path: Path, is_tied: bool) -> None:
+    runs = {
+        name: gloo.run(
+            _resumable, str(tmp_path), name, None, is_tied=is_tied, world_size=options.get("pipeline_size", 1)
+        )
+        for name, options in _OF_CHECKPOINT.items()
+    }
+    ((expected,),) = runs["alone"]
+    for before, after in (("zb_v", "1f1b"), ("zb_v", "alone"), ("alone", "zb_v"), ("1f1b", "1f1b")):
+        results = gloo.run(
+            _resumable,
+            str(tmp_path / "resumed" / before),
+            after,
+            f"{tmp_path}/{before}/epoch=0.ckpt",
+            is_tied=is_tied,
+            world_size=_OF_CHECKPOINT[after].get("pipeline_size", 1),
+        )
+        for (weights,) in results:
+            for name, value in weights.items():
+                # A copy of a tied weight has the name of its place.
+                wanted = expected.get(name, expected.get("network.model.embed_tokens.weight"))
+                assert (value - wanted).abs().max() < _TOLERANCE, (before, after, name)
+
+
+def _refused(is_manual: bool, **kwargs: Any) -> None:
+    pl = training.load()
+    model = _model(pl)
+    model.automatic_optimization = not is_manual
+    fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2), **kwargs)
+    fitter.fit(model, training.loader())
+
+
+@pytest.mark.parametrize(
+    ("is_manual", "kwargs", "match"),
+    [
+        (True, {}, "set automatic_optimization = True"),
+        (False, {"accumulate_grad_batches": 2}, "in the place of accumulate_grad_batches=2"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(
+    gloo: ProcessPool, is_manual: bool, kwargs: dict[str, Any], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_refused, is_manual, world_size=2, match=match, **kwargs)
+
+
+def _raise_in_loss(schedule: str) -> float:
+    pl = training.load()
+    model = _model(pl)
+    begin = time.monotonic()
+
+    def fail(*_: Any) -> Any:
+        nonlocal begin
+        begin = time.monotonic()
+        raise OSError("file 4")
+
+    model.pipeline_loss = fail
+    strategy = training.strategy_class()(pipeline_size=2, pipeline_schedule=schedule)
+    fitter = training.trainer(pl, strategy=strategy, use_distributed_sampler=False)
+    try:
+        fitter.fit(model, DataLoader(_batches(uneven=False), batch_size=None))  # type: ignore[arg-type]
+    except OSError:
+        assert time.monotonic() - begin < 15.0
+        os._exit(3)  # As a program ends that does not catch it; the worker of this test would live on.
+    return 0.0
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 1), ("zb_v", 0)])
+def test_an_error_of_one_rank_ends_all_of_them(schedule: str, rank: int) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        ProcessPool().run_fresh(_raise_in_loss, schedule, world_size=2, timeout=60.0)
+    assert raised.value.exit_codes == {rank: 3}
+    assert raised.value.failures[1 - rank].message == f"rank {rank} has failed: OSError: file 4"
