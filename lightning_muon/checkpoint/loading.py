@@ -196,7 +196,9 @@ class Checkpoint:
         for group, names in zip(state[key]["param_groups"], names_of_groups, strict=True):
             group["params"] = names
         loaded = state[key]["state"]
-        state[key]["state"] = {name: loaded[renamed.get(name, name)] for name in states}
+        state[key]["state"] = {
+            name: _cloned(loaded[renamed[name]]) if name in renamed else loaded[name] for name in states
+        }
         set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -257,6 +259,11 @@ def _first_failure(problem: BaseException) -> str:
     if isinstance(problem, CheckpointException) and problem.failures:
         problem = next(iter(problem.failures.values()))[0]
     return f"{type(problem).__name__}: {problem}"
+
+
+def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of its own: two parameters of this rank must not share one."""
+    return {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in entries.items()}
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:

@@ -40,9 +40,15 @@ class Link:
 
     def send(self, tensors: Sequence[Tensor], key: Hashable) -> None:
         """Send tensors; with a new ``key``, which the receiver must use too, their sizes first. Local."""
+        sizes = [Size(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
         if key not in self._known:
-            self._known[key] = [Size(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
-            self.send_known([_encode(self._known[key]).to(self._device)])
+            self._known[key] = sizes
+            self.send_known([_encode(sizes).to(self._device)])
+        elif sizes != self._known[key]:
+            raise RuntimeError(
+                f"a stage hands on {sizes}, and for a micro-batch of the same shape it was {self._known[key]}; sizes "
+                "must follow from the shapes of a batch, and freezing or unfreezing needs a new fit"
+            )
         self.send_known(tensors)
 
     def send_known(self, tensors: Sequence[Tensor]) -> None:

@@ -249,6 +249,11 @@ class PipelineRuntime:
 
         return [piece(index) for index in range(number)]
 
+    def begin_run(self) -> None:
+        """Forget what the ranks know of each other's messages: parameters may have been frozen since, or unfrozen."""
+        self._links.clear()
+        self._unchecked = None
+
     def link(self, peer: int) -> Link:
         """To another rank of the pipeline; local."""
         assert self._group.group is not None
@@ -486,6 +491,7 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     before, runtime = known
     if options.own() != before.own() or runtime.group.size != group.size:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
+    runtime.begin_run()
     return runtime
 
 

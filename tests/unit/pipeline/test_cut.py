@@ -59,7 +59,8 @@ def _model(net: nn.Module) -> StagedModel:
 )
 def test_the_stage_with_the_most_work_has_least(inner: Sequence[int], num_stages: int, sizes: list[int]) -> None:
     stages = choose_stages(_model(_Net(inner)), num_stages)
-    assert all(stages) and sum(_names(stages), []) == [part.name for part in _model(_Net(inner)).parts]
+    names = [name for each in _names(stages) for name in each]
+    assert all(stages) and names == [part.name for part in _model(_Net(inner)).parts]
     work = [0, *(8 * each for each in inner), 400]
 
     def largest(lengths: Sequence[int]) -> int:

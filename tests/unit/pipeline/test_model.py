@@ -113,14 +113,15 @@ def test_methods_say_how_a_module_is_cut() -> None:
 
 def test_wrong_methods_are_named() -> None:
     net = _Methods()
+    net.pipeline_parts = lambda: [net.first, net.first]
     with pytest.raises(ValueError, match="returns a module twice"):
-        net.pipeline_parts = lambda: [net.first, net.first]
         find_staged_model(net)
+    net.pipeline_parts = lambda: [net.first, nn.Tanh()]
     with pytest.raises(ValueError, match="a Tanh that is no submodule"):
-        net.pipeline_parts = lambda: [net.first, nn.Tanh()]
         find_staged_model(net)
+    holder = _holder(net, pipeline_parts=lambda self: [self.net])
     with pytest.raises(ValueError, match=r"(?s)Holder has pipeline_parts, but no pipeline_loss:\n.*def pipeline_loss"):
-        find_staged_model(_holder(net, pipeline_parts=lambda self: [self.net]))
+        find_staged_model(holder)
 
 
 @pytest.mark.parametrize(
