@@ -65,7 +65,7 @@ def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tenso
         divisors = count.clamp(min=1) * num_data_ranks if case.loss_scaling == "mean" else count.sum().expand_as(count)
         (torch.stack([total for total, _ in parts]) / divisors).sum().backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
-        steps.append((float(parts[0][0] / parts[0][1]), gradients))
+        steps.append(((parts[0][0] / parts[0][1]).item(), gradients))
         optimizer.step()
     return steps
 
@@ -100,6 +100,8 @@ def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
         steps.append((float(loss), {names[p]: _whole(p.grad) for p in net.parameters()}))
         engine.step(attached, _take_step)
         _check_evaluation(case, net, engine)
+    engine.end_training()
+    engine.close()  # Its watchdog must not outlive the process groups.
     return steps
 
 
@@ -204,8 +206,11 @@ def _two_batches(is_other: Callable[[int], bool]) -> None:
     )
     engine.shard(torch.device("cpu"))
     engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
-    for _ in range(2):
-        engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
+    try:
+        for _ in range(2):
+            engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
+    finally:
+        engine.close()
 
 
 def test_ranks_with_different_batches_are_an_error(gloo: ProcessPool) -> None:
