@@ -14,10 +14,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import compress
 from threading import RLock
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,8 +101,7 @@ def watch_gradients(
     return weakref.finalize(owner, remove)
 
 
-@dataclass(frozen=True)
-class _Agreed:
+class _Agreed(NamedTuple):
     """What the ranks know together at the end of a step."""
 
     num_given_up: tuple[int, int]  # Most backward passes that a rank has given up, and fewest.

@@ -38,11 +38,11 @@ class TimelineRecorder:
             torch.cuda.synchronize()
 
     def started(self, op: Op) -> None:
-        """As :class:`~lightning_muon.optim.executor.Recorder` says."""
+        """Call it before the action, with the stream of the op current on CUDA."""
         self._starts[op] = self._now()
 
     def ended(self, op: Op) -> None:
-        """As :class:`~lightning_muon.optim.executor.Recorder` says."""
+        """Call it when the op has ended (CPU, maybe in a thread of the backend) or its end is queued (CUDA)."""
         now = self._now()
         with self._changed:
             self._ends[op] = now

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,12 @@ from lightning_muon.schedule.program import TRANSFER, Op
 Action = Callable[[Op], Sequence[dist.Work]]
 
 
-class Recorder(Protocol):
-    """Is told when ops start and end, see :mod:`lightning_muon.monitor.timeline`."""
-
-    def started(self, op: Op) -> None:
-        """Called before the action, with the stream of the op current on CUDA."""
-        ...
-
-    def ended(self, op: Op) -> None:
-        """Called when the op has ended (CPU, maybe in a thread of the backend) or its end is queued (CUDA)."""
-        ...
-
-
 class Executor(ABC):
     """Runs ops one by one; one executor serves many steps."""
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = actions
-        self.recorder: Recorder | None = None
+        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.timeline.
 
     @abstractmethod
     def execute(self, op: Op) -> None:
@@ -95,7 +83,7 @@ class HostExecutor(Executor):
         if name in self._to_record:
             self._to_record.pop(name)()
 
-    def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Recorder) -> None:
+    def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Any) -> None:
         if not works:
             recorder.ended(op)
             return

@@ -8,18 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from lightning_muon.schedule.pipeline.nodes import (
-    F,
-    I,
-    Node,
-    Order,
-    PipelineKind,
-    W,
-    deepest_first,
-    peak_activations,
-    placement,
-)
-from lightning_muon.schedule.pipeline.play import Run, needs, play_order
+from lightning_muon.schedule.pipeline.nodes import F, I, Node, Order, PipelineKind, W, peak_activations, placement
+from lightning_muon.schedule.pipeline.play import Run, deepest_first, needs, play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
 from lightning_muon.schedule.pipeline.registry import SCHEDULES, make_order, register_schedule
 

@@ -13,19 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations, product
 
-from lightning_muon.schedule.pipeline.nodes import (
-    B,
-    F,
-    I,
-    Node,
-    Order,
-    PipelineKind,
-    W,
-    deepest_first,
-    peak_activations,
-    placement,
-)
-from lightning_muon.schedule.pipeline.play import Run, fill_weights
+from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
+from lightning_muon.schedule.pipeline.play import Run, deepest_first, fill_weights
 from lightning_muon.schedule.pipeline.problem import Pipeline
 from lightning_muon.schedule.pipeline.registry import register_schedule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -84,12 +84,6 @@ def placement(order: Order) -> dict[int, int]:
             if other != rank:
                 raise ValueError(f"stage {node.stage} is on ranks {other} and {rank} ({node}); it must be on one")
     return dict(sorted(rank_of.items()))
-
-
-def deepest_first(rank_of: Mapping[int, int], num_ranks: int) -> list[list[int]]:
-    """For each rank its stages, the last of the pipeline first."""
-    stages = sorted(rank_of, reverse=True)
-    return [[stage for stage in stages if rank_of[stage] == rank] for rank in range(num_ranks)]
 
 
 def peak_activations(nodes: Iterable[Node]) -> int:

@@ -178,3 +178,9 @@ def fill_weights(order: Sequence[Sequence[Node]], pipeline: Pipeline, rank_of: M
         stuck = ", ".join(str(nodes[0]) for nodes in todo if nodes)
         raise ValueError(f"deadlock: {stuck} find no room among {limit} activations, or wait for what does not")
     return run.order
+
+
+def deepest_first(rank_of: Mapping[int, int], num_ranks: int) -> list[list[int]]:
+    """For each rank its stages, the last of the pipeline first."""
+    stages = sorted(rank_of, reverse=True)
+    return [[stage for stage in stages if rank_of[stage] == rank] for rank in range(num_ranks)]
