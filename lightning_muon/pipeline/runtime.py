@@ -444,14 +444,21 @@ class _Run:
             for stage, parameter in parameters.items()
         }
         others = sorted({runtime._rank_of[stage] for stage in stages} - {runtime._group.rank})
-        for peer in others:
-            runtime.link(peer).send_known([gradients[stage].clone() for stage in sorted(gradients)])
         found = dict(gradients)
-        template = next(iter(gradients.values()))
+        arriving: dict[int, Arriving] = {}
         for peer in others:
+            link, theirs = runtime.link(peer), [stage for stage in stages if runtime._rank_of[stage] == peer]
+            empty = [torch.empty_like(next(iter(gradients.values()))) for _ in theirs]
+            own_parts = [gradients[stage].clone() for stage in sorted(gradients)]
+            # The lower rank sends first: with NCCL two that both do wait for each other.
+            if runtime._group.rank < peer:
+                link.send_known(own_parts)
+            arriving[peer] = link.receive_known(empty)
+            if runtime._group.rank > peer:
+                link.send_known(own_parts)
+        for peer, parts in arriving.items():
             theirs = sorted(stage for stage in stages if runtime._rank_of[stage] == peer)
-            empty = [torch.empty_like(template) for _ in theirs]
-            found |= dict(zip(theirs, runtime.link(peer).receive_known(empty).wait(), strict=True))
+            found |= dict(zip(theirs, parts.wait(), strict=True))
         total = torch.stack([found[stage] for stage in sorted(found)]).sum(0)
         for gradient in gradients.values():
             gradient.copy_(total)

@@ -21,6 +21,7 @@ from lightning_muon.flexdemo.replicators import DCTTopK
 from tests.distributed.pipeline.models import causal_lm
 from tests.integration import training
 from tests.support.processes import ProcessPool, RanksFailedError
+from tests.support.programs import ROOT, run_program
 
 _ROWS, _NUM_BATCHES = 16, 2
 # Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
@@ -285,3 +286,14 @@ def test_an_error_of_one_rank_ends_all_of_them(schedule: str, rank: int) -> None
         ProcessPool().run_fresh(_raise_in_loss, schedule, world_size=2, timeout=60.0)
     assert raised.value.exit_codes == {rank: 3}
     assert raised.value.failures[1 - rank].message == f"rank {rank} has failed: OSError: file 4"
+
+
+@pytest.mark.timeout(180)
+def test_the_examples_run(tmp_path: Path) -> None:
+    # Two processes each, which the launcher has started.
+    trained = ("--steps", "6", "--shard-size", "1", "--schedule", "zb_h1")
+    assert "validation loss" in run_program(
+        ROOT / "examples" / "pipeline_gpt.py", *trained, directory=tmp_path, num_ranks=2
+    )
+    loop = run_program(ROOT / "examples" / "pipeline_loop.py", "--steps", "10", directory=tmp_path, num_ranks=2)
+    assert "step 10: loss" in loop and "The statement " in loop
