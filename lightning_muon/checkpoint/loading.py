@@ -212,7 +212,7 @@ class Checkpoint:
             for name, state in own.items()
             for entry in state.keys() & _of_nodes(optimizer)
         )
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before and not is_stage(module))
         set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:

@@ -101,8 +101,7 @@ def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
 
     The host then waits for what a device was given before this call, and not for what it is given afterwards. Local.
     """
-    # To pinned memory.
-    copies = [tensor.detach().reshape(-1).to("cpu", non_blocking=True, copy=True) for tensor in tensors]
+    copies = [_start_copy(tensor.detach().reshape(-1)) for tensor in tensors]
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -112,3 +111,10 @@ def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
         return [copy.tolist() for copy in copies]
 
     return read
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -139,7 +139,7 @@ class TrainingEngine:
         if self.pipeline is not None:
             self.mode.copies = self.pipeline.copies()
             self.pipeline.shards = Shards(gather=unshard_all, reduce=self.mode.reduce_part)
-            self.pipeline.root.forward = self.pipeline.forward
+            self.pipeline.take_calls()
             self.pipeline.run_batch = weakref.WeakMethod(self.run_pipeline)
         self._watch()
 
@@ -304,7 +304,15 @@ class TrainingEngine:
         Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
         """
         assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
+        left = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
+                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
+            )
         self.has_run, self._is_finished = True, False
+        if self.tokens is not None:
+            self.tokens.reset()
         with self.explaining():
             self.mode.begin_forward()
             try:
@@ -388,8 +396,6 @@ class TrainingEngine:
             free_unsharded(self.module)
             self.mode.end_step()
         self.has_run = False
-        if self.tokens is not None and self.pipeline is not None:
-            self.tokens.reset()
         if self._guard is not None:
             self._guard.end_step()
         return result

@@ -158,6 +158,8 @@ class CausalLM(StagedModel):
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
         given = {**inputs, "use_cache": False, "return_dict": True}
+        if parts[-1] is not self.parts[-1]:
+            given.pop("logits_to_keep", None)  # All hidden states go on.
         if carry is not None:
             given.pop("input_ids", None)
             given["inputs_embeds"] = carry
@@ -229,4 +231,6 @@ def _is_known(module: nn.Module) -> bool:
 
 def _is_causal_lm(module: Any) -> bool:
     kind = getattr(getattr(module, "config", None), "model_type", None)
-    return kind in CAUSAL_LMS and getattr(module, "get_output_embeddings", lambda: None)() is not None
+    is_wrapped = hasattr(module, "peft_config")  # It answers for the model inside.
+    has_head = getattr(module, "get_output_embeddings", lambda: None)() is not None
+    return kind in CAUSAL_LMS and has_head and not is_wrapped

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from lightning_muon.schedule.pipeline import (
     Order,
     Pipeline,
     PipelineKind,
-    add_loss,
     add_reduce_grad,
     add_tied,
     add_unshard,
@@ -164,8 +164,8 @@ class PipelineRuntime:
         if not is_training:
             program = build_program(forward_only(pipeline, self._rank_of), pipeline)
         else:
-            program = add_reduce_grad(add_unshard(build_program(self._order(pipeline), pipeline)))
-            program = add_tied(add_loss(program), [stages for stages, _ in self._tied])
+            program = build_program(self._order(pipeline), pipeline, tells_loss=True)
+            program = add_tied(add_reduce_grad(add_unshard(program)), [stages for stages, _ in self._tied])
         validate_pipeline(program, pipeline, is_training=is_training)
         return program[self._group.rank]
 
@@ -217,6 +217,19 @@ class PipelineRuntime:
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
         return self._model.result_of_call(self._share(outputs, (inputs, len(pieces))), target)
+
+    def take_calls(self) -> None:
+        """From now on calls of :attr:`root` are those of the whole model; local."""
+        run = self.forward
+
+        @wraps(type(self.root).forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # What looks at the signature, as ``generate`` does, finds that of the model.
+        signature = inspect.signature(type(self.root).forward.__get__(self.root))
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.root.forward = forward
 
     def _share(self, outputs: Sequence[Carry | None], key: Any) -> Carry:
         """The rows of all micro-batches, which the rank of the last stage has, on every rank."""
@@ -407,6 +420,8 @@ class _Run:
         stage, microbatch = op.items
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
+        for leaf in wanted:
+            leaf.grad = None  # The graph may hold the leaf until the other part of the backward.
         if stage > 0:
             self._gradients[stage - 1, microbatch] = gradients
 

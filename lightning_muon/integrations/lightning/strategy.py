@@ -31,6 +31,7 @@ from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
+    require_single_batches,
     sharded_plugin,
 )
 from lightning_muon.integrations.strategy import MuonStrategy
@@ -170,8 +171,8 @@ class TrainerStrategy(MuonStrategy):
 
     def _run_pipeline(self, batch: Any) -> Tensor:
         """Forward and backward of a batch, in the place of ``training_step``; the loss, on every rank."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        require_single_batches(self.lightning_module.trainer)
+        self.lightning_module.zero_grad()
         loss = self._running_engine.run_pipeline(batch)
         self.lightning_module.log("train_loss", loss, prog_bar=True)
         return loss

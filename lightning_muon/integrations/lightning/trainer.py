@@ -65,7 +65,12 @@ def _check_pipeline(module: Any) -> None:
     """Raise ``ValueError`` for what a Trainer may do, and its strategy cannot do in a pipeline."""
     if not module.automatic_optimization:
         raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
-    micro_batches = module.trainer.accumulate_grad_batches
+    require_single_batches(module.trainer)
+
+
+def require_single_batches(trainer: Any) -> None:
+    """Raise ``ValueError`` where batches are accumulated, from the start on or by a callback; local, on all ranks."""
+    micro_batches = trainer.accumulate_grad_batches
     if micro_batches != 1:
         raise ValueError(
             f"a pipeline has micro-batches of its own; in the place of accumulate_grad_batches={micro_batches} take a "

@@ -21,7 +21,6 @@ from lightning_muon.schedule.pipeline.csv_format import (
     program_to_csv,
 )
 from lightning_muon.schedule.pipeline.lower import (
-    add_loss,
     add_optimizer,
     add_reduce_grad,
     add_tied,
@@ -56,7 +55,6 @@ __all__ = [
     "build_program",
     "add_unshard",
     "add_reduce_grad",
-    "add_loss",
     "add_tied",
     "add_optimizer",
     "validate_pipeline",

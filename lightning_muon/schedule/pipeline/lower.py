@@ -82,20 +82,40 @@ def _message_kind(node: Node) -> str:
     return PipelineKind.ACTIVATION if node.kind == PipelineKind.FORWARD else PipelineKind.GRADIENT
 
 
-def build_program(order: Order, pipeline: Pipeline) -> Program:
+def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False) -> Program:
     """The program of an order, with a message wherever the next stage is on another rank.
 
     A message is one op on both of its ranks, of the same name, with ``group=(sender, receiver)``. Both list it at the
-    time at which it is sent, so that all messages between two ranks are in the same order on both. A forward holds one
-    unit of memory until its backward has ended.
+    time at which it is sent, so that all messages between two ranks are in the same order on both, and no rank waits in
+    the order of its messages for one that needs its own. A forward holds one unit of memory until its backward has
+    ended. With ``tells_loss`` the last stage sends every other rank what it has summed up, behind its last forward.
     """
     rank_of = placement(order)
     maker = OpMaker(order)
     program: Program = {rank: [] for rank in range(len(order))}
+    num_losses = 0
     for is_end, node in play_order(order, pipeline, rank_of).log:
         for op in maker.messages(node) if is_end else (maker.compute(node),):
             program[op.rank].append(op)
+        if tells_loss and is_end and node.stage == pipeline.num_stages - 1 and node.kind == PipelineKind.FORWARD:
+            num_losses += 1
+            for rank in range(len(order)) if num_losses == pipeline.num_microbatches else ():
+                if rank != rank_of[node.stage]:
+                    _add_loss(program, node, rank_of[node.stage], rank)
     return program
+
+
+def _add_loss(program: Program, last: Node, sender: int, receiver: int) -> None:
+    send = Op(
+        kind=PipelineKind.LOSS,
+        key=str(receiver),
+        rank=sender,
+        lane=f"link {min(sender, receiver)}-{max(sender, receiver)}",
+        deps=(name_of(last),),
+        group=(sender, receiver),
+    )
+    program[sender].append(send)
+    program[receiver].append(replace(send, rank=receiver, deps=()))
 
 
 def add_unshard(program: Program) -> Program:
@@ -123,10 +143,11 @@ def add_unshard(program: Program) -> Program:
 def add_reduce_grad(program: Program) -> Program:
     """Sum the gradients of a stage over the data-parallel ranks, once, behind its last backward of all micro-batches.
 
-    Other stages still run backward then, on this rank and on others.
+    Other stages still run backward then, on this rank and on others. It waits for the loss, where that is sent.
     """
     added: Program = {}
     for rank, ops in program.items():
+        losses = [op.name for op in ops if op.kind == PipelineKind.LOSS and op.group[1] == rank]
         places = _stage_places(ops, WEIGHT_KINDS)
         behind = {_behind_messages(ops, index): (stage, ops[index].name) for stage, (_, index) in places.items()}
         added[rank] = []
@@ -134,32 +155,7 @@ def add_reduce_grad(program: Program) -> Program:
             added[rank].append(op)
             if index in behind:
                 stage, weight = behind[index]
-                added[rank].append(stage_op(PipelineKind.REDUCE_GRAD, stage, rank, weight, lane=TRANSFER))
-    return added
-
-
-def add_loss(program: Program) -> Program:
-    """Send every rank what the last stage has summed up, behind its last forward; sums of gradients wait for it.
-
-    A message of its own to each rank, in the order of the other messages between the two.
-    """
-    forwards = [op for ops in program.values() for op in ops if op.kind == PipelineKind.FORWARD]
-    last = [op for op in forwards if op.items[0] == max(op.items[0] for op in forwards)][-1]
-    added = {rank: list(ops) for rank, ops in program.items()}
-    place = _behind_messages(program[last.rank], program[last.rank].index(last)) + 1
-    for rank in program:
-        if rank == last.rank:
-            continue
-        link = f"link {min(rank, last.rank)}-{max(rank, last.rank)}"
-        key, group = str(rank), (last.rank, rank)
-        send = Op(kind=PipelineKind.LOSS, key=key, rank=last.rank, lane=link, deps=(last.name,), group=group)
-        num_before = sum(op.lane == link for op in program[last.rank][:place])
-        before = [index for index, op in enumerate(program[rank]) if op.lane == link][:num_before]
-        added[last.rank].insert(place, send)
-        added[rank].insert(before[-1] + 1 if before else 0, replace(send, rank=rank, deps=()))
-    for rank, ops in added.items():
-        loss = last.name if rank == last.rank else f"{PipelineKind.LOSS}[{rank}]"
-        added[rank] = [replace(op, deps=(*op.deps, loss)) if op.kind == PipelineKind.REDUCE_GRAD else op for op in ops]
+                added[rank].append(stage_op(PipelineKind.REDUCE_GRAD, stage, rank, weight, *losses, lane=TRANSFER))
     return added
 
 

@@ -208,6 +208,7 @@ def _two_batches(is_other: Callable[[int], bool]) -> None:
     engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
     try:
         for _ in range(2):
+            engine.module.zero_grad()
             engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
     finally:
         engine.close()
