@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from lightning_muon.config import MuonConfig
     from lightning_muon.engine.options import Options
-    from lightning_muon.engine.training import forward_backward
     from lightning_muon.errors import NonFiniteGradientError
     from lightning_muon.flexdemo.config import FlexDeMoConfig
     from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.optim.parallel_muon import ParallelMuon
+    from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
     from lightning_muon.sharding.base import ModeOptions
     from lightning_muon.sharding.context_parallel import (
@@ -98,7 +98,6 @@ __all__ = [
 _HOMES = {
     "config": "MuonConfig",
     "engine.options": "Options",
-    "engine.training": "forward_backward",
     "errors": "NonFiniteGradientError",
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
@@ -107,6 +106,7 @@ _HOMES = {
     ),
     "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
+    "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",
     "sharding.base": "ModeOptions",
     "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",

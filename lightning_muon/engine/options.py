@@ -162,7 +162,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     def _check_combinations(self, num_tensor_ranks: int) -> None:
         """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
         self.check_pipeline(self.pipeline_size)
-        if self.pipeline_size > 1 and self.sharding not in ("fsdp", "none"):
+        if self.pipeline_size > 1 and "roots" not in MODES[self.sharding].takes:
             raise ValueError(
                 f"pipeline_size={self.pipeline_size} needs sharding='fsdp' (or 'none' without data-parallel ranks), "
                 f"got {self.sharding!r}, which reduces gradients in hooks that a backward in two parts does not call"

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import weights_to_save
-from lightning_muon.comm.agreement import fail_together, require_equal
+from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import (
@@ -32,15 +32,14 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
-from lightning_muon.grad_sync.reducer import watch_gradients
-from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once, is_stage, runtime_of, unshard_all
-from lightning_muon.sharding.base import ModeOptions, ShardingMode
+from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once
+from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.shard_model import check_tensor_parallel
+from lightning_muon.sharding.shard_model import check_tensor_parallel, unshard_all
 from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 _READ_EARLY = (
@@ -516,9 +515,12 @@ class TrainingEngine:
             self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
             if self._guard is None:
                 parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
-                self._guard = SingleReductionGuard(parameters, self.mode, type(self.module).__name__)
+                self._guard = SingleReductionGuard(parameters, self._has_gradient, type(self.module).__name__)
             self._guard.begin_backward()
         return self._guard
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        return self.mode.layout.has_gradient(parameter)
 
     def _before_forward(self, *_: Any) -> None:
         with self.around_forward():
@@ -580,73 +582,6 @@ class TrainingEngine:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-class SingleReductionGuard:
-    """Refuses a second reducing pass that adds to gradients of a step, since each pass divides by tokens of its own."""
-
-    def __init__(self, parameters: Sequence[Tensor], mode: ShardingMode, name: str) -> None:
-        self._parameters, self._mode, self._name = list(parameters), mode, name
-        self._num_passes = 0
-        # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
-        self._was_reached = self._is_reached = False
-        self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
-
-    def begin_backward(self) -> None:
-        """Before a backward pass that reduces gradients; local, every rank must call it."""
-        # Without gradients the user has thrown away what there was.
-        self._was_reached = self._was_reached and any(map(self._mode.layout.has_gradient, self._parameters))
-        self._is_reached = False
-
-    def end_backward(self) -> None:
-        """After it. Collective over all ranks in the second pass of a step; every rank must call it, and all raise."""
-        if self._num_passes:
-            error = None
-            if self._was_reached and self._is_reached:
-                error = RuntimeError(
-                    f"a second backward pass of a step has added to the gradients of {self._name}, and each has "
-                    "divided by tokens of its own (loss_scaling='tokens'); run all but the last inside of "
-                    "no_backward_sync (no_sync, accumulate), or call zero_grad between them"
-                )
-            fail_together(error, None)
-        self._num_passes += 1
-        self._was_reached |= self._is_reached
-
-    def end_step(self) -> None:
-        """An optimizer has stepped; local."""
-        self._num_passes, self._was_reached = 0, False
-
-    def _arrived(self, _: Tensor) -> None:
-        self._is_reached = True
-
-
-def forward_backward(model: nn.Module, batch: Any) -> Tensor:
-    """Forward and backward of a batch through all stages of a pipeline: what a loop calls in the place of both.
-
-    ``model`` was set up by Fabric or prepared by our Accelerator with ``pipeline_size`` of 2 or more. Gradients are
-    ready for clipping and the step when it returns; the loss, the mean over the batch of this data rank, is the same on
-    all ranks of the pipeline and has no graph. Collective over all ranks; every rank must call it, and ranks of one
-    pipeline with the same batch.
-
-    Example::
-
-        model, optimizer = fabric.setup(model, optimizer)
-        for batch in loader:
-            loss = lightning_muon.forward_backward(model, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    Raises:
-        ValueError: If the model is no stage of a pipeline that is being trained.
-    """
-    stage = next((module for module in model.modules() if is_stage(module)), None)
-    run_batch = None if stage is None else runtime_of(stage).run_batch()
-    if run_batch is None:
-        raise ValueError(
-            f"{type(model).__name__} is no stage of a pipeline; set it up with pipeline_size of 2 or more, or call the "
-            "model and backward"
-        )
-    return run_batch(batch)
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, only, remove, untie
 from lightning_muon.pipeline.messages import Arriving, Link
 from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
@@ -38,7 +38,6 @@ from lightning_muon.schedule.pipeline import (
 )
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
-from lightning_muon.sharding.shard_model import fsdp_modules, fsdp_roots
 from lightning_muon.sharding.weights import mesh_device
 
 _Key = tuple[int, int]  # Stage and micro-batch.
@@ -96,7 +95,7 @@ class PipelineRuntime:
         first_parts: Sequence[str] | None,
         device: torch.device,
     ) -> None:
-        self._model, self._module, self._group, self._schedule = model, module, group, schedule
+        self._model, self._group, self._schedule = model, group, schedule
         self._num_microbatches, self._stages_per_rank, self._device = num_microbatches, stages_per_rank, device
         self.shards = Shards()
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
@@ -216,7 +215,7 @@ class PipelineRuntime:
         run = _Run(self, pieces, is_training=False)
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
-        return self._model.result_of_call(self._share(outputs, (inputs, len(pieces))), target)
+        return self._model.result_of_call(self._share(outputs), target)
 
     def take_calls(self) -> None:
         """From now on calls of :attr:`root` are those of the whole model; local."""
@@ -231,7 +230,7 @@ class PipelineRuntime:
         forward.__signature__ = signature  # type: ignore[attr-defined]
         self.root.forward = forward
 
-    def _share(self, outputs: Sequence[Carry | None], key: Any) -> Carry:
+    def _share(self, outputs: Sequence[Carry | None]) -> Carry:
         """The rows of all micro-batches, which the rank of the last stage has, on every rank."""
         source = self._rank_of[self._last_stage]
         if self._group.rank == source:
@@ -455,7 +454,9 @@ class _Run:
                 parameter.grad = torch.zeros_like(parameter)
         # Frozen ones send zeros, too: another rank may have unfrozen its copy.
         gradients = {
-            stage: torch.zeros_like(_local(parameter.detach())) if parameter.grad is None else _local(parameter.grad)
+            stage: torch.zeros_like(local_tensor(parameter.detach()))
+            if parameter.grad is None
+            else local_tensor(parameter.grad)
             for stage, parameter in parameters.items()
         }
         others = sorted({runtime._rank_of[stage] for stage in stages} - {runtime._group.rank})
@@ -527,6 +528,35 @@ def runtime_of(stage: nn.Module) -> PipelineRuntime:
     return vars(stage)[_KEY][1]
 
 
+def forward_backward(model: nn.Module, batch: Any) -> Tensor:
+    """Forward and backward of a batch through all stages of a pipeline: what a loop calls in the place of both.
+
+    ``model`` was set up by Fabric or prepared by our Accelerator with ``pipeline_size`` of 2 or more. Gradients are
+    ready for clipping and the step when it returns; the loss, the mean over the batch of this data rank, is the same on
+    all ranks of the pipeline and has no graph. Collective over all ranks; every rank must call it, and ranks of one
+    pipeline with the same batch.
+
+    Example::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in loader:
+            loss = lightning_muon.forward_backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Raises:
+        ValueError: If the model is no stage of a pipeline that is being trained.
+    """
+    stage = next((module for module in model.modules() if is_stage(module)), None)
+    run_batch = None if stage is None else runtime_of(stage).run_batch()
+    if run_batch is None:
+        raise ValueError(
+            f"{type(model).__name__} is no stage of a pipeline; set it up with pipeline_size of 2 or more, or call the "
+            "model and backward"
+        )
+    return run_batch(batch)
+
+
 def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
     """The ``names`` that all stages have; those given where ``module`` was not cut. Collective over the stages."""
     if not is_stage(module):
@@ -539,20 +569,8 @@ def names_of_copies(module: nn.Module) -> dict[str, str]:
     return runtime_of(module).copied_names if is_stage(module) else {}
 
 
-def unshard_all(modules: Sequence[nn.Module]) -> None:
-    """Gather the weights of FSDP2 roots, one after the other, without waiting. Collective over their meshes."""
-    for module in modules:
-        for root in fsdp_roots(module):
-            for unit in fsdp_modules(root):  # type: ignore[arg-type]
-                unit.unshard(async_op=True)
-
-
 def _arrived(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors.wait() if isinstance(tensors, Arriving) else tensors
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors_of(output: Carry, stage: int) -> list[Tensor]:

@@ -160,8 +160,13 @@ class ShardingMode(ABC):
         return axis_group(self.mesh, axes) if axes else ALONE
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
-        """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each."""
-        raise NotImplementedError(f"sharding={self.name!r} does not go with a pipeline")
+        """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each.
+
+        Only modes that take ``roots`` are asked. Without other ranks there is nothing to add up.
+        """
+        for parameter in dict.fromkeys(p for module in modules for p in module.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
     def finish_evaluation(self) -> None:  # noqa: B027
         """An evaluation has run on all ranks."""

@@ -98,7 +98,7 @@ class Fsdp(ShardingMode):
     name = "fsdp"
     shards_weights = True
     takes = frozenset(
-        {"wrap_policy", "reshard_after_forward", "reshard_after_backward", "early_all_gather", "decoupled_nodes"}
+        "wrap_policy reshard_after_forward reshard_after_backward early_all_gather decoupled_nodes roots".split()
     )
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:

@@ -35,6 +35,7 @@ class SingleProcess(ShardingMode):
 
     name = "none"
     shards_weights = False
+    takes = frozenset({"roots"})
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
@@ -57,12 +58,6 @@ class SingleProcess(ShardingMode):
     @override
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    @override
-    def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
-        for parameter in dict.fromkeys(p for module in modules for p in module.parameters()):
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:

@@ -349,6 +349,14 @@ def fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
         yield from fsdp_roots(child)
 
 
+def unshard_all(modules: Sequence[nn.Module]) -> None:
+    """Gather the weights of FSDP2 roots, one after the other, without waiting. Collective over their meshes."""
+    for module in modules:
+        for root in fsdp_roots(module):
+            for unit in fsdp_modules(root):  # type: ignore[arg-type]
+                unit.unshard(async_op=True)
+
+
 def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:
     """One (module, attribute) for each sharded parameter of a unit, without those of units inside it."""
     places: dict[DTensor, tuple[nn.Module, str]] = {}
