@@ -40,6 +40,8 @@ def unreduced_gradients(root: FSDPModule) -> list[tuple[Tensor, Tensor]]:
             for held in group.fsdp_params:
                 whole = getattr(held, "_unsharded_param", None)  # Made by the first all-gather.
                 if whole is not None:
+                    if whole.grad is not None:
+                        whole.grad = whole.grad.contiguous()  # Zeros of torch 2.11 are one element, expanded.
                     both = (held.unsharded_accumulated_grad, whole.grad)
                     found += [(whole, gradient) for gradient in both if gradient is not None]
     return found
