@@ -1,50 +1,47 @@
-"""Private names of torch 2.11 to 2.13 for pipelines: backward in two parts, and the sum of gradients on demand."""
+"""Private names of torch 2.11 to 2.13 for pipelines: gradients that FSDP2 sums, and reduces on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_muon.compat.torch import _groups_of
 
-WeightPart = list[dict[str, Any]]
-"""What :func:`backward_input` has left for :func:`backward_weight`."""
-
-
-def backward_input(
-    outputs: Sequence[Tensor],
-    gradients: Sequence[Tensor] | None,
-    inputs: Sequence[Tensor],
-    weights: Iterator[nn.Parameter],
-) -> WeightPart:
-    """Backward as far as ``inputs``, whose ``grad`` it sets; ``gradients`` are those of ``outputs``, or ones."""
-    _, rest = stage_backward_input(list(outputs), None if gradients is None else list(gradients), list(inputs), weights)
-    return rest
-
-
-def backward_weight(weights: Iterator[nn.Parameter], rest: WeightPart) -> None:
-    """The other part of the backward, which adds to the gradients of ``weights``."""
-    stage_backward_weight(weights, rest)
-
-
-def unreduced_gradients(root: FSDPModule) -> list[tuple[Tensor, Tensor]]:
-    """Whole weights, and the gradients that backward passes without reduction have left for them, of an FSDP2 root."""
-    found: list[tuple[Tensor, Tensor]] = []
+def _gathered(root: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
+    """FSDP2's record of each weight of a root that was gathered before, and the whole weight."""
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in _groups_of(state):
             for held in group.fsdp_params:
                 whole = getattr(held, "_unsharded_param", None)  # Made by the first all-gather.
-                if whole is not None:
-                    if whole.grad is not None:
-                        whole.grad = whole.grad.contiguous()  # Zeros of torch 2.11 are one element, expanded.
-                    both = (held.unsharded_accumulated_grad, whole.grad)
-                    found += [(whole, gradient) for gradient in both if gradient is not None]
-    return found
+                if whole is None:
+                    continue
+                # Zeros of torch 2.11 are one element, expanded, which cannot be changed in place.
+                if whole.grad is not None:
+                    whole.grad = whole.grad.contiguous()
+                if held.unsharded_accumulated_grad is not None:
+                    held.unsharded_accumulated_grad = held.unsharded_accumulated_grad.contiguous()
+                yield held, whole
+
+
+def unreduced_gradients(root: FSDPModule) -> list[Tensor]:
+    """What backward passes without reduction have left for the whole weights of an FSDP2 root."""
+    both = [(held.unsharded_accumulated_grad, whole.grad) for held, whole in _gathered(root)]
+    return [gradient for pair in both for gradient in pair if gradient is not None]
+
+
+@torch.no_grad()
+def accumulate_gradients(root: FSDPModule) -> None:
+    """Add the gradients of whole weights to sums in the dtype in which they are reduced; local.
+
+    FSDP2 does so behind a backward pass that reaches the inputs of its modules: not behind that of the weights alone.
+    """
+    for held, _ in _gathered(root):
+        held.accumulate_unsharded_grad_if_needed()
+        held.to_accumulated_grad_if_needed()
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.shard_model import check_tensor_parallel, unshard_all
+from lightning_muon.sharding.shard_model import accumulate_all, check_tensor_parallel, unshard_all
 from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 _READ_EARLY = (
@@ -137,7 +137,7 @@ class TrainingEngine:
         self.is_sharded = True
         if self.pipeline is not None:
             self.mode.copies = self.pipeline.copies()
-            self.pipeline.shards = Shards(gather=unshard_all, reduce=self.mode.reduce_part)
+            self.pipeline.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=self.mode.reduce_part)
             self.pipeline.take_calls()
             self.pipeline.run_batch = weakref.WeakMethod(self.run_pipeline)
         self._watch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.compat.pipelining import WeightPart, backward_input, backward_weight
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
 from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, only, remove, untie
 from lightning_muon.pipeline.messages import Arriving, Link
 from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
@@ -48,6 +48,8 @@ class Shards:
     """What a runtime asks of whoever has sharded the parts of a stage."""
 
     gather: Callable[[Sequence[nn.Module]], None] = lambda _: None
+    # Adds what a part of a backward pass has left for modules to the sums of the passes before.
+    accumulate: Callable[[Sequence[nn.Module]], None] = lambda _: None
     # Takes modules and a factor: makes of the gradients that backward passes have summed those of all data ranks.
     reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
 
@@ -286,7 +288,7 @@ class _Run:
     _gradients: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
     # What backward needs: the leaves, and what was returned; and what the first part of a backward leaves.
     _graphs: dict[_Key, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
-    _weights: dict[_Key, WeightPart | None] = field(default_factory=dict)
+    _weights: dict[_Key, Sequence[Branch]] = field(default_factory=dict)
     _sums: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
     _loss: Arriving | None = None
@@ -378,10 +380,9 @@ class _Run:
             self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
-        """Leaves, results that require gradients, and the gradients of these, if they are not ones."""
+        """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
         stage, microbatch = op.items
-        leaves, tensors = self._graphs.pop((stage, microbatch))
-        outputs = [each for each in tensors if each.requires_grad]
+        leaves, outputs = ([each for each in both if each.requires_grad] for both in self._graphs.pop(op.items))
         is_last = stage == self.runtime._last_stage
         return leaves, outputs, None if is_last else _arrived(self._gradients.pop((stage, microbatch)))
 
@@ -389,40 +390,36 @@ class _Run:
         leaves, outputs, gradients = self._take_graph(op)
         if outputs:
             torch.autograd.backward(outputs, gradients)
-        self._keep_gradients(op, leaves)
+        self._keep_gradients(op, leaves, [leaf.grad for leaf in leaves])
 
     def _backward_input(self, op: Op) -> None:
         stage, microbatch = op.items
         if stage == 0:  # No rank waits for gradients of its inputs: the whole backward is done with the other part.
             return
         leaves, outputs, gradients = self._take_graph(op)
-        rest = None
-        if outputs and any(leaf.requires_grad for leaf in leaves):
-            rest = backward_input(outputs, gradients, leaves, self._parameters(stage))
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if outputs and leaves:
+            found, self._weights[stage, microbatch] = backward_input(outputs, gradients, leaves)
         elif outputs:
             torch.autograd.backward(outputs, gradients)
-        self._weights[stage, microbatch] = rest
-        self._keep_gradients(op, leaves)
+        self._keep_gradients(op, leaves, found)
 
     def _backward_weight(self, op: Op) -> None:
         stage, microbatch = op.items
         if stage == 0:
             self._backward(op)
-        elif (rest := self._weights.pop((stage, microbatch))) is not None:
-            backward_weight(self._parameters(stage), rest)
+        elif (rest := self._weights.pop((stage, microbatch), None)) is not None:
+            backward_weight(rest)
+            self.runtime.shards.accumulate(self.runtime.modules_of(stage))
 
-    def _parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        return (p for module in self.runtime.modules_of(stage) for p in module.parameters() if p.requires_grad)
-
-    def _keep_gradients(self, op: Op, leaves: Sequence[Tensor]) -> None:
+    def _keep_gradients(self, op: Op, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Gradients of what a stage got are those of what the stage before returned."""
         stage, microbatch = op.items
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
-        for leaf in wanted:
-            leaf.grad = None  # The graph may hold the leaf until the other part of the backward.
         if stage > 0:
-            self._gradients[stage - 1, microbatch] = gradients
+            pairs = zip(leaves, found, strict=True)
+            self._gradients[stage - 1, microbatch] = [
+                torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs
+            ]
 
     def _hand_back(self, op: Op) -> None:
         """The message of the gradients of what a stage got."""

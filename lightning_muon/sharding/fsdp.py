@@ -215,15 +215,9 @@ class Fsdp(ShardingMode):
     @override
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
         assert self.call_log is not None
-        inside = {child for module in modules for child in module.modules()}
-        places = [(index, owner, name) for index, (owner, name) in enumerate(self._places) if owner in inside]
         for root in [each for module in modules for each in fsdp_roots(module)][::-1]:
-            gradients = unreduced_gradients(root)
-            for _, gradient in gradients:
+            for gradient in unreduced_gradients(root):
                 gradient.mul_(scale)
-            used = {whole for whole, _ in gradients}
-            for index, owner, name in places:
-                self._used[index] |= getattr(owner, name) in used  # Backward in two parts calls no hooks of weights.
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 if unit in self.call_log.before_backward:
                     self.call_log.before_backward[unit]()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
+from lightning_muon.compat.pipelining import accumulate_gradients
 from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
@@ -355,6 +356,13 @@ def unshard_all(modules: Sequence[nn.Module]) -> None:
         for root in fsdp_roots(module):
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 unit.unshard(async_op=True)
+
+
+def accumulate_all(modules: Sequence[nn.Module]) -> None:
+    """Add the gradients of whole weights of FSDP2 roots to those of earlier backward passes; local."""
+    for module in modules:
+        for root in fsdp_roots(module):
+            accumulate_gradients(root)
 
 
 def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:

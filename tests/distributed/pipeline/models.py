@@ -99,6 +99,45 @@ class Last(nn.Module):
         return self.head(hidden) + mask[..., None]
 
 
+class Start(nn.Module):
+    """Hands on hidden states, a weight of its own, a tensor for the last part, and the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.scale = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.embedding(tokens)
+        return hidden, self.scale.exp(), hidden.mean(-1, keepdim=True), tokens
+
+
+class Mesh(nn.Module):
+    """Weights that meet the hidden states late, twice, as a sum, frozen, not at all, or go to the next part directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.scale = (nn.Parameter(torch.randn(WIDTH) / 4) for _ in range(2))
+        self.low, self.high = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+        self.twice, self.once = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen, self.unused = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(3, 3)
+
+    def forward(self, hidden: Tensor, scale: Tensor, given: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        hidden = hidden + torch.tanh(self.twice(hidden * scale)) + self.place
+        hidden = hidden + torch.tanh(self.once(hidden) @ (self.low + self.high))
+        return hidden + torch.tanh(self.twice(self.frozen(hidden))), self.scale.exp(), given, tokens
+
+
+class End(nn.Module):
+    """Takes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.shift = nn.Linear(WIDTH, VOCABULARY), nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, hidden: Tensor, scale: Tensor, given: Tensor, tokens: Tensor) -> Tensor:
+        return self.head(hidden * scale) * given + self.shift(tokens)
+
+
 def chain(num_layers: int) -> Chain:
     """An embedding, layers, and a head."""
     torch.manual_seed(0)
@@ -109,6 +148,12 @@ def tuples(num_layers: int) -> Chain:
     """Parts with several tensors between them."""
     torch.manual_seed(0)
     return Chain([First(), *(Middle() for _ in range(num_layers)), Last()])
+
+
+def meshes(num_layers: int) -> Chain:
+    """Parts whose weights get their gradients in all ways that there are."""
+    torch.manual_seed(0)
+    return Chain([Start(), *(Mesh() for _ in range(num_layers)), End()])
 
 
 def batch_of(rows: int, length: int, *, seed: int, is_uneven: bool = True) -> dict[str, Tensor]:
