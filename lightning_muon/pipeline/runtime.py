@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import Any
@@ -126,6 +126,7 @@ class PipelineRuntime:
         self._links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
         self._unchecked: Callable[[], None] | None = None
+        self._num_forwards = 0  # Of training.
 
     def _is_own(self, stage: int) -> bool:
         return self._rank_of[stage] == self._group.rank
@@ -268,6 +269,18 @@ class PipelineRuntime:
         self._links.clear()
         self._unchecked = None
 
+    @contextmanager
+    def random_numbers(self, stage: int) -> Generator[None]:
+        """Of each stage and micro-batch its own, as dropout needs them; those that others draw stay the same. Local."""
+        on_cuda = self._device.type == "cuda"
+        seed = hash((torch.initial_seed(), stage, self._num_forwards)) % 2**63
+        self._num_forwards += 1
+        with torch.random.fork_rng([self._device] if on_cuda else []):
+            torch.default_generator.manual_seed(seed)
+            if on_cuda:
+                torch.cuda.manual_seed(seed)
+            yield
+
     def link(self, peer: int) -> Link:
         """To another rank of the pipeline; local."""
         assert self._group.group is not None
@@ -350,7 +363,8 @@ class _Run:
         leaves = [] if stage == 0 else _arrived(self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime._last_stage
-        with only(runtime.stages, stage), runtime.forward_context():
+        numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
+        with only(runtime.stages, stage), runtime.forward_context(), numbers:
             output = model.run(runtime.stages[stage], carry, inputs)
             if is_last and self.is_training:
                 output, count = model.loss(output, target)

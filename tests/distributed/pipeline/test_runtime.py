@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,13 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_muon import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from tests.distributed.pipeline.models import batch_of, causal_lm, chain, meshes, sum_and_count, tuples
+from tests.distributed.pipeline.models import (
+    VOCABULARY,
+    WIDTH,
+    Chain,
+    batch_of,
+    causal_lm,
+    chain,
+    meshes,
+    sum_and_count,
+    tuples,
+)
 from tests.support.processes import ProcessPool
 from tests.unit.schedule.pipeline.problems import BUILT_IN
 
@@ -244,6 +257,57 @@ def test_bfloat16_gradients_are_summed_in_float32(gloo: ProcessPool, schedule: s
             wanted = expected[name]
             # Sums in bfloat16 of runs of weight parts were wrong by 1.3e-4.
             assert (wanted if gradient is None else gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+class _Noisy(nn.Module):
+    """A layer with dropout, whose activations are computed again in the backward; it keeps what was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drawn = nn.Linear(WIDTH, WIDTH), list[Tensor]()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(self._run, hidden, use_reentrant=False)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        noise = F.dropout(torch.ones(64), 0.5, self.training)
+        self.drawn.append(noise)
+        return torch.tanh(self.inner(hidden)) * noise[:WIDTH]
+
+
+def _with_dropout(schedule: str) -> tuple[list[list[Tensor]], bool]:
+    """What each layer of this rank has drawn, and whether other random numbers are those of before."""
+    torch.manual_seed(0)
+    net = Chain([nn.Embedding(VOCABULARY, WIDTH), *(_Noisy() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)])
+    options = Options(pipeline_size=2, optimizer="keep", pipeline_schedule=schedule, pipeline_microbatches=4)
+    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
+    engine = TrainingEngine(
+        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
+    )
+    engine.shard(torch.device("cpu"))
+    engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
+    before = torch.get_rng_state()
+    for step in range(2):
+        engine.module.zero_grad()
+        engine.run_pipeline(batch_of(8, 5, seed=step))
+    engine.close()
+    drawn = [module.drawn for module in net.modules() if isinstance(module, _Noisy)]
+    return drawn, torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_stages_draw_numbers_of_their_own(gloo: ProcessPool, schedule: str) -> None:
+    results = gloo.run(_with_dropout, schedule, world_size=2)
+    assert all(is_same for _, is_same in results)
+    layers = [layer for drawn, _ in results for layer in drawn]
+    assert len(layers) == 4
+    # Two steps of four micro-batches; each forward again for each part of the backward, with the same numbers.
+    counts = [Counter(tuple(noise.tolist()) for noise in layer) for layer in layers]
+    assert all(len(count) == 8 for count in counts)
+    assert len(set().union(*counts)) == 4 * 8
+    first, *others = [set(count.values()) for count in counts]
+    assert first == {2}
+    assert all(each == ({2} if schedule == "1f1b" else {3}) for each in others)
 
 
 def _two_batches(is_other: Callable[[int], bool]) -> None:
