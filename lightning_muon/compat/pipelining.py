@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.compat.torch import _groups_of
 
+
 def _gathered(root: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
     """FSDP2's record of each weight of a root that was gathered before, and the whole weight."""
     for state in root._get_fsdp_state()._state_ctx.all_states:

@@ -86,6 +86,7 @@ class TrainingEngine:
             before = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
             self.pipeline = cut_once(module, options, meshes.stages)
             policy = mode_options.mp_policy
+            self.pipeline.output_dtype = policy and policy.output_dtype
             mode_options = replace(
                 mode_options,
                 # Parts hand each other what they compute in.

@@ -61,9 +61,7 @@ def backward_input(
     for edge, gradient in zip(edges, gradients, strict=True):
         if edge.node in branches:
             branches[edge.node].roots.append((edge, gradient))
-    handles = [
-        joint.register_prehook(partial(branch.joints.__setitem__, joint)) for joint, branch in joints.items()
-    ]
+    handles = [joint.register_prehook(partial(branch.joints.__setitem__, joint)) for joint, branch in joints.items()]
     try:
         found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=bool(branches), allow_unused=True)
     finally:

@@ -103,6 +103,9 @@ class PipelineRuntime:
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
         self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None  # The method of who trains it.
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
+        self.output_dtype: torch.dtype | None = (
+            None  # Of what the model returns, and its loss gets; as computed if None.
+        )
         pipeline = self._sizes(num_microbatches)
         self._rank_of = placement(make_order(schedule, pipeline))
         stages = choose_stages(model, pipeline.num_stages, first_parts)
@@ -366,6 +369,8 @@ class _Run:
         numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
         with only(runtime.stages, stage), runtime.forward_context(), numbers:
             output = model.run(runtime.stages[stage], carry, inputs)
+            if is_last and runtime.output_dtype is not None:
+                output = map_tensors(output, lambda _, x: x.to(runtime.output_dtype) if x.is_floating_point() else x)
             if is_last and self.is_training:
                 output, count = model.loss(output, target)
                 self._sums.append(output.detach())

@@ -112,7 +112,7 @@ class Start(nn.Module):
 
 
 class Mesh(nn.Module):
-    """Weights that meet the hidden states late, twice, as a sum, frozen, not at all, or go to the next part directly."""
+    """Weights that are used late, twice, in a sum, frozen, not at all, or that the next part gets."""
 
     def __init__(self) -> None:
         super().__init__()

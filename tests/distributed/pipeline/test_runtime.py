@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_muon import Options
-from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.training import TrainingEngine
 from tests.distributed.pipeline.models import (
     VOCABULARY,
     WIDTH,
@@ -134,7 +134,7 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
     with torch.no_grad(), engine.around_forward():
         output = engine.pipeline.root(tokens)
     logits = output if isinstance(output, Tensor) else output.logits
-    assert logits.shape[:2] == tokens.shape
+    assert logits.shape[:2] == tokens.shape and logits.dtype == torch.float32
     found = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     dist.all_gather(found, logits.contiguous())
     assert all(torch.equal(each, logits) for each in found)
@@ -225,13 +225,10 @@ def test_gradients_are_those_of_one_process(gloo: ProcessPool, name: str) -> Non
     _compare(gloo, case, world_size)
 
 
-_MIXED = {"precision": "bf16-mixed", "batches": ((64, 5),)}
-
-
 def _sum_of_microbatches(case: Case) -> dict[str, Tensor]:
     """Gradients of micro-batches of one row in bfloat16, summed in float32 in one process."""
     net: Any = case.net()
-    (batch,) = [case.batch(step) for step in range(len(case.batches))]
+    batch = case.batch(0)
     sums = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()}
     rounded = copy.deepcopy(net).bfloat16()
     count = (batch["labels"] != -100).sum()
@@ -250,7 +247,7 @@ def _sum_of_microbatches(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_bfloat16_gradients_are_summed_in_float32(gloo: ProcessPool, schedule: str) -> None:
-    case = Case(options=_cut(schedule, pipeline_microbatches=64), **_MIXED)
+    case = Case(options=_cut(schedule, pipeline_microbatches=64), precision="bf16-mixed", batches=((64, 5),))
     expected = _sum_of_microbatches(case)
     for ((_, gradients),) in gloo.run(_in_pipeline, case, world_size=2):
         for name, gradient in gradients.items():
