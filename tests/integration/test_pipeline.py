@@ -285,6 +285,29 @@ def test_an_optimizer_of_nothing_is_an_error_on_all_ranks(gloo: ProcessPool) -> 
     gloo.expect_error_on_all_ranks(_nothing_to_train, world_size=2, match=match)
 
 
+def _other_batch_of_one_rank() -> None:
+    pl = training.load()
+    data = _batches(uneven=False, shares=2, share=dist.get_rank() % 2)
+    if dist.get_rank() == 3:
+        data[1] = (data[1][0][:-1], data[1][1][:-1])
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**_SHARDED), use_distributed_sampler=False)
+    try:
+        fitter.fit(_model(pl), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    except Exception as error:  # Ranks of the other pipeline are told whose error it is.
+        raise ValueError(str(error)) from error
+
+
+def test_other_batches_of_one_pipeline_end_all_of_them() -> None:
+    pool = ProcessPool()
+    try:
+        failures = pool.expect_error_on_all_ranks(
+            _other_batch_of_one_rank, match="have different batches", world_size=4
+        )
+    finally:
+        pool.close()
+    assert {rank for rank, failure in failures.items() if "has failed" in failure.message} == {0, 2}
+
+
 def _order(num_workers: int, directory: str, resume: str | None) -> list[tuple[int, list[int]]]:
     """Epoch and samples of each batch, as Lightning's own sampler draws them."""
     pl, order = training.load(), list[tuple[int, list[int]]]()

@@ -236,7 +236,7 @@ def draw_alike(loader: Any) -> None:
             "DataLoaderConfiguration(dispatch_batches=False)"
         )
     batches = loader.batch_sampler
-    sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
     if not hasattr(sampler, "generator"):
         return
     if sampler.generator is None:
