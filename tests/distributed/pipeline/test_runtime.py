@@ -195,24 +195,3 @@ CASES: dict[str, tuple[int, Case]] = {
 def test_gradients_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
     world_size, case = CASES[name]
     _compare(gloo, case, world_size)
-
-
-def _two_batches(is_other: Callable[[int], bool]) -> None:
-    net = chain(2)
-    options = Options(pipeline_size=2, optimizer="keep")
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
-    engine = TrainingEngine(
-        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
-    )
-    engine.shard(torch.device("cpu"))
-    engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
-    try:
-        for _ in range(2):
-            engine.module.zero_grad()
-            engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
-    finally:
-        engine.close()
-
-
-def test_ranks_with_different_batches_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_two_batches, bool, match="have had different batches", world_size=2)
