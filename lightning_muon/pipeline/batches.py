@@ -93,7 +93,7 @@ class BatchComparison:
             return
         shapes = repr([(tuple(each.shape), each.dtype) for each in self._tensors])
         contents = start_reading([_fingerprint(self._tensors)]) if self._tensors else None
-        if all(each.device.type == "cpu" for each in self._tensors):
+        if _are_on_host(self._tensors):
             known, self._unread = contents or self._unread, None
         else:
             known, self._unread = self._unread, contents
@@ -104,6 +104,10 @@ class BatchComparison:
         work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host.group, async_op=True)
         assert work is not None
         self._begun = work, words
+
+
+def _are_on_host(tensors: Sequence[Tensor]) -> bool:
+    return all(each.device.type == "cpu" for each in tensors)
 
 
 @torch.no_grad()

@@ -59,8 +59,8 @@ class Result:
 
     total: Tensor  # Sum of the losses.
     count: Tensor  # Of how many.
-    # Whether the loss, or a gradient of a rank with copies of the same parameters, is NaN or Inf: no rank may step that
-    # shares the loss or copies. A bool on the device.
+    # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
+    # device, by which all of them skip the step.
     is_nonfinite: Tensor
 
     @property

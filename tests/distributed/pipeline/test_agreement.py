@@ -19,6 +19,7 @@ from lightning_muon import Options
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.pipeline import batches
 from tests.distributed.pipeline.models import VOCABULARY, WIDTH, Chain, Layer, batch_of, causal_lm, chain
 from tests.support.processes import ProcessPool
 
@@ -236,6 +237,26 @@ def test_other_batches_name_the_shapes(gloo: ProcessPool) -> None:
         _other_batches, _longer, 1, match=r"rank 0: torch.int64 \(8, 5\).*rank 1: torch.int64 \(8, 7\)", world_size=2
     )
     assert failures[0].message == failures[1].message
+
+
+def _last_batch_on_a_device(evaluates: bool) -> None:
+    """The contents of the last of three batches differ, and no host may wait for them."""
+    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep")
+    try:
+        with patch.object(batches, "_are_on_host", lambda tensors: not tensors):
+            for step in range(3):
+                optimizer.zero_grad()
+                batch = batch_of(8, 5, seed=step)
+                engine.run_pipeline(_permuted(batch) if step == 2 and dist.get_rank() == 1 else batch)
+                engine.step(optimizer, _take_step)
+            (engine.end_evaluation if evaluates else engine.end_training)()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_contents_on_a_device_are_compared_at_the_end(gloo: ProcessPool, evaluates: bool) -> None:
+    gloo.expect_error_on_all_ranks(_last_batch_on_a_device, evaluates, match="have different batches", world_size=2)
 
 
 def _without_labels(_: dict[str, Tensor]) -> Any:
