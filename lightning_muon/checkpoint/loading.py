@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import State, names_in_groups
-from lightning_muon.comm.agreement import fail_together, together
+from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
-from lightning_muon.pipeline.runtime import is_stage, names_of_copies, of_all_stages
+from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.sharding.shard_model import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
@@ -135,11 +135,12 @@ class Checkpoint:
     def _check_weights(
         self, key: str, module: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
     ) -> None:
-        """Raise unless the names agree, if ``strict``, and the sizes.
+        """Raise on all ranks unless the names agree, if ``strict``, and the sizes; the same on all ranks of a stage.
 
-        Collective over the stages of a pipeline; the same on all ranks of a stage.
+        Collective over the stages of a pipeline; every rank must call it.
         """
-        elsewhere = of_all_stages(module, own)
+        stages = group_of(module)
+        elsewhere = set[str]().union(*gather(set(own), stages))
         in_both = sorted(own.keys() & saved.keys())
         differing = {
             "missing in the checkpoint": sorted(own.keys() - saved.keys()) if strict else [],
@@ -156,6 +157,7 @@ class Checkpoint:
             if names
         ]
         if not lines:
+            fail_together(None, stages)
             return
         advice = ["Give the path of a checkpoint of this model, or build the model that was saved"]
         if not differing["of another size"]:
@@ -163,7 +165,8 @@ class Checkpoint:
             if self.is_sharded and key == "state_dict":
                 advice.append("lightning-muon convert DIR FILE writes one file, in which names can be changed")
         name = original_class(getattr(module, "_orig_mod", module)).__name__
-        raise RuntimeError("\n".join([f"{key!r} in {self.path} does not fit {name}:", *lines, f"{'; '.join(advice)}."]))
+        text = "\n".join([f"{key!r} in {self.path} does not fit {name}:", *lines, f"{'; '.join(advice)}."])
+        fail_together(RuntimeError(text), stages)
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}

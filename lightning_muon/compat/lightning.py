@@ -78,3 +78,8 @@ def signal_handlers(package: LightningPackage) -> dict[int, Callable[[int, Any],
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
     kind = package.module("trainer.connectors.signal_connector")._HandlersCompose
     return {number: handler for number, handler in handlers.items() if isinstance(handler, kind)}
+
+
+def set_sampler_epoch(package: LightningPackage, dataloader: Any, epoch: int) -> None:
+    """Tell the sampler of a data loader, where it asks, which epoch it draws next."""
+    package.fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)

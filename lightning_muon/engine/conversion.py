@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.comm.agreement import gather, require_equal
+from lightning_muon.comm.groups import ALONE, AxisGroup
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
 from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -48,12 +50,25 @@ class Conversion:
 
 
 def convert_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, *, choice: OptimizerChoice
+    optimizers: Sequence[torch.optim.Optimizer],
+    module: nn.Module,
+    *,
+    choice: OptimizerChoice,
+    stages: AxisGroup = ALONE,
 ) -> list[Conversion]:
-    """Return what becomes of each optimizer of the sharded ``module``, in their order. Local."""
+    """Return what becomes of each optimizer of the sharded ``module``, in their order.
+
+    Collective over the ``stages`` of a pipeline, of which some may have no matrices; every rank must call it.
+    """
     has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1
     conversions = [convert_optimizer(each, module, choice, is_one_of_several=has_several) for each in optimizers]
     ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
+    if stages.size > 1:
+        require_equal([(str(index), each.summary) for index, each in enumerate(conversions)], stages, "an optimizer")
+        for optimizer in ours:
+            optimizer.needs_matrices = False
+        if any(gather(any(_has_matrices(optimizer) for optimizer in ours), stages)):
+            return conversions
     routes = [route for optimizer in ours for route in optimizer.routes]
     # A user who sends every group to AdamW means it.
     if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
@@ -77,6 +92,10 @@ def convert_optimizers(
         for group in new.param_groups:
             group["algorithm"] = "adamw"
     return conversions
+
+
+def _has_matrices(optimizer: PlannedOptimizer) -> bool:
+    return any(route.algorithm == "muon" for route in (*optimizer.routes, *optimizer.frozen_routes()))
 
 
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:

@@ -167,6 +167,12 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 f"pipeline_size={self.pipeline_size} needs sharding='fsdp' (or 'none' without data-parallel ranks), "
                 f"got {self.sharding!r}, which reduces gradients in hooks that a backward in two parts does not call"
             )
+        for key in ("wrap_policy", "reshard_after_forward", "reshard_after_backward") if self.pipeline_size > 1 else ():
+            if getattr(self, key) != getattr(Options, key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r} means nothing with pipeline_size: the parts of a stage are its "
+                    "units, and their whole weights stay until the gradients of a batch are reduced; remove it"
+                )
         if self.pipeline_size > 1 and not self.save_distributed_checkpoint:
             raise ValueError(
                 "save_distributed_checkpoint=False does not go with pipeline_size, because no rank has all weights; "

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import weights_to_save
-from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.groups import axis_group
+from lightning_muon.comm.agreement import require_equal, together
+from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
@@ -40,7 +40,7 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import accumulate_all, check_tensor_parallel, unshard_all
-from lightning_muon.sharding.weights import broadcast_buffers, names_of
+from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
@@ -51,6 +51,10 @@ _STILL_SHARDS = (
     "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the child of the "
     "LightningModule itself, not a layer or another method of it; or name the layer in wrap_policy, or the method in "
     "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
+)
+GIVE_ALL = (
+    "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
+    "pipeline_split so that each rank has something to train"
 )
 
 
@@ -89,7 +93,7 @@ class TrainingEngine:
             self.pipeline.output_dtype = policy and policy.output_dtype
             mode_options = replace(
                 mode_options,
-                # Parts hand each other what they compute in.
+                # Parts send each other what they compute in.
                 mp_policy=policy and replace(policy, output_dtype=None),
                 roots=self.pipeline.modules,
                 stages=meshes.stages,
@@ -117,6 +121,7 @@ class TrainingEngine:
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
         self._hooks: list[RemovableHandle] = []
+        self._is_nonfinite: Tensor | None = None  # What all stages of a pipeline know of the batch of now.
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
@@ -160,8 +165,11 @@ class TrainingEngine:
         module, options = self.module, self.options
         forget_own(given)
         self.rebind(given)
+        stages = ALONE if self.pipeline is None else self.pipeline.group
+        if self.pipeline is not None:
+            together(lambda: _require_parameters(given), [stages])
         choice = options.optimizer
-        conversions = convert_optimizers(given, module, choice=choice)
+        conversions = convert_optimizers(given, module, choice=choice, stages=stages)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
@@ -304,12 +312,6 @@ class TrainingEngine:
         Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
         """
         assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
-        left = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
-        if left:
-            raise RuntimeError(
-                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
-                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
-            )
         self.has_run, self._is_finished = True, False
         if self.tokens is not None:
             self.tokens.reset()
@@ -317,15 +319,33 @@ class TrainingEngine:
             self.mode.begin_forward()
             try:
                 with self.mode.no_sync():
-                    result = self.pipeline.train(batch, factor=self._factor_of_gradients)
+                    result = self.pipeline.train(
+                        batch, factor=self._factor_of_gradients, check=self._require_no_gradients
+                    )
             except BaseException:
                 if self.tokens is not None:
                     self.tokens.reset()
                 self.mode.backward_failed()
                 raise
             self._is_reduced = True
+            self._skip_if(result.is_nonfinite)
             self.finish_backward()
         return result.mean
+
+    def _require_no_gradients(self) -> None:
+        left = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
+                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
+            )
+
+    def _skip_if(self, is_nonfinite: Tensor) -> None:
+        """Let the optimizers skip the next step if this bool on the device, of any stage, is true; local."""
+        self._is_nonfinite = is_nonfinite
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, PlannedOptimizer):
+                optimizer.is_nonfinite = is_nonfinite
 
     def _factor_of_gradients(self, num_losses: Tensor) -> Tensor:
         """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
@@ -364,8 +384,14 @@ class TrainingEngine:
                 if trainable == {parameter for parameter in own if parameter.requires_grad}:
                     parameters = own
                     if len(self._clipped(own)) == len(own):
-                        return self.mode.clip_grad_norm_(optimizer, max_norm)
-            return self.mode.clip_norm_(self._clipped(parameters), max_norm)
+                        return self._agreed(self.mode.clip_grad_norm_(optimizer, max_norm))
+            return self._agreed(self.mode.clip_norm_(self._clipped(parameters), max_norm))
+
+    def _agreed(self, norm: Tensor) -> Tensor:
+        """The norm, by which all stages of a pipeline know whether all of them have finite gradients; local."""
+        if self._is_nonfinite is not None:
+            self._skip_if(self._is_nonfinite | norm.isfinite().logical_not())
+        return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
@@ -422,6 +448,7 @@ class TrainingEngine:
     def end_evaluation(self) -> None:
         """Go on with the weights of the node."""
         self.show_own_weights()
+        self._compare_last_batch()
         self.mode.finish_evaluation()
 
     def show_own_weights(self) -> None:
@@ -431,6 +458,7 @@ class TrainingEngine:
 
     def end_training(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
+        self._compare_last_batch()
         self.mode.finish_parameters()
         broadcast_buffers(self.module, self._of_stage)
         num_steps = steps_left_out(self.optimizers)
@@ -440,6 +468,10 @@ class TrainingEngine:
             )
         if show_common(self.optimizers, for_good=True):
             self.weights_have_changed()
+
+    def _compare_last_batch(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.batches.compare_last()
 
     @property
     def _of_stage(self) -> DeviceMesh | None:
@@ -560,7 +592,9 @@ class TrainingEngine:
         parameters = parameters_of(optimizer)
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
         check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
-        if check.observe(find_nonfinite(parameters, named, layout=self.mode.layout)):
+        layout, device = self.mode.layout, mesh_device(self.mesh)
+        stages = ALONE if self.pipeline is None else self.pipeline.group
+        if check.observe(find_nonfinite(parameters, named, layout=layout, across=stages, device=device)):
             for parameter in parameters:
                 parameter.grad = None
 
@@ -583,6 +617,12 @@ class TrainingEngine:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _require_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if not parameters_of(optimizer):
+            raise ValueError(f"{type(optimizer).__name__} has no parameter of a stage of this rank; {GIVE_ALL}")
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

@@ -29,6 +29,7 @@ def clip_norm_(
     *,
     layout: Layout = _TENSORS,
     across: AxisGroup = ALONE,
+    device: torch.device | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients in place so that their common 2-norm is at most ``max_norm``; return the norm before.
@@ -37,7 +38,8 @@ def clip_norm_(
     ``copies`` of parameters elsewhere are scaled, and do not count. A norm with a NaN or an Inf leaves the gradients as
     they are, so that the optimizer can still name the parameter.
     Collective over the meshes of ``parameters`` and over ``across``, whose squares are added up; every rank must call
-    it with the parameters in the same order, also without gradients. The norm is float32, 0-d, and equal on all ranks.
+    it with the parameters in the same order, also without gradients; ranks that share none may have none. The norm is
+    float32, 0-d, on ``device`` if that is given, and equal on all ranks.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
@@ -51,7 +53,7 @@ def clip_norm_(
         work.wait()
     # In float64, which holds the square where the norm is more than float32 can hold; on one rank it is torch's to the
     # last bit or two.
-    total = torch.zeros((), dtype=torch.float64, device=_common_device(sets))
+    total = torch.zeros((), dtype=torch.float64, device=device or _common_device(sets))
     for square in squares:
         total += square.to(total.device)
     if across.group is not None:
@@ -85,12 +87,18 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
 
 @torch.no_grad()
 def find_nonfinite(
-    parameters: Sequence[Tensor], names: Mapping[Tensor, str], *, layout: Layout = _TENSORS
+    parameters: Sequence[Tensor],
+    names: Mapping[Tensor, str],
+    *,
+    layout: Layout = _TENSORS,
+    across: AxisGroup = ALONE,
+    device: torch.device | None = None,
 ) -> list[str]:
     """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 
-    Collective over the meshes of ``parameters``; every rank must call it with the parameters in the same order, also
-    without gradients. The names are equal on all ranks of the largest mesh. The host waits for the device once.
+    Collective over the meshes of ``parameters``, and then over ``across``; every rank must call it with the parameters
+    in the same order, also without gradients. The names are equal on all ranks of the largest mesh, and on those of
+    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``.
     """
     # The smallest sets first, so that what one finds out reaches the larger ones.
     sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
@@ -101,10 +109,13 @@ def find_nonfinite(
         num_knowing = (num_knowing > 0).int().to(each.device)
         if each.group.group is not None:
             start_all_reduce_sum(num_knowing, each.group).wait()
+    if across.group is not None:
+        num_knowing = (num_knowing > 0).int().to(device or num_knowing.device)
+        start_all_reduce_sum(num_knowing, across).wait()
     flags, (is_known,) = start_reading([broken, num_knowing])()
     found = [names[parameter] for parameter, flag in zip(own, flags, strict=False) if flag]
-    for each in sets if is_known else ():
-        found = list(chain.from_iterable(gather(found, each.group)))
+    for group in [*(each.group for each in sets), across] if is_known else ():
+        found = list(chain.from_iterable(gather(found, group)))
     return list(dict.fromkeys(found))
 
 

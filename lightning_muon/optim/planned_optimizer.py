@@ -79,6 +79,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
         self._step_agreement: StepAgreement | None = None
+        # Whether ranks of other stages of a pipeline know of a NaN or an Inf, so that all skip the next step; a bool on
+        # the device.
+        self.is_nonfinite: Tensor | None = None
+        self.needs_matrices = True  # Or else it may be an AdamW of a stage without any.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -331,7 +335,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._checked_groups.check(self.param_groups)
             bound = self._bind_parameters()
             # A user who sends every group to AdamW means it.
-            if any(group["algorithm"] != "adamw" for group in self.param_groups):
+            if self.needs_matrices and any(group["algorithm"] != "adamw" for group in self.param_groups):
                 require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
             self._completion.complete(bound, self._existing_state)
             return bound
@@ -377,6 +381,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(bound),
+            is_nonfinite=self.is_nonfinite,
             backward_has_failed=self._layout.backward_has_failed(),
             # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
             # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.

@@ -15,7 +15,7 @@ from lightning_muon.pipeline.model import Part, StagedModel
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage: hands on the hidden states, and adds nothing to them."""
+    """In the place of a module of another stage: returns the hidden states as they are."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def remove(parts: Collection[Part]) -> None:
 
 @contextmanager
 def only(parts: Mapping[int, Sequence[Part]], stage: int) -> Generator[None]:
-    """Let the parts of other stages of this rank hand on what they get; local."""
+    """Let the parts of other stages of this rank return what they get; local."""
     hidden = [place for other, own in parts.items() if other != stage for part in own for place in part.places]
     present = [(parent, name, parent.get_submodule(name)) for parent, name in hidden]
     for parent, name, module in present:

@@ -46,7 +46,7 @@ class Link:
             self.send_known([_encode(sizes).to(self._device)])
         elif sizes != self._known[key]:
             raise RuntimeError(
-                f"a stage hands on {sizes}, and for a micro-batch of the same shape it was {self._known[key]}; sizes "
+                f"a stage returns {sizes}, and for a micro-batch of the same shape it was {self._known[key]}; sizes "
                 "must follow from the shapes of a batch, and freezing or unfreezing needs a new fit"
             )
         self.send_known(tensors)
@@ -101,10 +101,10 @@ def _encode(sizes: Sequence[Size]) -> Tensor:
     words = [len(sizes)]
     for size in sizes:
         if size.dtype not in _DTYPES:
-            raise ValueError(f"a stage hands on a tensor of {size.dtype}; convert it to one of {_DTYPES}")
+            raise ValueError(f"a stage returns a tensor of {size.dtype}; convert it to one of {_DTYPES}")
         words += [_DTYPES.index(size.dtype), int(size.requires_grad), len(size.shape), *size.shape]
     if len(words) > _NUM_WORDS:
-        raise ValueError(f"a stage hands on {len(sizes)} tensors of {sizes}, too many for one message; pack them")
+        raise ValueError(f"a stage returns {len(sizes)} tensors of {sizes}, too many for one message; pack them")
     return torch.tensor([*words, *[0] * (_NUM_WORDS - len(words))], dtype=torch.int64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Carry = Any
-"""What one part hands to the next: a tensor, or a tuple of tensors."""
+"""What one part returns to the next one: a tensor, or a tuple of tensors."""
 Loss = tuple[Tensor, Tensor | int]
 """The sum of the losses of a micro-batch, and how many it sums up."""
 
@@ -129,7 +130,7 @@ class Chain(StagedModel):
 class CausalLM(StagedModel):
     """A causal language model of transformers: embeddings, layers, norm and head, called through its own forward.
 
-    A stage that has no embeddings is called with ``inputs_embeds``, and modules of other stages hand on what they get.
+    A stage that has no embeddings is called with ``inputs_embeds``, and modules of other stages return what they get.
     So masks, positions and rotary embeddings are made on every stage from the batch, which every stage has.
     """
 
@@ -153,6 +154,7 @@ class CausalLM(StagedModel):
             for places in (before, *blocks, [*after, (root, head)])
         ]
         self._forward: Callable[..., Any] = root.forward
+        self._signature = inspect.signature(root.forward)
         self._kind_of_result: Any = None  # Of its forward, from the first call on.
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
@@ -183,8 +185,10 @@ class CausalLM(StagedModel):
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""
-        inputs = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-        inputs = {key: value for key, value in inputs.items() if value is not None}
+        bound = self._signature.bind(*args, **kwargs)
+        rest = next((each.name for each in self._signature.parameters.values() if each.kind == each.VAR_KEYWORD), "")
+        given = bound.arguments | bound.arguments.pop(rest, {})
+        inputs = {key: value for key, value in given.items() if value is not None}
         if "past_key_values" in inputs:
             raise ValueError("a pipeline keeps no cache of keys and values; call it, or generate, with use_cache=False")
         return inputs, inputs.pop("labels", None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
+from lightning_muon.pipeline.batches import BatchComparison
 from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, only, remove, untie
 from lightning_muon.pipeline.messages import Arriving, Link
 from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
@@ -60,6 +61,9 @@ class Result:
 
     total: Tensor  # Sum of the losses.
     count: Tensor  # Of how many.
+    # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
+    # device, by which all of them skip the step.
+    is_nonfinite: Tensor
 
     @property
     def mean(self) -> Tensor:
@@ -128,8 +132,8 @@ class PipelineRuntime:
         self._last_stage = pipeline.num_stages - 1
         self._links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
-        self._unchecked: Callable[[], None] | None = None
         self._num_forwards = 0  # Of training.
+        self.batches = BatchComparison(group)
 
     def _is_own(self, stage: int) -> bool:
         return self._rank_of[stage] == self._group.rank
@@ -185,29 +189,27 @@ class PipelineRuntime:
             return [[*nodes, *(B(node.stage, node.microbatch) for node in reversed(nodes))] for nodes in forwards]
         return make_order(self._schedule, pipeline)
 
-    def train(self, batch: Any, *, factor: Callable[[Tensor], Tensor]) -> Result:
+    def train(
+        self, batch: Any, *, factor: Callable[[Tensor], Tensor], check: Callable[[], None] = lambda: None
+    ) -> Result:
         """Forward and backward of a batch, whose gradients are then reduced.
 
-        ``factor`` takes the number of losses and returns what the gradients of their sum are multiplied by.
+        ``factor`` takes the number of losses and returns what the gradients of their sum are multiplied by. What
+        ``check`` raises on some ranks is raised on all of the pipeline.
+
+        Raises:
+            ValueError: If the ranks have different batches; before any message.
         """
-        self._check_batches()
-        inputs, targets = self._model.split(batch)
-        pieces = self._split((inputs, targets))
+
+        def cut() -> tuple[Any, list[Any]]:
+            check()
+            both = self._model.split(batch)
+            return both, self._split(both)
+
+        pieces = self.batches.begin(cut)
         run = _Run(self, pieces, is_training=True, factor=factor)
         run.run(self._programs(len(pieces), True))
-        if self._group.size > 1:
-            fingerprint = _fingerprint((inputs, targets))
-            extremes = torch.stack([fingerprint, -fingerprint]).to(self._device)
-            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
-            assert work is not None
-            self._unchecked = partial(_require_equal_batches, work, extremes)
-        return Result(run.total, run.count)
-
-    def _check_batches(self) -> None:
-        """Raise, on all of them, if the ranks had different batches in the step before."""
-        check, self._unchecked = self._unchecked, None
-        if check is not None:
-            check()
+        return Result(run.total, run.count, run.is_nonfinite)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank. Makes no graph."""
@@ -216,8 +218,12 @@ class PipelineRuntime:
                 "in a pipeline the strategy runs forward and backward of training itself (pipeline_step, "
                 "pipeline_loss); call the model in validation, test and predict, or under torch.no_grad()"
             )
-        inputs, target = self._model.inputs_of_call(args, kwargs)
-        pieces = self._split((inputs, None))
+
+        def cut() -> tuple[Any, tuple[list[Any], Any]]:
+            inputs, target = self._model.inputs_of_call(args, kwargs)
+            return (inputs, target), (self._split((inputs, None)), target)
+
+        pieces, target = self.batches.begin(cut)
         run = _Run(self, pieces, is_training=False)
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
@@ -270,7 +276,7 @@ class PipelineRuntime:
     def begin_run(self) -> None:
         """Forget what the ranks know of each other's messages: parameters may have been frozen since, or unfrozen."""
         self._links.clear()
-        self._unchecked = None
+        self.batches.forget()
 
     @contextmanager
     def random_numbers(self, stage: int) -> Generator[None]:
@@ -308,7 +314,8 @@ class _Run:
     _sums: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
     _loss: Arriving | None = None
-    _news: Tensor | None = None
+    _summed: Tensor | None = None
+    _are_finite: list[Tensor] = field(default_factory=list)  # All gradients of ranks that sum those of copies.
 
     def run(self, ops: Sequence[Op]) -> None:
         """Run the ops of this rank."""
@@ -317,9 +324,9 @@ class _Run:
             PipelineKind.BACKWARD: self._backward,
             PipelineKind.BACKWARD_INPUT: self._backward_input,
             PipelineKind.BACKWARD_WEIGHT: self._backward_weight,
-            PipelineKind.ACTIVATION: self._hand_on,
-            PipelineKind.GRADIENT: self._hand_back,
-            PipelineKind.LOSS: self._tell_loss,
+            PipelineKind.ACTIVATION: self._send_or_receive_activation,
+            PipelineKind.GRADIENT: self._send_or_receive_gradient,
+            PipelineKind.LOSS: self._send_or_receive_loss,
             PipelineKind.UNSHARD: lambda op: self.runtime.shards.gather(self.runtime.modules_of(op.items[0])),
             PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
             PipelineKind.REDUCE_GRAD: self._reduce,
@@ -327,6 +334,8 @@ class _Run:
         }
         recorder = self.runtime.recorder
         for op in ops:
+            if op.group:
+                self.runtime.batches.finish()
             if recorder is None or op.group:  # Messages begin and end beside the program.
                 steps[op.kind](op)
                 continue
@@ -347,13 +356,18 @@ class _Run:
         return self._totals[1]
 
     @property
+    def is_nonfinite(self) -> Tensor:
+        """See :class:`Result`."""
+        return torch.stack([self.total.isfinite(), *self._are_finite]).all().logical_not()
+
+    @property
     def _totals(self) -> Tensor:
-        if self._news is None:
+        if self._summed is None:
             if self._loss is not None:
-                (self._news,) = self._loss.wait()
+                (self._summed,) = self._loss.wait()
             else:
-                self._news = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
-        return self._news
+                self._summed = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
+        return self._summed
 
     def _key(self, microbatch: int) -> tuple[Any, ...]:
         """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
@@ -363,7 +377,7 @@ class _Run:
         runtime, model = self.runtime, self.runtime._model
         stage, microbatch = op.items
         inputs, target = self.pieces[microbatch]
-        leaves = [] if stage == 0 else _arrived(self._inputs.pop((stage, microbatch)))
+        leaves = [] if stage == 0 else _received(self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime._last_stage
         numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
@@ -387,7 +401,7 @@ class _Run:
         elif stage != runtime._last_stage and not self.is_training:
             self._graphs[stage, microbatch] = (), tensors  # Until they are sent.
 
-    def _hand_on(self, op: Op) -> None:
+    def _send_or_receive_activation(self, op: Op) -> None:
         """The message of what a forward returns."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "activation", *self._key(microbatch))
@@ -403,7 +417,7 @@ class _Run:
         stage, microbatch = op.items
         leaves, outputs = ([each for each in both if each.requires_grad] for both in self._graphs.pop(op.items))
         is_last = stage == self.runtime._last_stage
-        return leaves, outputs, None if is_last else _arrived(self._gradients.pop((stage, microbatch)))
+        return leaves, outputs, None if is_last else _received(self._gradients.pop((stage, microbatch)))
 
     def _backward(self, op: Op) -> None:
         leaves, outputs, gradients = self._take_graph(op)
@@ -440,22 +454,22 @@ class _Run:
                 torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs
             ]
 
-    def _hand_back(self, op: Op) -> None:
+    def _send_or_receive_gradient(self, op: Op) -> None:
         """The message of the gradients of what a stage got."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "gradient", *self._key(microbatch))
         if sender == self.runtime._group.rank:
-            self.runtime.link(receiver).send(_arrived(self._gradients.pop((stage - 1, microbatch))), key)
+            self.runtime.link(receiver).send(_received(self._gradients.pop((stage - 1, microbatch))), key)
         else:
             self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
 
-    def _tell_loss(self, op: Op) -> None:
+    def _send_or_receive_loss(self, op: Op) -> None:
         sender, receiver = op.group
         if sender == self.runtime._group.rank:
             self.runtime.link(receiver).send_known([self._totals])
         else:
-            news = torch.empty(2, dtype=torch.float64, device=self.runtime._device)
-            self._loss = self.runtime.link(sender).receive_known([news])
+            both = torch.empty(2, dtype=torch.float64, device=self.runtime._device)
+            self._loss = self.runtime.link(sender).receive_known([both])
 
     def _reduce(self, op: Op) -> None:
         self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(self.count))
@@ -476,12 +490,16 @@ class _Run:
             for stage, parameter in parameters.items()
         }
         others = sorted({runtime._rank_of[stage] for stage in stages} - {runtime._group.rank})
+        if others and not self._are_finite:  # The last ops of a rank: all of its gradients are there.
+            self._are_finite.append(self._has_finite_gradients())
         found = dict(gradients)
         arriving: dict[int, Arriving] = {}
         for peer in others:
             link, theirs = runtime.link(peer), [stage for stage in stages if runtime._rank_of[stage] == peer]
             empty = [torch.empty_like(next(iter(gradients.values()))) for _ in theirs]
-            own_parts = [gradients[stage].clone() for stage in sorted(gradients)]
+            empty.append(torch.empty_like(self._are_finite[0]))
+            # A rank steps its copies only if the others step theirs.
+            own_parts = [*(gradients[stage].clone() for stage in sorted(gradients)), self._are_finite[0]]
             # The lower rank sends first: with NCCL two that both do wait for each other.
             if runtime._group.rank < peer:
                 link.send_known(own_parts)
@@ -490,10 +508,19 @@ class _Run:
                 link.send_known(own_parts)
         for peer, parts in arriving.items():
             theirs = sorted(stage for stage in stages if runtime._rank_of[stage] == peer)
-            found |= dict(zip(theirs, parts.wait(), strict=True))
+            *their_gradients, are_finite = parts.wait()
+            self._are_finite.append(are_finite)
+            found |= dict(zip(theirs, their_gradients, strict=True))
         total = torch.stack([found[stage] for stage in sorted(found)]).sum(0)
         for gradient in gradients.values():
             gradient.copy_(total)
+
+    def _has_finite_gradients(self) -> Tensor:
+        """Whether all gradients of this rank are finite; a bool on the device. Local."""
+        parameters = [p for module in self.runtime.modules for p in module.parameters() if p.grad is not None]
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        norms = local_norms([each for each in gradients if each.numel()], is_exact=False)
+        return torch.stack([*norms, torch.zeros((), device=self.runtime._device)]).isfinite().all()
 
 
 _KEY = "lightning_muon_pipeline"  # Of a module that was cut.
@@ -573,11 +600,9 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     return run_batch(batch)
 
 
-def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
-    """The ``names`` that all stages have; those given where ``module`` was not cut. Collective over the stages."""
-    if not is_stage(module):
-        return set(names)
-    return set().union(*gather(set(names), runtime_of(module).group))
+def group_of(module: nn.Module) -> AxisGroup:
+    """The ranks of its pipeline; this one alone if ``module`` was not cut. Local."""
+    return runtime_of(module).group if is_stage(module) else ALONE
 
 
 def names_of_copies(module: nn.Module) -> dict[str, str]:
@@ -585,7 +610,7 @@ def names_of_copies(module: nn.Module) -> dict[str, str]:
     return runtime_of(module).copied_names if is_stage(module) else {}
 
 
-def _arrived(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+def _received(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors.wait() if isinstance(tensors, Arriving) else tensors
 
 
@@ -594,24 +619,7 @@ def _tensors_of(output: Carry, stage: int) -> list[Tensor]:
     for each in tensors:
         if not isinstance(each, Tensor):
             raise TypeError(
-                f"stage {stage} hands on a {type(each).__name__}; parts of a pipeline return a tensor or a tuple of "
+                f"stage {stage} returns a {type(each).__name__}; parts of a pipeline return a tensor or a tuple of "
                 "tensors"
             )
     return tensors
-
-
-def _fingerprint(value: Any) -> Tensor:
-    """A number that differs, almost surely, between different batches."""
-    tensors = enumerate(tensors_in(value, set()), start=1)
-    return torch.stack([each.detach().double().nan_to_num().mul(number).sum() for number, each in tensors]).sum()
-
-
-def _require_equal_batches(work: dist.Work, extremes: Tensor) -> None:
-    work.wait()
-    largest, negative = extremes.tolist()
-    if largest != -negative:
-        raise ValueError(
-            "the ranks of a pipeline have had different batches: the first stage takes the inputs of its batch, the "
-            "last one the targets. Let data loaders and random transformations depend on the data rank only "
-            "(seed_everything with one seed, no seed of the rank)"
-        )

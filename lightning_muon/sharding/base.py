@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import StepAgreement
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.weights import mesh_device
 
 BucketBytes = int | Literal["auto"]
 
@@ -151,13 +152,15 @@ class ShardingMode(ABC):
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
-        return clip_norm_(parameters, max_norm, layout=self.layout, across=self._across(()), copies=self.copies)
+        return self._clip_norm_across((), parameters, max_norm)
 
-    def _across(self, axes: tuple[int, ...]) -> AxisGroup:
-        """Stages of a pipeline, and in it the ranks along these axes of the mesh."""
+    def _clip_norm_across(self, axes: tuple[int, ...], parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Add up squares over the stages of a pipeline, and over the ranks along these axes of the mesh."""
+        across = axis_group(self.mesh, axes) if axes else ALONE
         if self.options.stages is not None:
-            return axis_group(self.options.stages, (0, *(1 + axis for axis in axes)))
-        return axis_group(self.mesh, axes) if axes else ALONE
+            across = axis_group(self.options.stages, (0, *(1 + axis for axis in axes)))
+        device = mesh_device(self.mesh)  # A rank may have none of the parameters.
+        return clip_norm_(parameters, max_norm, layout=self.layout, across=across, device=device, copies=self.copies)
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
         """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each.

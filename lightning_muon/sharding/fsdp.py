@@ -35,7 +35,6 @@ from lightning_muon.compat.torch import (
     reset_fsdp,
     set_forward_resharding,
 )
-from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
@@ -396,8 +395,7 @@ class Fsdp(ShardingMode):
         # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R nodes bounds the norm of the mean gradient from above, and equals it
         # if the nodes have equal gradients.
         root = math.sqrt(self._num_nodes)
-        across = self._across((0,))
-        return clip_norm_(parameters, max_norm * root, layout=self.layout, across=across, copies=self.copies) / root
+        return self._clip_norm_across((0,), parameters, max_norm * root) / root
 
     @override
     def finish_evaluation(self) -> None:

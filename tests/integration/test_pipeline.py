@@ -146,6 +146,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "replicated, token counts": (4, {**_REPLICATED, "loss_scaling": "tokens"}, {"uneven": True}),
     "fit twice": (2, {"pipeline_size": 2, "pipeline_schedule": "zb_1p"}, {"num_fits": 2, "evaluates": True}),
+    "a stage without matrices": (
+        2,
+        {"pipeline_size": 2, "pipeline_split": ["network.embedding", "network.blocks.0"]},
+        {"gradient_clip_val": 0.3},
+    ),
     "unfrozen between fits": (2, {"pipeline_size": 2}, {"num_fits": 2, "thaws": True}),
 }  # fmt: skip
 
@@ -207,7 +212,6 @@ def _resumable(directory: str, name: str, resume: str | None, *, is_tied: bool) 
         callbacks=[callback],
         enable_checkpointing=True,
         gradient_clip_val=0.3,
-        use_distributed_sampler=False,
     )
     fitter.fit(model, DataLoader(data, batch_size=None), ckpt_path=resume, weights_only=False)  # type: ignore[arg-type]
     return (_weights(model),)
@@ -257,6 +261,79 @@ def test_what_a_pipeline_cannot_do_is_refused(
     gloo: ProcessPool, is_manual: bool, kwargs: dict[str, Any], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_refused, is_manual, world_size=2, match=match, **kwargs)
+
+
+def _nothing_to_train() -> None:
+    """Of the first stage; ``configure_optimizers`` runs after the cut."""
+    pl = training.load()
+
+    def trained(module: nn.Module) -> Any:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+    model = _model(pl, trained)
+    for part in (model.network.embedding, *model.network.blocks):
+        part.requires_grad_(False)
+    fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2))
+    try:
+        fitter.fit(model, training.loader())
+    except (ValueError, RuntimeError) as error:  # Another rank says whose error it is.
+        raise ValueError(str(error)) from error
+
+
+def test_an_optimizer_of_nothing_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    match = r"nothing in the stages of this rank is trained; give it all parameters"
+    gloo.expect_error_on_all_ranks(_nothing_to_train, world_size=2, match=match)
+
+
+def _other_batch_of_one_rank() -> None:
+    pl = training.load()
+    data = _batches(uneven=False, shares=2, share=dist.get_rank() % 2)
+    if dist.get_rank() == 3:
+        data[1] = (data[1][0][:-1], data[1][1][:-1])
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**_SHARDED), use_distributed_sampler=False)
+    try:
+        fitter.fit(_model(pl), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    except Exception as error:  # Ranks of the other pipeline are told whose error it is.
+        raise ValueError(str(error)) from error
+
+
+def test_other_batches_of_one_pipeline_end_all_of_them() -> None:
+    pool = ProcessPool()
+    try:
+        failures = pool.expect_error_on_all_ranks(
+            _other_batch_of_one_rank, match="have different batches", world_size=4
+        )
+    finally:
+        pool.close()
+    assert {rank for rank, failure in failures.items() if "has failed" in failure.message} == {0, 2}
+
+
+def _order(num_workers: int, directory: str, resume: str | None) -> list[tuple[int, list[int]]]:
+    """Epoch and samples of each batch, as Lightning's own sampler draws them."""
+    pl, order = training.load(), list[tuple[int, list[int]]]()
+    model = _model(pl)
+    type(model).on_train_batch_start = lambda self, batch, _: order.append(
+        (self.current_epoch, batch[0][:, 0].tolist())
+    )
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
+    strategy = training.strategy_class()(pipeline_size=2)
+    fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True)
+    loader = DataLoader(training.dataset(), batch_size=8, num_workers=num_workers)
+    fitter.fit(model, loader, ckpt_path=resume, weights_only=False)
+    return order
+
+
+@pytest.mark.parametrize(("num_workers", "world_size"), [(0, 4), (1, 4)])
+def test_a_resumed_run_draws_the_samples_of_its_epoch(
+    gloo: ProcessPool, tmp_path: Path, num_workers: int, world_size: int
+) -> None:
+    whole = gloo.run(_order, num_workers, str(tmp_path / "whole"), None, world_size=world_size)
+    resumed = gloo.run(
+        _order, num_workers, str(tmp_path / "rest"), f"{tmp_path}/whole/epoch=0.ckpt", world_size=world_size
+    )
+    for before, after in zip(whole, resumed, strict=True):
+        assert after == [(epoch, rows) for epoch, rows in before if epoch == 1]
+    assert whole[0] == whole[2] and whole[1] == whole[3] and whole[0] != whole[1]
 
 
 def _raise_in_loss(schedule: str) -> float:

@@ -26,7 +26,14 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
-from lightning_muon.integrations.accelerate.settings import check_state, make_meshes, read_options, shard, sharding_of
+from lightning_muon.integrations.accelerate.settings import (
+    check_state,
+    draw_alike,
+    make_meshes,
+    read_options,
+    shard,
+    sharding_of,
+)
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
@@ -172,9 +179,12 @@ class Accelerator(accelerate.Accelerator):
         elif self.options.pipeline_size > 1:
             raise ValueError("with pipeline_size prepare the model before the data loaders, or in the same call")
         try:
-            return super().prepare_data_loader(*args, **kwargs)
+            loader = super().prepare_data_loader(*args, **kwargs)
         finally:
             self._data_rank = None
+        if self.options.pipeline_size > 1:
+            draw_alike(loader)
+        return loader
 
     @override
     def prepare_model(

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
 from lightning_muon.checkpoint.staging import discard, last_written
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
     is_placeholder_optimizer,
     metadata_filename,
     set_device_mesh,
+    set_sampler_epoch,
 )
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import ELSEWHERE, Options
-from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.engine.training import GIVE_ALL, TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -128,7 +130,8 @@ class TrainerStrategy(MuonStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` and decide what becomes of its result."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        # In a pipeline ranks have different parameters, so that one may fail alone.
+        together(partial(self._create_optimizers, trainer))
         given = [each for each in self.optimizers if not is_placeholder_optimizer(self.package, each)]
         used = self._running_engine.attach(
             given,
@@ -138,7 +141,22 @@ class TrainerStrategy(MuonStrategy):
         )
         self.optimizers = used or self.optimizers
 
+    def _create_optimizers(self, trainer: Any) -> None:
+        try:
+            super().setup_optimizers(trainer)  # type: ignore[misc]
+        except ValueError as error:
+            if self.options.pipeline_size > 1 and "empty parameter list" in str(error):
+                raise ValueError(f"{error}: nothing in the stages of this rank is trained; {GIVE_ALL}") from error
+            raise
+
     # ---- steps
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let a resumed run go on with the order of its epoch."""
+        # Lightning sets the epoch of samplers behind the iterator, which draws at once with workers or batch_size=None.
+        progress = self.lightning_module.trainer.fit_loop.epoch_progress
+        set_sampler_epoch(self.package, dataloader, progress.current.processed)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that ``training_step`` is about to return sums over; local.

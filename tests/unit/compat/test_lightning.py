@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
     is_placeholder_optimizer,
+    set_sampler_epoch,
     signal_handlers,
 )
 from tests.integration.training import PACKAGES
@@ -57,3 +59,9 @@ def test_handlers_of_signals_are_found(package: LightningPackage) -> None:
     connector.register_signal_handlers()
     assert list(signal_handlers(package)) == [signal.SIGTERM]
     connector.teardown()
+
+
+def test_a_sampler_is_told_its_epoch(package: LightningPackage) -> None:
+    sampler = DistributedSampler([0, 1], num_replicas=1, rank=0)  # pyright: ignore[reportArgumentType]
+    set_sampler_epoch(package, DataLoader([0, 1], sampler=sampler), 3)  # pyright: ignore[reportArgumentType]
+    assert sampler.epoch == 3

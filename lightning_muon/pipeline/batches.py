@@ -1,0 +1,141 @@
+"""Whether the ranks of a pipeline have the same batch: found out before their first message."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon.comm.agreement import fail_together, gather
+from lightning_muon.comm.collectives import start_reading
+from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.sharding.outputs import tensors_in
+
+_Result = TypeVar("_Result")
+_BLOCK = 1 << 16  # Words that are multiplied by weights of their own, drawn once.
+
+
+class BatchComparison:
+    """Compares the batches of a pipeline in one small message in host memory, sent beside the first forward.
+
+    Shapes, and contents that lie in host memory, are compared before the ranks send each other anything. To look at
+    contents on another device at once would make the host wait for it; they are compared with the next batch, and those
+    of the last one by :meth:`compare_last`.
+
+    Args:
+        group: The ranks of the pipeline. Collective over it; every rank must make one.
+    """
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._host = host_group(group)
+        self._unread: Callable[[], list[list[int]]] | None = None  # Fingerprint of the batch before, on a device.
+        self._error: Exception | None = None
+        self._tensors: list[Tensor] = []
+        self._begun: tuple[dist.Work, Tensor] | None = None
+
+    def begin(self, cut: Callable[[], tuple[Any, _Result]]) -> _Result:
+        """Start to compare the first of what ``cut`` returns, and return the second.
+
+        An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` where it did not happen. Collective over
+        the pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
+        """
+        self._error, self._tensors, results = None, [], []
+        try:
+            batch, result = cut()
+            results.append(result)
+            self._tensors = list(tensors_in(batch, set()))
+        except Exception as problem:  # Of the user's pipeline_step, for example.
+            self._error = problem
+        self._send()
+        if not results:
+            self.finish()
+        return results[0]
+
+    def finish(self) -> None:
+        """Raise on all ranks of the pipeline if they have different batches; waits for all of them the first time."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        work, words = begun
+        work.wait()
+        largest, inverted = words.chunk(2)
+        if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
+            return
+        fail_together(self._error, self._host)
+        found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)
+        shown = "; ".join(f"rank {rank}: {', '.join(tensors)}" for rank, tensors in enumerate(found))
+        what = "of the same shapes with other contents" if len({tuple(each) for each in found}) == 1 else shown
+        raise ValueError(
+            f"the ranks of a pipeline have different batches ({what}): the first stage takes the inputs of its batch, "
+            "the last one the targets. Let data loaders and random transformations depend on the data rank only "
+            "(seed_everything with one seed, no seed of the rank)"
+        )
+
+    def compare_last(self) -> None:
+        """Compare what could not be read yet of the last batch. Collective over the pipeline; every rank must call."""
+        if self._unread is not None:
+            self.begin(lambda: ((), None))
+            self.finish()
+
+    def forget(self) -> None:
+        """Begin anew, for another run; local, on all ranks."""
+        self._unread = self._begun = None
+
+    def _send(self) -> None:
+        if self._host.group is None:
+            if self._error is not None:
+                raise self._error
+            return
+        shapes = repr([(tuple(each.shape), each.dtype) for each in self._tensors])
+        contents = start_reading([_fingerprint(self._tensors)]) if self._tensors else None
+        if _are_on_host(self._tensors):
+            known, self._unread = contents or self._unread, None
+        else:
+            known, self._unread = self._unread, contents
+        (content,) = known()[0] if known is not None else (0,)
+        digest = hashlib.sha256(shapes.encode()).digest()[:8]
+        own = torch.tensor([self._error is not None, int.from_bytes(digest, signed=True), content], device="cpu")
+        words = torch.cat([own, own.bitwise_not()])
+        work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host.group, async_op=True)
+        assert work is not None
+        self._begun = work, words
+
+
+def _are_on_host(tensors: Sequence[Tensor]) -> bool:
+    return all(each.device.type == "cpu" for each in tensors)
+
+
+@torch.no_grad()
+def _fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+    """A number, int64 on their device, that differs between different contents but for one case in 2^60 or so.
+
+    The sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place.
+    """
+    device = next((each.device for each in tensors if each.device.type != "cpu"), tensors[0].device)
+    sums = torch.stack([_sum(_words(each), level=1).to(device) for each in tensors])
+    return _sum(sums, level=0)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Its memory as int64, filled up with zeros."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.cat([octets, octets.new_zeros(-octets.numel() % 8)]).view(torch.int64)
+
+
+def _sum(words: Tensor, *, level: int) -> Tensor:
+    weights = _weights(words.device, level)
+    if words.numel() <= _BLOCK:
+        return (words * weights[: words.numel()]).sum()
+    rows = torch.cat([words, words.new_zeros(-words.numel() % _BLOCK)]).view(-1, _BLOCK)
+    return _sum((rows * weights).sum(1), level=level + 1)
+
+
+@cache
+def _weights(device: torch.device, level: int) -> Tensor:
+    drawn = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(level))
+    return (2 * drawn + 1).to(device)  # Odd: no bit of a word is lost.

@@ -1,0 +1,408 @@
+"""What the ranks of a pipeline must know of each other: the same batch, and whether a step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import Options
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.pipeline import batches
+from tests.distributed.pipeline.models import VOCABULARY, WIDTH, Chain, Layer, batch_of, causal_lm, chain
+from tests.support.processes import ProcessPool
+
+_ALL_SKIP = [(1, False), (1, False)]
+
+
+class _Nan(torch.autograd.Function):
+    """The gradient, and nothing else, is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * float("nan")
+
+
+class _Shifted(Layer):
+    """A layer with a parameter whose gradient may be NaN, while those of the layers before it are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.is_broken = nn.Parameter(torch.zeros(WIDTH)), False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + (_Nan.apply(self.shift) if self.is_broken else self.shift)
+
+
+class _Model(Chain):
+    """Four such layers, and a loss that may be NaN."""
+
+    has_nan = False
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().pipeline_loss(output, target)
+        return total * (float("nan") if self.has_nan else 1.0), count
+
+
+def _model(*, is_tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    if is_tied:
+        head.weight = embedding.weight
+    return _Model([embedding, *(_Shifted() for _ in range(4)), head])
+
+
+def _engine(net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **chosen: Any) -> tuple[TrainingEngine, Any]:
+    optimizer = make(net.parameters())
+    options = Options(**({"pipeline_size": 2} | chosen))
+    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    modes = replace(options.mode_options, wait_for_parameters=True)
+    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
+    engine.shard(torch.device("cpu"))
+    return engine, engine.attach([optimizer], source="the test")[0]
+
+
+def _take_step(optimizer: Any, closure: Any = None) -> None:
+    optimizer.step()
+
+
+def _local(net: nn.Module) -> dict[str, Tensor]:
+    named = {name: p.detach() for name, p in net.named_parameters()}
+    return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Of the second step, which has a NaN in the loss or in the layer ``broken``: skipped steps, and a change."""
+    net: Any = _model(is_tied=is_tied)
+    is_kept = options.get("optimizer") == "keep"
+    engine, optimizer = _engine(net, _sgd if is_kept else _adamw, **options)
+    result: Any = None
+    for step in range(3):
+        net.has_nan = step == 1 and broken is None
+        for index, part in enumerate(net.parts):
+            part.is_broken = step == 1 and index == broken
+        before = _local(net)
+        optimizer.zero_grad()
+        engine.run_pipeline(batch_of(8, 5, seed=step))
+        if clips:
+            engine.clip_by_norm(list(net.parameters()), float("inf"))
+        engine.step(optimizer, _take_step)
+        has_changed = any(not torch.equal(value, before[name]) for name, value in _local(net).items())
+        if step == 1:
+            result = engine.skipped_steps(optimizer), has_changed
+        else:
+            assert has_changed
+    weights = {name: p.detach().clone() for name, p in net.named_parameters() if p.ndim == 2} if is_tied else {}
+    engine.end_training()
+    engine.close()
+    return result, {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()}
+
+
+CASES: dict[str, tuple[int, int | None, dict[str, Any], list[tuple[int, bool]]]] = {
+    "loss": (2, None, {}, _ALL_SKIP),
+    "loss, V": (2, None, {"pipeline_schedule": "zb_v"}, _ALL_SKIP),
+    "loss, sharded": (4, None, {"shard_size": 2}, _ALL_SKIP * 2),
+    "last stage, clipped": (2, 4, {"clips": True}, _ALL_SKIP),
+    "first stage, clipped": (2, 1, {"clips": True}, _ALL_SKIP),
+    "last stage, clipped, sharded": (4, 4, {"clips": True, "shard_size": 2}, _ALL_SKIP * 2),
+    "last stage, clipped, replicated": (4, 4, {"clips": True, "replicate_size": 2}, _ALL_SKIP * 2),
+    "last stage, kept": (2, 4, {"optimizer": "keep"}, _ALL_SKIP),
+    "first stage, kept, sharded": (4, 1, {"optimizer": "keep", "shard_size": 2}, _ALL_SKIP * 2),
+    "first stage, tied": (2, 1, {"is_tied": True}, _ALL_SKIP),
+    "last stage, tied, sharded": (4, 4, {"is_tied": True, "shard_size": 2}, _ALL_SKIP * 2),
+    # As docs/pipelines.md says: nothing makes the other stage wait for it.
+    "last stage": (2, 4, {}, [(0, True), (1, False)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_skip_a_step_together(gloo: ProcessPool, name: str) -> None:
+    world_size, broken, options, expected = CASES[name]
+    chosen = {"clips": False, "is_tied": False} | options
+    results = gloo.run(_three_steps, broken, world_size=world_size, **chosen)
+    assert [found for found, _ in results] == expected
+    if chosen["is_tied"]:
+        copies = [
+            weights[key] for _, weights in results for key in ("parts.0.weight", "parts.5.weight") if key in weights
+        ]
+        assert len(copies) == world_size and all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def _collectives(**options: Any) -> list[str]:
+    """Those of a second step of training, ``async`` ones marked; point-to-point messages apart."""
+    engine, optimizer = _engine(_model(), _adamw, **options)
+    calls: list[str] = []
+    names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier")
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(f"async {name}" if kwargs.get("async_op") else name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for step in range(2):
+        optimizer.zero_grad()
+        with ExitStack() as stack:
+            for name in names if step == 1 else ():
+                stack.enter_context(patch.object(dist, name, counted(name)))
+            engine.run_pipeline(batch_of(8, 5, seed=step))
+            engine.step(optimizer, _take_step)
+    engine.close()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [(2, {}, ["async all_reduce"]), (4, {"shard_size": 2}, ["async all_reduce", "all_reduce"])],
+)
+def test_at_most_one_collective_of_a_step_blocks(
+    gloo: ProcessPool, world_size: int, options: dict[str, Any], expected: list[str]
+) -> None:
+    # The comparison of batches goes on beside the first forward; the other is the agreement within a stage.
+    assert gloo.run(_collectives, world_size=world_size, **options) == [expected] * world_size
+
+
+def _permuted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.flip(0) for key, value in batch.items()}
+
+
+def _longer(_: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch_of(8, 7, seed=0)
+
+
+def _fewer(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value[:6] for key, value in batch.items()}
+
+
+def _another_dtype(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.int() for key, value in batch.items()}
+
+
+def _other_batches(change: Callable[[Any], Any], num_before: int, *, evaluates: bool = False, **options: Any) -> None:
+    """The last rank has another batch, after ``num_before`` equal ones."""
+    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep", **options)
+    try:
+        for step in range(num_before + 1):
+            optimizer.zero_grad()
+            batch = batch_of(8, 5, seed=step)
+            if step == num_before and dist.get_rank() == dist.get_world_size() - 1:
+                batch = change(batch)
+            if evaluates and step == num_before:
+                with torch.no_grad(), engine.around_forward():
+                    engine.module(batch["input_ids"])
+            else:
+                engine.run_pipeline(batch)
+                engine.step(optimizer, _take_step)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("change", [_permuted, _longer, _fewer, _another_dtype])
+def test_other_batches_are_found_before_a_message(gloo: ProcessPool, change: Any, evaluates: bool) -> None:
+    for num_before in (0, 2):
+        gloo.expect_error_on_all_ranks(
+            _other_batches, change, num_before, evaluates=evaluates, match="have different batches", world_size=2
+        )
+
+
+def test_other_batches_name_the_shapes(gloo: ProcessPool) -> None:
+    failures = gloo.expect_error_on_all_ranks(
+        _other_batches, _longer, 1, match=r"rank 0: torch.int64 \(8, 5\).*rank 1: torch.int64 \(8, 7\)", world_size=2
+    )
+    assert failures[0].message == failures[1].message
+
+
+def _last_batch_on_a_device(evaluates: bool) -> None:
+    """The contents of the last of three batches differ, and no host may wait for them."""
+    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep")
+    try:
+        with patch.object(batches, "_are_on_host", lambda tensors: not tensors):
+            for step in range(3):
+                optimizer.zero_grad()
+                batch = batch_of(8, 5, seed=step)
+                engine.run_pipeline(_permuted(batch) if step == 2 and dist.get_rank() == 1 else batch)
+                engine.step(optimizer, _take_step)
+            (engine.end_evaluation if evaluates else engine.end_training)()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_contents_on_a_device_are_compared_at_the_end(gloo: ProcessPool, evaluates: bool) -> None:
+    gloo.expect_error_on_all_ranks(_last_batch_on_a_device, evaluates, match="have different batches", world_size=2)
+
+
+def _without_labels(_: dict[str, Tensor]) -> Any:
+    return {"input_ids": torch.zeros(8, 5, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_batch_of_one_rank_that_cannot_be_cut(gloo: ProcessPool, num_before: int) -> None:
+    gloo.expect_error_on_all_ranks(
+        _fails_together, num_before, match="(rank 1 of the group failed.*labels|^'labels'$|labels)", world_size=2
+    )
+
+
+def _fails_together(num_before: int) -> None:
+    try:
+        _other_batches(_without_labels, num_before)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _twice(frozen: int) -> None:
+    """Only the ranks of stages that train have gradients left."""
+    net = chain(2)
+    for part in list(net.parts)[:frozen]:
+        part.requires_grad_(False)
+    engine, optimizer = _engine(net, _sgd, optimizer="keep")
+    try:
+        engine.run_pipeline(batch_of(8, 5, seed=0))
+        engine.run_pipeline(batch_of(8, 5, seed=1))
+        engine.step(optimizer, _take_step)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_two_batches_before_a_step_are_refused(gloo: ProcessPool, frozen: int) -> None:
+    gloo.expect_error_on_all_ranks(
+        _twice, frozen, match="still has the gradient of an earlier batch", exception=RuntimeError, world_size=2
+    )
+
+
+def _norms_of_one_stage() -> tuple[float, float]:
+    """By our norm over the parameters of the first stage alone, which the second rank has none of; and by hand."""
+    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep")
+    optimizer.zero_grad()
+    engine.run_pipeline(batch_of(8, 5, seed=0))
+    listed = list(engine.module.parameters()) if dist.get_rank() == 0 else []
+    squares = torch.stack([_value(p.grad).square().sum() for p in listed if p.grad is not None]).sum() if listed else 0
+    norm = engine.clip_by_norm(listed, 1e-3)
+    engine.close()
+    return float(norm), float(squares) ** 0.5
+
+
+def _value(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def test_a_rank_without_listed_parameters_clips_too(gloo: ProcessPool) -> None:
+    (norm, expected), (other, _) = gloo.run(_norms_of_one_stage, world_size=2)
+    assert norm == other == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_of_nothing_is_on_the_device_of_the_others() -> None:
+    # NCCL takes no zero from the memory of the host.
+    assert clip_norm_([], 1.0, device=torch.device("meta")).device.type == "meta"
+
+
+def _nothing_to_train(choice: str) -> None:
+    """An optimizer that was made before the cut, of what is trained: no stage of the first rank."""
+    net = chain(2)
+    for part in list(net.parts)[:3]:
+        part.requires_grad_(False)
+    engine = None
+    try:
+        engine, _ = _engine(
+            net, lambda parameters: _adamw([p for p in parameters if p.requires_grad]), optimizer=choice
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+@pytest.mark.parametrize("choice", ["auto", "keep"])
+def test_an_optimizer_without_own_parameters_is_an_error(gloo: ProcessPool, choice: str) -> None:
+    gloo.expect_error_on_all_ranks(
+        _nothing_to_train,
+        choice,
+        match="has no parameter of a stage of this rank; give it all parameters",
+        world_size=2,
+    )
+
+
+def _load(path: str) -> None:
+    engine, _ = _engine(chain(2), _sgd, optimizer="keep")
+    try:
+        checkpoint = Checkpoint.open(Path(path), metadata_name="none", weights_only=True)
+        checkpoint.load_weights("state_dict", engine.module, strict=True)
+    finally:
+        engine.close()
+
+
+def test_weights_that_do_not_fit_one_stage_are_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
+    state = chain(2).state_dict()
+    torch.save({"state_dict": state | {"parts.3.weight": torch.zeros(2, 2)}}, tmp_path / "file")
+    match = r"parts.3.weight \(2, 2\) in the checkpoint"
+    gloo.expect_error_on_all_ranks(_load, str(tmp_path / "file"), match=match, exception=RuntimeError, world_size=2)
+
+
+_ROWS = _LENGTH = 5  # Equally many: a tensor by positions must not be taken for one by rows.
+
+
+def _padded() -> dict[str, Tensor]:
+    tokens = torch.randint(1, VOCABULARY, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(_LENGTH) >= torch.arange(_ROWS)[:, None]).long()  # Row n has n tokens of padding at its left.
+    return {"input_ids": tokens * mask, "attention_mask": mask}
+
+
+def _call(net: Any) -> tuple[Tensor, Tensor]:
+    """What is generated, and logits of a call with three positional arguments."""
+    batch = _padded()
+    net.generation_config.pad_token_id = 0
+    positions = 3 * torch.arange(_LENGTH).expand(_ROWS, -1)
+    with torch.no_grad():
+        tokens = net.generate(**batch, max_new_tokens=4, do_sample=False, use_cache=False)
+        return tokens, net(batch["input_ids"], batch["attention_mask"], positions, use_cache=False).logits
+
+
+def _generate(kind: str, schedule: str) -> tuple[Tensor, Tensor]:
+    net = causal_lm(kind)
+    engine, _ = _engine(net, _sgd, optimizer="keep", pipeline_schedule=schedule)
+    engine.begin_evaluation()
+    with engine.around_forward():
+        result = _call(net.eval())
+    engine.end_evaluation()
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [("llama", "1f1b"), ("llama", "zb_v"), ("qwen3", "1f1b")])
+def test_left_padded_prompts_go_on_as_in_one_process(gloo: ProcessPool, kind: str, schedule: str) -> None:
+    tokens, logits = _call(causal_lm(kind).eval())
+    nearer = causal_lm(kind).eval()(**_padded(), use_cache=False).logits
+    assert (logits - nearer).abs().max() > 1e-4  # The positions have an effect.
+    for found, of_call in gloo.run(_generate, kind, schedule, world_size=2):
+        assert torch.equal(found, tokens)
+        # Micro-batches have fewer rows, for which a kernel may add in another order.
+        torch.testing.assert_close(of_call, logits, rtol=1e-5, atol=1e-6)
