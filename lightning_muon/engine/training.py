@@ -606,8 +606,8 @@ class TrainingEngine:
             largest, negative = extremes.tolist()
             if largest != -negative:
                 raise RuntimeError(
-                    f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the ranks; "
-                    "multiply it by the same number on all, or weigh the batches with loss_scaling='tokens'"
+                    f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
+                    "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
                 )
         self._derivatives.clear()
         if self._is_loop_of_user and not self._is_reduced:

@@ -83,9 +83,9 @@ class StagedModel(ABC):
             RuntimeError: If the model does not compute its loss itself.
         """
         raise RuntimeError(
-            f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss could "
-            "be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the model and "
-            "of backward, and evaluate under torch.no_grad()"
+            f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
+            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the "
+            "model and of backward, and evaluate under torch.no_grad()"
         )
 
     def result_of_training(self, loss: Tensor) -> Any:
@@ -180,7 +180,9 @@ class LanguageModel(StagedModel):
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class. Targets are the labels, and of how many losses the mean is wanted, if not of theirs."""
-        inputs, labels = self._inputs_and_labels(dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs)
+        inputs, labels = self._inputs_and_labels(
+            dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        )
         return inputs, None if labels is None else (labels, kwargs.get("num_items_in_batch"))
 
     def result_of_call(self, output: Carry, target: Any) -> Any:
@@ -196,8 +198,8 @@ class LanguageModel(StagedModel):
         inputs, target = self.inputs_of_call(args, kwargs)
         if target is None:
             raise RuntimeError(
-                f"{type(self.root).__name__} is divided over the ranks of a pipeline, whose last stage computes the loss; "
-                "in training call it with labels (no label smoothing, no loss of your own), or under torch.no_grad()"
+                f"{type(self.root).__name__} is divided over the ranks of a pipeline, whose last stage computes the loss: "
+                "in training call it with labels (no label smoothing, no loss of your own), or use torch.no_grad()"
             )
         labels, num_losses = target
         return {**inputs, "labels": labels}, num_losses
@@ -295,7 +297,8 @@ class EncoderDecoder(LanguageModel):
                 values = hidden, decoder.dropout(decoder.embed_tokens(inputs["decoder_input_ids"]))
             elif part is self.parts[-1]:
                 hidden = decoder.dropout(decoder.final_layer_norm(values[0]))
-                return self.root.lm_head(hidden * self.root.model_dim**-0.5 if self._is_scaled else hidden)
+                is_scaled = getattr(self.root.config, "scale_decoder_outputs", False)
+                return self.root.lm_head(hidden * self.root.model_dim**-0.5 if is_scaled else hidden)
             elif not block.is_decoder:
                 hidden, other, *bias = values
                 hidden, *bias = block(hidden, self._mask(encoder, hidden, inputs), *bias)
@@ -316,11 +319,6 @@ class EncoderDecoder(LanguageModel):
             return self._masks.create_causal_mask(stack.config, hidden, padding, past_key_values=None)
         padding = inputs.get("attention_mask")
         return self._masks.create_bidirectional_mask(stack.config, hidden, padding, encoder_hidden_states=encoded)
-
-    @property
-    def _is_scaled(self) -> bool:
-        config = self.root.config
-        return getattr(config, "scale_decoder_outputs", config.model_type == "mt5" and config.tie_word_embeddings)
 
     def _inputs_and_labels(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         inputs, labels = super()._inputs_and_labels(given)

@@ -349,7 +349,9 @@ class TrainerAccelerator(Accelerator):
         kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
         is_whole = sharding in ("ddp", "none") and options.pipeline_size == 1
         if kind != DistributedType.FSDP and (options.has_nodes or not is_whole):
-            of_stages = f"pipeline_size={options.pipeline_size}" if options.pipeline_size > 1 else f"sharding={sharding!r}"
+            of_stages = (
+                f"pipeline_size={options.pipeline_size}" if options.pipeline_size > 1 else f"sharding={sharding!r}"
+            )
             what = "FlexDeMo" if options.has_nodes else of_stages
             raise ValueError(
                 f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not all with "
