@@ -500,6 +500,11 @@ class TrainingEngine:
         """The ranks that have the same modules, `None` for all."""
         return None if self.pipeline is None else self.mesh
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank has some weights, or parts of them, only."""
+        return self.mode.shards_weights or self.pipeline is not None
+
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
         return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)

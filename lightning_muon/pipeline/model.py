@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class Chain(StagedModel):
 class LanguageModel(StagedModel):
     """A language model of transformers: its batches, its loss, and what calls of it mean."""
 
+    root: Any
     shift: int  # How many labels come before the one that the first position predicts.
     _result: Any  # The class of what its forward returns.
 
@@ -198,7 +200,7 @@ class LanguageModel(StagedModel):
         inputs, target = self.inputs_of_call(args, kwargs)
         if target is None:
             raise RuntimeError(
-                f"{type(self.root).__name__} is divided over the ranks of a pipeline, whose last stage computes the loss: "
+                f"{type(self.root).__name__} is divided over ranks of a pipeline, whose last stage computes the loss: "
                 "in training call it with labels (no label smoothing, no loss of your own), or use torch.no_grad()"
             )
         labels, num_losses = target
@@ -271,9 +273,9 @@ class EncoderDecoder(LanguageModel):
     shift = 0
 
     def __init__(self, root: Any) -> None:
-        from transformers import masking_utils, modeling_outputs
-
-        self.root, self._masks, self._result = root, masking_utils, modeling_outputs.Seq2SeqLMOutput
+        self.root = root
+        self._library: Any = sys.modules[type(root.encoder).__module__]  # Has what the forward of a stack takes.
+        self._result = self._library.Seq2SeqLMOutput
         stacks = (root.encoder, root.decoder)
         for stack in stacks:
             if stack.embed_tokens.weight is root.shared.weight:
@@ -289,9 +291,9 @@ class EncoderDecoder(LanguageModel):
         """See the base class."""
         encoder, decoder = self.root.encoder, self.root.decoder
         # Hidden states, those of the other side, the position bias.
-        values = carry if isinstance(carry, tuple) else (carry,)
+        values: tuple[Any, ...] = carry if isinstance(carry, tuple) else (carry,)
         for part in parts:
-            block = part.modules[0]
+            block: Any = part.modules[0]
             if part is self.parts[0]:
                 hidden = encoder.dropout(encoder.embed_tokens(inputs["input_ids"]))
                 values = hidden, decoder.dropout(decoder.embed_tokens(inputs["decoder_input_ids"]))
@@ -316,9 +318,9 @@ class EncoderDecoder(LanguageModel):
         """As ``T5Stack.forward`` makes it: that of its own positions, or that of what the encoder has ``encoded``."""
         if stack.is_decoder and encoded is None:
             padding = inputs.get("decoder_attention_mask")
-            return self._masks.create_causal_mask(stack.config, hidden, padding, past_key_values=None)
+            return self._library.create_causal_mask(stack.config, hidden, padding, past_key_values=None)
         padding = inputs.get("attention_mask")
-        return self._masks.create_bidirectional_mask(stack.config, hidden, padding, encoder_hidden_states=encoded)
+        return self._library.create_bidirectional_mask(stack.config, hidden, padding, encoder_hidden_states=encoded)
 
     def _inputs_and_labels(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         inputs, labels = super()._inputs_and_labels(given)
@@ -333,13 +335,11 @@ class EncoderDecoder(LanguageModel):
 
     def take_calls(self, run: Callable[..., Any]) -> None:
         """See the base class. ``generate`` calls the encoder first: its output are the tokens, which it keeps."""
-        from transformers.modeling_outputs import BaseModelOutput
-
         super().take_calls(run)
 
         @wraps(type(self.root.encoder).forward)
         def keep_tokens(input_ids: Tensor, **_: Any) -> Any:
-            return BaseModelOutput(last_hidden_state=input_ids.unsqueeze(-1))
+            return self._library.BaseModelOutput(last_hidden_state=input_ids.unsqueeze(-1))
 
         self.root.encoder.forward = keep_tokens
 
@@ -381,7 +381,8 @@ def find_staged_model(module: nn.Module) -> StagedModel:
     what = f"the model_type {kind!r}" if kind else f"a {type(root).__name__}"
     raise ValueError(
         f"{type(module).__name__} cannot be cut into stages: {what} is no language model out of "
-        f"{', '.join((*CAUSAL_LMS, *ENCODER_DECODERS))}, and no nn.Sequential in a module with pipeline_loss. Say how it is cut:\n{_METHODS}"
+        f"{', '.join((*CAUSAL_LMS, *ENCODER_DECODERS))}, and no nn.Sequential in a module with pipeline_loss. Say how "
+        f"it is cut:\n{_METHODS}"
     )
 
 

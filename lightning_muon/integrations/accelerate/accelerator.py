@@ -326,7 +326,7 @@ class Accelerator(accelerate.Accelerator):
         if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:
             return super().get_state_dict(model, unwrap)
         prepare_for_reading(engine)
-        if not engine.mode.shards_weights:
+        if not engine.divides_weights:
             return super().get_state_dict(model, unwrap)
         return engine.weights_to_save(whole=True)
 

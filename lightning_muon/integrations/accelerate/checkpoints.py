@@ -37,7 +37,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
         _write(engine, Path(directory), whole=whole, with_model=chosen[0])
 
     def weights() -> Sequence[Any]:
-        return () if engine.mode.shards_weights else [accelerator.get_state_dict(engine.module)]
+        return () if engine.divides_weights else [accelerator.get_state_dict(engine.module)]
 
     return _among_hooks(accelerator, "save", stock, save, weights)
 
@@ -76,7 +76,7 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
         require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
         _read(engine, Path(found), with_model=with_model)
 
-    models = [] if engine.mode.shards_weights else prepared_models(accelerator)
+    models = [] if engine.divides_weights else prepared_models(accelerator)
     _among_hooks(accelerator, "load", stock, load, lambda: models)
     # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
     step = [accelerator.step]

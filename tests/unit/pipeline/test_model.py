@@ -61,7 +61,7 @@ def test_calls_of_a_language_model_become_inputs_and_targets() -> None:
     assert inputs == {"input_ids": tokens} and labels == (tokens, None)
     batch, num_losses = model.batch_of_call((tokens,), {"labels": tokens, "num_items_in_batch": 5})
     assert batch == {"input_ids": tokens, "labels": tokens} and num_losses == 5
-    with pytest.raises(RuntimeError, match="in training call it with labels"):
+    with pytest.raises(RuntimeError, match="training call it with labels"):
         model.batch_of_call((tokens,), {})
     with pytest.raises(ValueError, match="use_cache=False"):
         model.inputs_of_call((tokens,), {"past_key_values": ()})
