@@ -145,11 +145,6 @@ class PipelineRuntime:
         return self._group
 
     @property
-    def device(self) -> torch.device:
-        """Where messages lie."""
-        return self._device
-
-    @property
     def modules(self) -> list[nn.Module]:
         """Those of the parts of this rank, in the order of forward."""
         return [module for stage in sorted(self.stages) for module in self.modules_of(stage)]
