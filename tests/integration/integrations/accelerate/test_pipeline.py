@@ -118,4 +118,4 @@ def _misuse(what: str) -> None:
     ],
 )
 def test_what_a_call_cannot_mean_is_an_error_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_misuse, what, match=match, world_size=2)
+    gloo.expect_error_on_all_ranks(_misuse, what, match=match, exception=RuntimeError, world_size=2)
