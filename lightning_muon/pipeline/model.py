@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -304,14 +303,12 @@ class EncoderDecoder(LanguageModel):
                 return self.root.lm_head(hidden * self.root.model_dim**-0.5 if is_scaled else hidden)
             elif not block.is_decoder:
                 hidden, other, *bias = values
-                bias = bias or _new_bias(block, hidden)
                 hidden, *bias = block(hidden, self._mask(encoder, hidden, inputs), *bias)
                 values = hidden, other, bias[0]
                 if part is self._last_of_encoder:
                     values = other, encoder.dropout(encoder.final_layer_norm(hidden))
             else:
                 hidden, encoded, *bias = values
-                bias = bias or _new_bias(block, hidden)
                 masks = [self._mask(decoder, hidden, inputs), self._mask(decoder, hidden, inputs, encoded)]
                 hidden, *bias = block(hidden, masks[0], *bias or [None], encoded, masks[1])
                 values = (hidden,) if part is self._last_of_decoder else (hidden, encoded, bias[0])
@@ -345,18 +342,6 @@ class EncoderDecoder(LanguageModel):
             return self._library.BaseModelOutput(last_hidden_state=input_ids.unsqueeze(-1))
 
         self.root.encoder.forward = keep_tokens
-
-
-def _new_bias(block: Any, hidden: Tensor) -> list[Tensor]:
-    """The position bias of all blocks of a stack in training, with the hidden states in its graph.
-
-    A backward in two parts finds weights where they meet what the stage got, which must be one place for each weight.
-    """
-    if not torch.is_grad_enabled():
-        return []  # The block makes it, inside of its forward, in which its weights are whole.
-    length = hidden.shape[1]
-    bias = block.layer[0].SelfAttention.compute_bias(length, length, device=hidden.device)
-    return [bias + hidden[:0].sum()]
 
 
 _Place = tuple[nn.Module, str]

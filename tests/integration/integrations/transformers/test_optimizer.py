@@ -167,7 +167,10 @@ def _trained(
     with _launched(directory, parallel):
         run = runs.trainer(
             f"{directory}/out",
-            runs.causal_lm(seed=int(os.environ["RANK"]) if parallel != "none" and not resume else 0, tied=tied),
+            runs.causal_lm(
+                seed=0 if parallel == "none" or resume or "num_stages" in options else int(os.environ["RANK"]),
+                tied=tied,
+            ),
             optimizer_cls_and_kwargs=None,
             learning_rate=runs.LR,
             weight_decay=runs.WEIGHT_DECAY,
